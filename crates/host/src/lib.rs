@@ -1,0 +1,1 @@
+//! All that touches the kernel: vhost-user sockets, TAP, threads, epoll

@@ -1,0 +1,94 @@
+//! Copying between memories that somebody else may be writing to. Called by `span.rs` only.
+
+use std::ptr;
+
+/// Up to this many bytes are moved by inline 16-byte loads and stores; above, the platform's `memmove` is faster.
+const INLINE: usize = 256;
+
+/// Copies `len` bytes; the ranges may overlap (a driver may pass the same buffer twice), in which case what arrives is
+/// some mixture of both, which is the driver's own loss.
+///
+/// # Safety
+/// `source` must be readable and `target` writable for `len` bytes.
+#[inline(always)]
+pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
+    // SAFETY: every access below lies within `len` bytes of the two pointers, for which the caller vouches. Values pass
+    // through registers and any bit pattern is a valid integer, so neither overlap nor a concurrent writer matters.
+    unsafe {
+        if len > INLINE {
+            ptr::copy(source, target, len);
+        } else if len >= 16 {
+            let mut at = 0;
+            while at + 16 <= len {
+                unit::<u128>(source, target, at);
+                at += 16;
+            }
+            if at < len {
+                unit::<u128>(source, target, len - 16);
+            }
+        } else if len >= 8 {
+            unit::<u64>(source, target, 0);
+            unit::<u64>(source, target, len - 8);
+        } else if len >= 4 {
+            unit::<u32>(source, target, 0);
+            unit::<u32>(source, target, len - 4);
+        } else {
+            for at in 0..len {
+                unit::<u8>(source, target, at);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `source + at` must be readable and `target + at` writable for the size of `T`.
+#[inline(always)]
+unsafe fn unit<T>(source: *const u8, target: *mut u8, at: usize) {
+    // SAFETY: as the caller says; the unaligned forms need no alignment.
+    unsafe { ptr::write_unaligned(target.add(at).cast::<T>(), ptr::read_unaligned(source.add(at).cast::<T>())) }
+}
+
+/// Reads `N` bytes (a multiple of 8), each exactly once: what the caller then decides on cannot change any more.
+///
+/// # Safety
+/// `source` must be readable for `N` bytes.
+#[inline(always)]
+pub(crate) unsafe fn read_once<const N: usize>(source: *const u8) -> [u8; N] {
+    #[repr(C, packed)]
+    #[derive(Clone, Copy)]
+    struct Unaligned(u64);
+    const { assert!(N.is_multiple_of(8)) };
+    let mut out = [0; N];
+    for at in (0..N).step_by(8) {
+        // SAFETY: `at + 8 <= N`, for which the caller vouches; a packed type has alignment 1. Volatile, so that the
+        // compiler may not load it again later.
+        let word = unsafe { ptr::read_volatile(source.add(at).cast::<Unaligned>()) };
+        out[at..at + 8].copy_from_slice(&{ word.0 }.to_ne_bytes());
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_every_length() {
+        let source: Vec<u8> = (0..600).map(|i| (i % 251) as u8).collect();
+        for len in 0..600 {
+            let mut target = vec![0xee; 616];
+            // SAFETY: both vectors are longer than `len`.
+            unsafe { bytes(source.as_ptr(), target.as_mut_ptr().add(8), len) };
+            assert_eq!(target[8..8 + len], source[..len], "{len}");
+            assert!(target[..8].iter().chain(&target[8 + len..]).all(|&b| b == 0xee), "{len}");
+        }
+    }
+
+    #[test]
+    fn reads_once() {
+        let source: Vec<u8> = (0..64).collect();
+        // SAFETY: 1 + 32 bytes are there.
+        let got: [u8; 32] = unsafe { read_once(source.as_ptr().add(1)) };
+        assert_eq!(got[..], source[1..33]);
+    }
+}

@@ -1,0 +1,262 @@
+//! Spans: checked pieces of shared memory, and lists of them that keep their memory alive.
+
+use crate::{
+    copy,
+    table::{Hit, Outside, Table},
+};
+use std::{marker::PhantomData, ptr::NonNull, sync::Arc};
+
+/// A piece of shared memory whose bounds have been checked. The other side may write to it at any time, so that nothing
+/// but copying is possible: there is no `&[u8]` of it.
+#[derive(Clone, Copy)]
+pub struct Span<'m> {
+    start: NonNull<u8>,
+    len: usize,
+    memory: PhantomData<&'m ()>,
+}
+
+// SAFETY: a span is an address range of a mapping that outlives it; it is accessed by copying only, from any thread.
+unsafe impl Send for Span<'_> {}
+// SAFETY: as above; concurrent copies race only over bytes that nobody relies on.
+unsafe impl Sync for Span<'_> {}
+
+impl<'m> Span<'m> {
+    /// # Safety
+    /// `start` must be valid for reads and writes of `len` bytes for all of `'m`.
+    pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
+        Span { start, len, memory: PhantomData }
+    }
+
+    /// Its length in bytes.
+    #[inline(always)]
+    pub fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    #[inline(always)]
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// The span without its first `n` bytes; empty if it has no more than those.
+    #[inline(always)]
+    #[must_use]
+    pub fn skip(self, n: usize) -> Span<'m> {
+        let n = n.min(self.len);
+        // SAFETY: `n <= len`, so the rest lies within the same allocation.
+        unsafe { Span::new(self.start.add(n), self.len - n) }
+    }
+
+    /// At most the first `n` bytes.
+    #[inline(always)]
+    #[must_use]
+    pub fn first(self, n: usize) -> Span<'m> {
+        Span { len: self.len.min(n), ..self }
+    }
+
+    /// Copies to private memory as much as both have, and says how much that was.
+    #[inline(always)]
+    pub fn read(self, target: &mut [u8]) -> usize {
+        let len = self.len.min(target.len());
+        // SAFETY: `len` is within the span and within the slice.
+        unsafe { copy::bytes(self.start.as_ptr(), target.as_mut_ptr(), len) };
+        len
+    }
+
+    /// The first `N` bytes (a multiple of 8), each read exactly once; `None` if there are fewer.
+    #[inline(always)]
+    pub fn read_once<const N: usize>(self) -> Option<[u8; N]> {
+        // SAFETY: at least `N` bytes are there.
+        (self.len >= N).then(|| unsafe { copy::read_once(self.start.as_ptr()) })
+    }
+
+    /// Copies from private memory as much as both have, and says how much that was.
+    #[inline(always)]
+    pub fn write(self, source: &[u8]) -> usize {
+        let len = self.len.min(source.len());
+        // SAFETY: `len` is within the span and within the slice.
+        unsafe { copy::bytes(source.as_ptr(), self.start.as_ptr(), len) };
+        len
+    }
+
+    /// Copies to another span as much as both have, and says how much that was.
+    #[inline(always)]
+    pub fn copy_to(self, target: Span<'_>) -> usize {
+        let len = self.len.min(target.len);
+        // SAFETY: `len` is within both spans; overlap is allowed.
+        unsafe { copy::bytes(self.start.as_ptr(), target.start.as_ptr(), len) };
+        len
+    }
+
+    /// Asks the CPU to fetch the first line for reading.
+    #[inline(always)]
+    pub fn prefetch(self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch is a hint and never faults.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(self.start.as_ptr().cast())
+        };
+    }
+
+    /// Asks the CPU to fetch the lines of the first `len` bytes for writing, so that the store does not wait for the
+    /// other core to give them up.
+    #[inline(always)]
+    pub fn prefetch_write(self, len: usize) {
+        #[cfg(target_arch = "x86_64")]
+        for at in (0..len.min(self.len)).step_by(64) {
+            // SAFETY: a prefetch is a hint and never faults; CPUs without PREFETCHW take it as a no-op.
+            unsafe {
+                std::arch::asm!("prefetchw [{}]", in(reg) self.start.as_ptr().add(at), options(nostack, preserves_flags, readonly));
+            };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = len;
+    }
+
+    /// The address, for system calls that read or write memory by themselves (`readv`, `writev`).
+    pub fn as_ptr(self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+}
+
+/// A list of spans of one [`Table`], which it keeps alive as long as the list is in use. It never allocates after it was
+/// made.
+pub struct Pieces {
+    memory: Option<Arc<Table>>,
+    // 'static only in here: every way out of this type shortens the lifetime to that of a borrow of it, and the list is
+    // emptied before `memory` is let go.
+    list: Vec<Span<'static>>,
+    limit: usize,
+}
+
+impl Pieces {
+    /// An empty list for at most `limit` pieces.
+    pub fn new(limit: usize) -> Self {
+        Pieces { memory: None, list: Vec::with_capacity(limit), limit }
+    }
+
+    /// Empties the list and makes it one of spans in `memory`.
+    #[inline]
+    pub fn start(&mut self, memory: &Arc<Table>) {
+        self.list.clear();
+        match &self.memory {
+            Some(held) if Arc::ptr_eq(held, memory) => {}
+            _ => self.memory = Some(memory.clone()),
+        }
+    }
+
+    /// Empties the list and lets its memory go.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.memory = None;
+    }
+
+    /// Adds the memory at a guest address; usually one piece, more where it crosses from one region into an adjacent
+    /// one. Nothing is added if it fails.
+    #[inline(always)]
+    pub fn push(&mut self, address: u64, len: u32, hit: &mut Hit) -> Result<(), Outside> {
+        let Some(memory) = &self.memory else { return Err(Outside::Memory) };
+        if self.list.len() == self.limit {
+            return Err(Outside::List);
+        }
+        match memory.span(address, len as usize, hit) {
+            Some(span) => {
+                // SAFETY: `memory` lives at least until the list is cleared, and spans leave this type only with the
+                // lifetime of a borrow of it.
+                self.list.push(unsafe { Span::new(span.start, span.len) });
+                Ok(())
+            }
+            None => self.push_crossing(address, len, hit),
+        }
+    }
+
+    #[cold]
+    fn push_crossing(&mut self, mut address: u64, len: u32, hit: &mut Hit) -> Result<(), Outside> {
+        let Some(memory) = &self.memory else { return Err(Outside::Memory) };
+        let before = self.list.len();
+        let mut left = len as usize;
+        while left > 0 {
+            let piece = if self.list.len() == self.limit { Err(Outside::List) } else { memory.longest(address, left, hit) };
+            match piece {
+                Ok(span) => {
+                    // SAFETY: as in `push`.
+                    self.list.push(unsafe { Span::new(span.start, span.len) });
+                    left -= span.len;
+                    // Cannot wrap: the span lies within a region, which ends below 2^64.
+                    address += span.len as u64;
+                }
+                Err(outside) => {
+                    self.list.truncate(before);
+                    return Err(outside);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The pieces.
+    #[inline(always)]
+    pub fn list(&self) -> &[Span<'_>] {
+        &self.list
+    }
+
+    /// Removes all pieces from the `len`th on.
+    #[inline]
+    pub fn truncate(&mut self, len: usize) {
+        self.list.truncate(len);
+    }
+
+    /// How many more pieces fit.
+    #[inline]
+    pub fn room(&self) -> usize {
+        self.limit - self.list.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Region;
+
+    fn memory() -> Arc<Table> {
+        let table = Table::default();
+        let table = table.with(Region::private(8192, 0x1000).unwrap()).unwrap();
+        Arc::new(table.with(Region::private(4096, 0x3000).unwrap()).unwrap())
+    }
+
+    #[test]
+    fn copies_and_cuts() {
+        let memory = memory();
+        let mut hit = Hit::default();
+        let a = memory.span(0x1000, 100, &mut hit).unwrap();
+        let b = memory.span(0x2000, 100, &mut hit).unwrap();
+        assert_eq!(a.write(b"hello world"), 11);
+        assert_eq!(a.skip(6).first(5).copy_to(b), 5);
+        let mut out = [0; 5];
+        assert_eq!(b.read(&mut out), 5);
+        assert_eq!(&out, b"world");
+        assert_eq!(a.first(8).read_once::<8>().unwrap(), *b"hello wo");
+        assert!(a.first(7).read_once::<8>().is_none());
+        assert!(a.skip(101).is_empty());
+    }
+
+    #[test]
+    fn a_piece_that_crosses_regions_becomes_two() {
+        let memory = memory();
+        let (mut pieces, mut hit) = (Pieces::new(4), Hit::default());
+        pieces.start(&memory);
+        pieces.push(0x2ff0, 64, &mut hit).unwrap();
+        assert_eq!(pieces.list().iter().map(|s| s.len()).collect::<Vec<_>>(), [16, 48]);
+        assert_eq!(pieces.push(0x3ff0, 64, &mut hit), Err(Outside::Memory));
+        assert_eq!(pieces.push(u64::MAX - 4, 64, &mut hit), Err(Outside::Memory));
+        assert_eq!(pieces.list().len(), 2, "nothing stays of what failed");
+        pieces.push(0x1000, 1, &mut hit).unwrap();
+        assert_eq!(pieces.push(0x2ff0, 64, &mut hit), Err(Outside::List));
+        pieces.push(0x1000, 1, &mut hit).unwrap();
+        assert_eq!(pieces.push(0x1000, 1, &mut hit), Err(Outside::List));
+        pieces.clear();
+        assert_eq!(Arc::strong_count(&memory), 1);
+    }
+}

@@ -1,0 +1,170 @@
+//! All memory of one port: guest address → [`Span`].
+
+use crate::{Error, Region, Span, Word, Words};
+use std::sync::Arc;
+
+/// How many regions a table holds: what vhost-user frontends count on (QEMU's own limit for memory slots is 509).
+pub const SLOTS: usize = 509;
+
+/// The regions of a port, in the order of their guest addresses. A table never changes: adding and removing make a new
+/// one, so that whoever works with the old one can finish.
+#[derive(Clone, Default)]
+pub struct Table {
+    regions: Vec<Arc<Region>>,
+}
+
+/// Which region answered last. One for each user of a table: most have one or two regions, so that it nearly always
+/// answers again.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Hit(usize);
+
+/// Why an address range could not be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outside {
+    /// Not all of it lies in memory.
+    Memory,
+    /// The list that it should go to is full.
+    List,
+}
+
+impl Table {
+    /// This table and one more region, which may not overlap any other, neither in guest nor in user addresses.
+    pub fn with(&self, region: Arc<Region>) -> Result<Table, Error> {
+        if self.regions.len() >= SLOTS {
+            return Err(Error::TooMany);
+        }
+        let (guest, user, len) = (region.guest(), region.user(), region.len() as u64);
+        let apart = |a: u64, a_len: u64, b: u64, b_len: u64| a + a_len <= b || b + b_len <= a;
+        for other in &self.regions {
+            let other_len = other.len() as u64;
+            if !apart(guest, len, other.guest(), other_len) || !apart(user, len, other.user(), other_len) {
+                return Err(Error::Overlap { guest, len, other: other.guest(), other_len });
+            }
+        }
+        let mut regions = self.regions.clone();
+        regions.insert(regions.partition_point(|r| r.guest() < guest), region);
+        Ok(Table { regions })
+    }
+
+    /// This table without the region that has these addresses and size.
+    pub fn without(&self, guest: u64, user: u64, len: u64) -> Result<Table, Error> {
+        let is = |r: &Arc<Region>| r.guest() == guest && r.user() == user && r.len() as u64 == len;
+        let at = self.regions.iter().position(is).ok_or(Error::Unknown { guest, user, len })?;
+        let mut regions = self.regions.clone();
+        regions.remove(at);
+        Ok(Table { regions })
+    }
+
+    /// The regions, by guest address.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.regions
+    }
+
+    /// Whether a peer has truncated any of it.
+    pub fn is_lost(&self) -> bool {
+        self.regions.iter().any(|r| r.is_lost())
+    }
+
+    /// The memory at a guest address; `None` unless all of it lies in one region.
+    #[inline(always)]
+    pub fn span(&self, address: u64, len: usize, hit: &mut Hit) -> Option<Span<'_>> {
+        if let Some(region) = self.regions.get(hit.0)
+            && let Some(offset) = address.checked_sub(region.guest())
+            && let Some(span) = region.span(offset as usize, len)
+        {
+            return Some(span);
+        }
+        let (index, region) = self.find(address)?;
+        let span = region.span((address - region.guest()) as usize, len)?;
+        *hit = Hit(index);
+        Some(span)
+    }
+
+    /// The longest piece of at most `len` bytes at a guest address.
+    pub(crate) fn longest(&self, address: u64, len: usize, hit: &mut Hit) -> Result<Span<'_>, Outside> {
+        let (index, region) = self.find(address).ok_or(Outside::Memory)?;
+        let offset = (address - region.guest()) as usize;
+        *hit = Hit(index);
+        region.span(offset, len.min(region.len() - offset)).ok_or(Outside::Memory)
+    }
+
+    fn find(&self, address: u64) -> Option<(usize, &Arc<Region>)> {
+        let index = self.regions.partition_point(|r| r.guest() <= address).checked_sub(1)?;
+        let region = &self.regions[index];
+        (address - region.guest() < region.len() as u64).then_some((index, region))
+    }
+
+    /// The `len` words at an address of the frontend, which is what vhost-user names rings by; `None` if they do not all
+    /// lie in one region, or are not aligned.
+    #[cfg(not(loom))]
+    pub fn user_words<T: Word>(&self, address: u64, len: usize) -> Option<Words<T>> {
+        let inside = |r: &&Arc<Region>| address.checked_sub(r.user()).is_some_and(|o| o < r.len() as u64);
+        let region = self.regions.iter().find(inside)?;
+        Words::new(region, (address - region.user()) as usize, len)
+    }
+
+    /// The same by guest address, for indirect descriptor tables.
+    #[cfg(not(loom))]
+    pub fn guest_words<T: Word>(&self, address: u64, len: usize) -> Option<Words<T>> {
+        let (_, region) = self.find(address)?;
+        Words::new(region, (address - region.guest()) as usize, len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sync::AtomicU16;
+
+    fn file_region(guest: u64, user: u64, len: usize) -> Arc<Region> {
+        let (_, file) = Region::create(len, 0, false).unwrap();
+        Region::map(&file, 0, len as u64, guest, user).unwrap()
+    }
+
+    #[test]
+    fn finds_by_guest_and_user_address() {
+        let table = Table::default().with(file_region(0x9000, 0x1_0000, 4096)).unwrap();
+        let table = table.with(file_region(0x1000, 0x5_0000, 8192)).unwrap();
+        let mut hit = Hit::default();
+        assert!(table.span(0x1000, 8192, &mut hit).is_some());
+        assert!(table.span(0x1000, 8193, &mut hit).is_none());
+        assert!(table.span(0x9fff, 1, &mut hit).is_some());
+        assert!(table.span(0x9fff, 2, &mut hit).is_none());
+        assert!(table.span(0xfff, 1, &mut hit).is_none());
+        assert!(table.span(0x3000, 1, &mut hit).is_none());
+        assert!(table.span(u64::MAX, 1, &mut hit).is_none());
+        assert!(table.user_words::<AtomicU16>(0x1_0000, 2048).is_some());
+        assert!(table.user_words::<AtomicU16>(0x1_0000, 2049).is_none());
+        assert!(table.user_words::<AtomicU16>(0x1_0001, 1).is_none(), "misaligned");
+        assert!(table.user_words::<AtomicU16>(0x1000, 1).is_none(), "a guest address");
+        assert!(table.user_words::<AtomicU16>(0x1_0000, usize::MAX).is_none());
+        assert!(table.guest_words::<AtomicU16>(0x2ffe, 1).is_some());
+    }
+
+    #[test]
+    fn adds_and_removes() {
+        let one = Table::default().with(file_region(0x1000, 0x1_0000, 4096)).unwrap();
+        for (guest, user) in [(0x1000, 0x9_0000), (0x1fff, 0x9_0000), (0x9000, 0x1_0fff), (0x1, 0x9_0000)] {
+            assert!(matches!(one.with(file_region(guest, user, 4096)), Err(Error::Overlap { .. })), "{guest:#x}");
+        }
+        let two = one.with(file_region(0x2000, 0x1_1000, 4096)).unwrap();
+        assert!(matches!(two.without(0x2000, 0x1_1000, 4095), Err(Error::Unknown { .. })));
+        let back = two.without(0x1000, 0x1_0000, 4096).unwrap();
+        assert_eq!((back.regions().len(), two.regions().len()), (1, 2));
+        // A stale hit must not answer for another region.
+        let mut hit = Hit(1);
+        assert!(back.span(0x1000, 1, &mut hit).is_none());
+        assert!(back.span(0x2000, 1, &mut hit).is_some());
+    }
+
+    #[test]
+    fn holds_509() {
+        let mut table = Table::default();
+        for i in 0..SLOTS as u64 {
+            table = table.with(file_region(i << 20, i << 24, 4096)).unwrap();
+        }
+        assert!(matches!(table.with(file_region(1 << 40, 1 << 44, 4096)), Err(Error::TooMany)));
+        let mut hit = Hit::default();
+        assert!((0..SLOTS as u64).all(|i| table.span(i << 20, 4096, &mut hit).is_some()));
+    }
+}

@@ -1,0 +1,86 @@
+//! Rings as slices of atomics.
+
+use crate::sync::{AtomicU16, AtomicU32, AtomicU64};
+
+#[cfg(not(loom))]
+use crate::Region;
+#[cfg(not(loom))]
+use std::{ptr::NonNull, sync::Arc};
+
+/// The integers that rings are made of.
+pub trait Word: sealed::Sealed {}
+impl Word for AtomicU16 {}
+impl Word for AtomicU32 {}
+impl Word for AtomicU64 {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for crate::sync::AtomicU16 {}
+    impl Sealed for crate::sync::AtomicU32 {}
+    impl Sealed for crate::sync::AtomicU64 {}
+}
+
+/// An array of atomics in shared memory. It keeps its region mapped.
+#[cfg(not(loom))]
+pub struct Words<T: Word> {
+    start: NonNull<T>,
+    len: usize,
+    region: Arc<Region>,
+}
+
+#[cfg(not(loom))]
+impl<T: Word> Words<T> {
+    /// The `len` words that start `offset` bytes into the region; `None` if they are not all inside or not aligned.
+    pub fn new(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
+        let size = len.checked_mul(size_of::<T>())?;
+        let span = region.span(offset, size)?;
+        let start = NonNull::new(span.as_ptr().cast::<T>())?;
+        start.is_aligned().then(|| Words { start, len, region: region.clone() })
+    }
+
+    /// The region that it lies in.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+}
+
+#[cfg(not(loom))]
+impl<T: Word> std::ops::Deref for Words<T> {
+    type Target = [T];
+
+    #[inline(always)]
+    fn deref(&self) -> &[T] {
+        // SAFETY: `new` checked bounds and alignment within a region that `self.region` keeps mapped; the elements are
+        // atomics, for which a concurrent writer, here or in another process, is no data race, and any bit pattern is
+        // a valid value.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+// SAFETY: nothing but a shared slice of atomics and a reference count.
+#[cfg(not(loom))]
+unsafe impl<T: Word> Send for Words<T> {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl<T: Word> Sync for Words<T> {}
+
+/// Under loom: an array of loom's atomics, shared by clones.
+#[cfg(loom)]
+#[derive(Clone)]
+pub struct Words<T: Word>(std::sync::Arc<Vec<T>>);
+
+#[cfg(loom)]
+impl<T: Word> Words<T> {
+    /// An array for a model.
+    pub fn model(words: Vec<T>) -> Self {
+        Words(std::sync::Arc::new(words))
+    }
+}
+
+#[cfg(loom)]
+impl<T: Word> std::ops::Deref for Words<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        &self.0
+    }
+}

@@ -1,0 +1,1 @@
+//! The switch: forwarding table, forwarding, workers, statistics

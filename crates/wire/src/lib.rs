@@ -1,0 +1,9 @@
+//! Frame formats, without I/O: Ethernet addresses, the virtio-net header and the generator's test frames.
+//!
+//! Everything takes bytes and gives bytes. No input panics: what is too short or damaged is a `None` or a small error.
+
+#![forbid(unsafe_code)]
+
+pub mod ethernet;
+pub mod probe;
+pub mod vnet_hdr;

@@ -1,0 +1,418 @@
+//! The test frames that `ringroad blast` sends: who reads one knows its flow, its place in it, when it left, and
+//! whether a byte of it was damaged.
+//!
+//! | bytes  | what                                                                             |
+//! |--------|----------------------------------------------------------------------------------|
+//! | 0..14  | Ethernet II, EtherType IPv4                                                      |
+//! | 14..34 | IPv4, 198.18.0.1 to 198.18.0.2 (the range for benchmarks, RFC 2544), its checksum |
+//! | 34..42 | UDP: source port [`FLOW_PORT`] + flow, destination port [`MAGIC`], checksum 0     |
+//! | 42..50 | sequence                                                                         |
+//! | 50..58 | sent_ns                                                                          |
+//! | 58..60 | check over flow, sequence and sent_ns                                            |
+//! | 60..   | body: a pattern of (sequence, offset)                                            |
+//!
+//! Numbers are big-endian. Flow and magic are the UDP ports, so that a probe fits the smallest frame of Ethernet and
+//! its flows hash apart.
+
+use thiserror::Error;
+
+use crate::ethernet::{Addresses, HEADER, ZLEN};
+
+/// Bytes of the smallest probe, without the frame's check sequence: the smallest frame of Ethernet.
+pub const MIN_SIZE: usize = ZLEN;
+
+/// Bytes of the largest probe: what the length field of IPv4 can say.
+pub const MAX_SIZE: usize = HEADER + u16::MAX as usize;
+
+/// The UDP destination port by which a probe is known ("rr").
+pub const MAGIC: u16 = 0x7272;
+
+/// The UDP source port of flow 0; that of flow n is n more, modulo 65536.
+pub const FLOW_PORT: u16 = 1024;
+
+const IP: usize = HEADER;
+const UDP: usize = IP + 20;
+const SEQUENCE: usize = UDP + 8;
+const SENT_NS: usize = SEQUENCE + 8;
+const CHECK: usize = SENT_NS + 8;
+const _: () = assert!(CHECK + 2 == MIN_SIZE);
+
+/// What one test frame says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Probe {
+    /// Which stream of frames it belongs to.
+    pub flow: u16,
+    /// Its place in that stream.
+    pub sequence: u64,
+    /// When it was sent, in nanoseconds of the sender's clock.
+    pub sent_ns: u64,
+}
+
+/// Why a frame is not the probe that it should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum ProbeError {
+    /// The frame is shorter than [`MIN_SIZE`] or longer than [`MAX_SIZE`].
+    #[error("expected a frame of {MIN_SIZE} to {MAX_SIZE} bytes, found {0}")]
+    Size(usize),
+    /// Some other traffic: not IPv4 without options, not UDP, or not to port [`MAGIC`].
+    #[error("expected IPv4 and UDP to port {MAGIC}, found some other frame")]
+    Foreign,
+    /// The lengths in the IPv4 and UDP headers are not those of the frame.
+    #[error("expected lengths in the headers that fit a frame of {0} bytes")]
+    Length(usize),
+    /// Flow, sequence or sent_ns was damaged, or the check itself.
+    #[error("expected check {expected:#06x} of the probe's fields, found {found:#06x}")]
+    Check {
+        /// The check that belongs to the fields of the frame.
+        expected: u16,
+        /// The check in the frame.
+        found: u16,
+    },
+    /// The checksum of the IPv4 header is wrong.
+    #[error("the IPv4 header's checksum is wrong")]
+    IpChecksum,
+    /// An intact probe, but not the one that it is compared to.
+    #[error("expected another probe, found flow {} sequence {}", .0.flow, .0.sequence)]
+    Other(Probe),
+    /// A byte of the body was damaged.
+    #[error("byte {at} of the frame is damaged")]
+    Body {
+        /// The first wrong byte, counted from the start of the frame.
+        at: usize,
+    },
+}
+
+impl Probe {
+    /// Makes all of `frame` this probe; its length is the size of the frame without check sequence.
+    ///
+    /// # Errors
+    /// [`ProbeError::Size`] if the frame is too short or too long; then it is left as it was.
+    pub fn write(&self, addresses: &Addresses, frame: &mut [u8]) -> Result<(), ProbeError> {
+        let size = frame.len();
+        let (head, body) = split_mut(frame)?;
+        head[..6].copy_from_slice(&addresses.destination.0);
+        head[6..12].copy_from_slice(&addresses.source.0);
+        head[12..IP].copy_from_slice(&[0x08, 0x00]);
+        head[IP..UDP].copy_from_slice(&ip_header(size));
+        put(head, UDP + 2, MAGIC.to_be_bytes());
+        put(head, UDP + 4, udp_length(size).to_be_bytes());
+        put(head, UDP + 6, [0, 0]);
+        self.put_fields(head);
+        fill(self.sequence, body);
+        Ok(())
+    }
+
+    /// Changes flow, sequence and sent_ns in a frame that [`Probe::write`] made; for loops that cannot afford more.
+    ///
+    /// The body stays that of the former sequence: [`Probe::read`] takes such a frame, [`Probe::verify`] finds its
+    /// body damaged, unless it has none or the sequence did not change.
+    ///
+    /// # Errors
+    /// [`ProbeError::Size`] if the frame is too short or too long; then it is left as it was.
+    #[inline]
+    pub fn rewrite(&self, frame: &mut [u8]) -> Result<(), ProbeError> {
+        self.put_fields(split_mut(frame)?.0);
+        Ok(())
+    }
+
+    /// The probe in `frame`. Checks what makes it a probe, its lengths and its fields, but not the addresses, the
+    /// IPv4 checksum or the body: [`Probe::verify`] does the latter two.
+    ///
+    /// # Errors
+    /// [`ProbeError::Size`], [`ProbeError::Foreign`], [`ProbeError::Length`] or [`ProbeError::Check`].
+    #[inline]
+    pub fn read(frame: &[u8]) -> Result<Probe, ProbeError> {
+        let size = frame.len();
+        let (head, _) = split(frame)?;
+        let protocol = head[IP + 9];
+        if get(head, 12) != [0x08, 0x00, 0x45] || protocol != 17 || get(head, UDP + 2) != MAGIC.to_be_bytes() {
+            return Err(ProbeError::Foreign);
+        }
+        if get(head, IP + 2) != ip_length(size).to_be_bytes() || get(head, UDP + 4) != udp_length(size).to_be_bytes() {
+            return Err(ProbeError::Length(size));
+        }
+        let probe = Probe {
+            flow: u16::from_be_bytes(get(head, UDP)).wrapping_sub(FLOW_PORT),
+            sequence: u64::from_be_bytes(get(head, SEQUENCE)),
+            sent_ns: u64::from_be_bytes(get(head, SENT_NS)),
+        };
+        let (expected, found) = (probe.check(), u16::from_be_bytes(get(head, CHECK)));
+        if found != expected {
+            return Err(ProbeError::Check { expected, found });
+        }
+        Ok(probe)
+    }
+
+    /// Checks that `frame` is this probe and arrived whole: all that [`Probe::read`] checks, the IPv4 header's
+    /// checksum and every byte of the body.
+    ///
+    /// # Errors
+    /// Those of [`Probe::read`], [`ProbeError::IpChecksum`], [`ProbeError::Other`] or [`ProbeError::Body`].
+    pub fn verify(&self, frame: &[u8]) -> Result<(), ProbeError> {
+        let found = Probe::read(frame)?;
+        let (head, body) = split(frame)?;
+        if ip_checksum(&head[IP..UDP]) != 0 {
+            return Err(ProbeError::IpChecksum);
+        }
+        if found != *self {
+            return Err(ProbeError::Other(found));
+        }
+        match first_damaged(self.sequence, body) {
+            Some(at) => Err(ProbeError::Body { at: MIN_SIZE + at }),
+            None => Ok(()),
+        }
+    }
+
+    #[inline]
+    fn put_fields(&self, head: &mut [u8; MIN_SIZE]) {
+        put(head, UDP, self.flow.wrapping_add(FLOW_PORT).to_be_bytes());
+        put(head, SEQUENCE, self.sequence.to_be_bytes());
+        put(head, SENT_NS, self.sent_ns.to_be_bytes());
+        put(head, CHECK, self.check().to_be_bytes());
+    }
+
+    /// Modulo a prime above 255 * 256, so that no change within one byte goes unnoticed; the factors tell the fields
+    /// apart.
+    #[inline]
+    fn check(&self) -> u16 {
+        const PRIME: u64 = 65521;
+        let sum = u64::from(MAGIC)
+            + u64::from(self.flow)
+            + 0x5a5b * (self.sequence % PRIME)
+            + 0x6b6d * (self.sent_ns % PRIME);
+        (sum % PRIME) as u16
+    }
+}
+
+/// One pass of the bytes that hold the fields, and the body after them.
+#[inline]
+fn split(frame: &[u8]) -> Result<(&[u8; MIN_SIZE], &[u8]), ProbeError> {
+    match frame.split_first_chunk() {
+        Some(parts) if frame.len() <= MAX_SIZE => Ok(parts),
+        _ => Err(ProbeError::Size(frame.len())),
+    }
+}
+
+#[inline]
+fn split_mut(frame: &mut [u8]) -> Result<(&mut [u8; MIN_SIZE], &mut [u8]), ProbeError> {
+    let size = frame.len();
+    match frame.split_first_chunk_mut() {
+        Some(parts) if size <= MAX_SIZE => Ok(parts),
+        _ => Err(ProbeError::Size(size)),
+    }
+}
+
+/// Only for constant offsets within the head: then it is one load, and the bounds check goes away.
+#[inline(always)]
+fn get<const N: usize>(head: &[u8; MIN_SIZE], at: usize) -> [u8; N] {
+    std::array::from_fn(|index| head[at + index])
+}
+
+/// As [`get`], one store.
+#[inline(always)]
+fn put<const N: usize>(head: &mut [u8; MIN_SIZE], at: usize, bytes: [u8; N]) {
+    head[at..at + N].copy_from_slice(&bytes);
+}
+
+/// The IPv4 total length in a frame of `size` bytes, of which [`split`] has seen to the bounds.
+#[inline]
+fn ip_length(size: usize) -> u16 {
+    (size - IP) as u16
+}
+
+#[inline]
+fn udp_length(size: usize) -> u16 {
+    (size - UDP) as u16
+}
+
+/// Version 4, no options, do not fragment, TTL 64, UDP.
+fn ip_header(size: usize) -> [u8; 20] {
+    let [high, low] = ip_length(size).to_be_bytes();
+    let mut header = [0x45, 0, high, low, 0, 0, 0x40, 0, 64, 17, 0, 0, 198, 18, 0, 1, 198, 18, 0, 2];
+    let checksum = ip_checksum(&header).to_be_bytes();
+    header[10..12].copy_from_slice(&checksum);
+    header
+}
+
+/// The Internet checksum (RFC 1071) of a header of even length: 0 if the right one is in it already.
+fn ip_checksum(header: &[u8]) -> u16 {
+    let mut sum: u32 = header.as_chunks().0.iter().map(|&word| u32::from(u16::from_be_bytes(word))).sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    !(sum as u16)
+}
+
+/// The body, eight bytes at a time: an endless row of words, by addition, shift and xor alone so that it vectorises.
+fn pattern(sequence: u64) -> impl Iterator<Item = [u8; 8]> {
+    // Odd, so that each sequence has its own row: 2^64 divided by the golden ratio, and a prime of xxHash.
+    let first = sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (0..).map(move |index: u64| {
+        let word = first.wrapping_add(index.wrapping_mul(0xc2b2_ae3d_27d4_eb4f));
+        (word ^ (word >> 29)).to_le_bytes()
+    })
+}
+
+fn fill(sequence: u64, body: &mut [u8]) {
+    for (chunk, word) in body.chunks_mut(8).zip(pattern(sequence)) {
+        chunk.copy_from_slice(&word[..chunk.len()]);
+    }
+}
+
+/// The offset in the body of the first byte that is not the pattern's.
+fn first_damaged(sequence: u64, body: &[u8]) -> Option<usize> {
+    let mut chunks = body.chunks(8).zip(pattern(sequence)).enumerate();
+    chunks.find_map(|(index, (chunk, word))| {
+        // Word for word while all is well, byte for byte once it is not.
+        if chunk == &word[..chunk.len()] {
+            return None;
+        }
+        let at = chunk.iter().zip(word).position(|(&found, expected)| found != expected)?;
+        Some(8 * index + at)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ethernet::MacAddr;
+
+    const ADDRESSES: Addresses = Addresses { destination: MacAddr::BROADCAST, source: MacAddr::local(7) };
+    const PROBE: Probe = Probe { flow: 3, sequence: 0x0102_0304_0506_0708, sent_ns: 0x1112_1314_1516_1718 };
+    const SIZES: [usize; 10] = [MIN_SIZE, 61, 64, 67, 68, 69, 512, 1514, 9014, MAX_SIZE];
+
+    fn frame(probe: &Probe, size: usize) -> Vec<u8> {
+        let mut frame = vec![0xee; size];
+        probe.write(&ADDRESSES, &mut frame).unwrap();
+        frame
+    }
+
+    #[test]
+    fn layout() {
+        let frame = frame(&PROBE, 68);
+        let expected = [
+            0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 2, 0, 0, 0, 0, 7, 8, 0, // Ethernet
+            0x45, 0, 0, 54, 0, 0, 0x40, 0, 64, 17, 0xae, 0x8f, 198, 18, 0, 1, 198, 18, 0, 2, // IPv4
+            0x04, 0x03, 0x72, 0x72, 0, 34, 0, 0, // UDP
+            1, 2, 3, 4, 5, 6, 7, 8, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18, // fields
+        ];
+        assert_eq!(frame[..CHECK], expected);
+        assert_eq!(Addresses::read(&frame), Some(ADDRESSES));
+    }
+
+    #[test]
+    fn round_trip_at_every_size() {
+        for size in SIZES {
+            let frame = frame(&PROBE, size);
+            assert_eq!(Probe::read(&frame), Ok(PROBE), "size {size}");
+            assert_eq!(PROBE.verify(&frame), Ok(()), "size {size}");
+        }
+    }
+
+    #[test]
+    fn round_trip_of_extreme_values() {
+        for flow in [0, 1, 0x7272, 64511, 64512, u16::MAX] {
+            for number in [0, 1, 65520, 65521, 65522, u64::MAX - 1, u64::MAX] {
+                for (sequence, sent_ns) in [(number, 0), (0, number), (number, u64::MAX)] {
+                    let probe = Probe { flow, sequence, sent_ns };
+                    let frame = frame(&probe, 75);
+                    assert_eq!(Probe::read(&frame), Ok(probe));
+                    assert_eq!(probe.verify(&frame), Ok(()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit() {
+        for size in (0..MIN_SIZE).chain([MAX_SIZE + 1, 100_000]) {
+            let mut frame = vec![0xee; size];
+            let error = Err(ProbeError::Size(size));
+            assert_eq!(PROBE.write(&ADDRESSES, &mut frame), error);
+            assert_eq!(PROBE.rewrite(&mut frame), error);
+            assert_eq!(PROBE.verify(&frame), error);
+            assert_eq!(Probe::read(&frame), Err(ProbeError::Size(size)));
+            assert!(frame.iter().all(|&byte| byte == 0xee));
+        }
+    }
+
+    #[test]
+    fn every_damaged_byte_is_noticed() {
+        for size in [MIN_SIZE, 64, 1514] {
+            let mut frame = frame(&PROBE, size);
+            // All but the Ethernet addresses, and the UDP checksum that another sender may well compute.
+            for at in (12..UDP + 6).chain(SEQUENCE..size) {
+                let whole = frame[at];
+                for flip in 1..=255 {
+                    frame[at] = whole ^ flip;
+                    let error = PROBE.verify(&frame).unwrap_err();
+                    match at {
+                        UDP | 35 | SEQUENCE..MIN_SIZE => assert!(matches!(error, ProbeError::Check { .. })),
+                        MIN_SIZE.. => assert_eq!(error, ProbeError::Body { at }),
+                        _ => {}
+                    }
+                    assert_eq!(
+                        Probe::read(&frame).is_err(),
+                        !matches!(error, ProbeError::IpChecksum | ProbeError::Body { .. })
+                    );
+                }
+                frame[at] = whole;
+            }
+            assert_eq!(PROBE.verify(&frame), Ok(()));
+        }
+    }
+
+    #[test]
+    fn cut_and_padded_frames_are_noticed() {
+        let mut frame = frame(&PROBE, 100);
+        assert_eq!(Probe::read(&frame[..99]), Err(ProbeError::Length(99)));
+        frame.push(0);
+        assert_eq!(Probe::read(&frame), Err(ProbeError::Length(101)));
+    }
+
+    #[test]
+    fn other_traffic_is_foreign() {
+        assert_eq!(Probe::read(&[0; 64]), Err(ProbeError::Foreign));
+        assert_eq!(Probe::read(&[0xff; 1514]), Err(ProbeError::Foreign));
+    }
+
+    #[test]
+    fn another_probe_is_not_this_one() {
+        let other = Probe { sequence: PROBE.sequence + 1, ..PROBE };
+        assert_eq!(PROBE.verify(&frame(&other, 100)), Err(ProbeError::Other(other)));
+    }
+
+    #[test]
+    fn rewritten_fields() {
+        let mut frame = frame(&PROBE, 100);
+        let later = Probe { flow: 9, sent_ns: 5, ..PROBE };
+        later.rewrite(&mut frame).unwrap();
+        assert_eq!(later.verify(&frame), Ok(()));
+        let next = Probe { sequence: PROBE.sequence + 1, ..later };
+        next.rewrite(&mut frame).unwrap();
+        assert_eq!(Probe::read(&frame), Ok(next));
+        assert!(matches!(next.verify(&frame), Err(ProbeError::Body { .. })));
+    }
+
+    #[test]
+    fn bodies_differ_by_sequence_and_offset() {
+        let body = |sequence| frame(&Probe { sequence, ..PROBE }, 1514).split_off(MIN_SIZE);
+        let (one, two) = (body(0), body(1));
+        assert!(one.chunks(8).zip(two.chunks(8)).all(|(one, two)| one != two));
+        let mut words: Vec<_> = one.chunks(8).collect();
+        words.sort_unstable();
+        words.dedup();
+        assert_eq!(words.len(), one.chunks(8).len());
+    }
+
+    #[test]
+    fn known_ip_checksum() {
+        let mut header = [
+            0x45, 0x00, 0x00, 0x73, 0x00, 0x00, 0x40, 0x00, 0x40, 0x11, 0x00, 0x00, 0xc0, 0xa8, 0x00, 0x01, 0xc0, 0xa8,
+            0x00, 0xc7,
+        ];
+        assert_eq!(ip_checksum(&header), 0xb861);
+        header[10..12].copy_from_slice(&[0xb8, 0x61]);
+        assert_eq!(ip_checksum(&header), 0);
+    }
+}
