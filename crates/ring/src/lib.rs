@@ -1,1 +1,86 @@
-//! Virtqueues, split and packed, device and driver end
+//! Virtqueues (virtio 1.3, 2.7 and 2.8), split and packed, device and driver end.
+//!
+//! Both ends work in bursts: take or add many, publish once. The device end turns what the driver wrote into [`Chain`]s of
+//! checked spans, each descriptor read once; what is wrong becomes a [`Fault`] and the queue is of no use until it is
+//! reset. The layouts are two types behind one enum ([`DeviceRing`], [`DriverRing`]), chosen once per burst.
+#![forbid(unsafe_code)]
+
+mod chain;
+mod device;
+mod driver;
+mod notify;
+pub mod packed;
+pub mod split;
+
+pub use chain::{BURST, Chain, Chains, Fault};
+pub use device::DeviceRing;
+pub use driver::{Buffer, DriverFault, DriverRing, Full, Used};
+
+/// What of a ring's behaviour was negotiated. The names are those of the feature bits (virtio 1.3, 6).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// VIRTIO_F_RING_PACKED: the packed layout.
+    pub packed: bool,
+    /// VIRTIO_F_INDIRECT_DESC: descriptors may refer to tables of descriptors.
+    pub indirect: bool,
+    /// VIRTIO_F_EVENT_IDX: notifications are wanted from a certain index on, not just on or off.
+    pub event_idx: bool,
+    /// VIRTIO_F_IN_ORDER: the device uses buffers in the order in which they were made available.
+    pub in_order: bool,
+}
+
+/// Where a ring lies, as the frontend's addresses: what SET_VRING_ADDR carries.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Addresses {
+    /// Descriptor table or descriptor ring ("descriptor area").
+    pub descriptor: u64,
+    /// Available ring or driver event suppression structure ("driver area").
+    pub driver: u64,
+    /// Used ring or device event suppression structure ("device area").
+    pub device: u64,
+}
+
+/// Why a ring cannot be set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SetupError {
+    /// Split: a power of two up to 32768. Packed: anything from 1 to 32768.
+    #[error("queue size {size} is not possible: {}", if *packed { "expected 1 to 32768" } else { "expected a power of two up to 32768" })]
+    Size {
+        /// What was asked for.
+        size: u32,
+        /// In which layout.
+        packed: bool,
+    },
+    /// A position to start at that the ring does not have.
+    #[error("base {base:#x} lies outside a ring of {size} entries")]
+    Base {
+        /// As SET_VRING_BASE carried it.
+        base: u32,
+        /// Entries of the ring.
+        size: u32,
+    },
+    /// One of its three areas.
+    #[error("the {area} area at {address:#x} ({len} bytes, aligned to {align}) does not lie in one memory region")]
+    Area {
+        /// "descriptor", "driver" or "device".
+        area: &'static str,
+        /// Where it should be.
+        address: u64,
+        /// Its length in bytes.
+        len: usize,
+        /// Its alignment in bytes.
+        align: usize,
+    },
+}
+
+/// The largest queue there is (virtio 1.3, 2.7 and 2.8.10.1).
+pub const MAX_SIZE: u32 = 32768;
+
+/// A descriptor flag: the chain goes on.
+pub(crate) const NEXT: u16 = 1;
+/// A descriptor flag: the device writes to this buffer.
+pub(crate) const WRITE: u16 = 2;
+/// A descriptor flag: the buffer is a table of descriptors.
+pub(crate) const INDIRECT: u16 = 4;
+/// Bytes of a descriptor, in both layouts.
+pub(crate) const DESCRIPTOR: usize = 16;

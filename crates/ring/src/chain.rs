@@ -1,0 +1,327 @@
+//! Descriptor chains as the device end sees them: checked, translated, in bursts. Filled by `split::Device` and
+//! `packed::Device`, read by devices.
+
+use crate::{DESCRIPTOR, INDIRECT, NEXT, WRITE};
+use ringroad_mem::{Hit, Outside, Pieces, Span, Table};
+use std::sync::Arc;
+
+/// How many frames or packets make a burst.
+pub const BURST: usize = 32;
+
+/// What a driver can do wrong with a queue. The queue is of no use any more: nothing in it can be relied on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// The available index went further than there are entries (2.7.6).
+    #[error("available index {index} is {ahead} ahead of {next}, more than the queue's {size} entries")]
+    AvailableJump {
+        /// What the driver wrote.
+        index: u16,
+        /// What we take next.
+        next: u16,
+        /// The distance.
+        ahead: u16,
+        /// Entries of the queue.
+        size: u16,
+    },
+    /// More descriptors are available in a packed ring than it has: some of them twice.
+    #[error("more descriptors are available than the ring's {size} entries")]
+    Overrun {
+        /// Entries of the queue.
+        size: u16,
+    },
+    /// The available ring or a `next` field names a descriptor that does not exist (2.7.5).
+    #[error("descriptor {index} does not exist in a table of {size}")]
+    Index {
+        /// What was named.
+        index: u16,
+        /// How many there are.
+        size: u16,
+    },
+    /// A descriptor that refers to memory that is not the guest's.
+    #[error("descriptor {index} at {address:#x} + {len} lies outside guest memory ({regions} regions)")]
+    Outside {
+        /// Its index in the ring or table.
+        index: u16,
+        /// Guest address.
+        address: u64,
+        /// Bytes.
+        len: u32,
+        /// How many regions there are.
+        regions: u16,
+    },
+    /// A buffer of no bytes.
+    #[error("descriptor {index} has length 0")]
+    ZeroLength {
+        /// Its index in the ring or table.
+        index: u16,
+    },
+    /// A chain of more than 2³² − 1 bytes (2.7.5).
+    #[error("the descriptor chain with descriptor {index} is longer than 4 GiB")]
+    Length {
+        /// Index of the descriptor that was too much.
+        index: u16,
+    },
+    /// A chain with a loop, or longer than the queue (2.7.5.3.1, 2.8.20).
+    #[error("the descriptor chain with descriptor {index} loops or has more than {size} descriptors")]
+    Loop {
+        /// Index of the descriptor that was too much.
+        index: u16,
+        /// Entries of the queue.
+        size: u16,
+    },
+    /// A readable descriptor after a writable one (2.7.4.2, 2.8.17).
+    #[error("descriptor {index} is device-readable but follows a device-writable one")]
+    Order {
+        /// Its index in the ring or table.
+        index: u16,
+    },
+    /// A device-writable descriptor where the device only reads (transmit queue).
+    #[error("the descriptor chain with buffer {id} is device-writable in a queue that the device only reads from")]
+    Writable {
+        /// The chain's head or buffer id.
+        id: u16,
+    },
+    /// A device-readable descriptor where the device only writes (receive queue).
+    #[error("the descriptor chain with buffer {id} is device-readable in a queue that the device only writes to")]
+    Readable {
+        /// The chain's head or buffer id.
+        id: u16,
+    },
+    /// Less than the header of the device type needs.
+    #[error("the descriptor chain with buffer {id} has {len} bytes, fewer than the header's {needed}")]
+    Header {
+        /// The chain's head or buffer id.
+        id: u16,
+        /// Bytes that there are.
+        len: u32,
+        /// Bytes that it needs.
+        needed: u32,
+    },
+    /// INDIRECT without the feature, inside an indirect table, or together with NEXT (2.7.5.3.1).
+    #[error("descriptor {index} is indirect where it may not be (not negotiated, inside an indirect table, or with NEXT)")]
+    Indirect {
+        /// Its index in the ring or table.
+        index: u16,
+    },
+    /// An indirect table that is empty or not a multiple of 16 bytes long (2.7.5.3.2).
+    #[error("descriptor {index} refers to an indirect table of {len} bytes, which is not a positive multiple of 16")]
+    IndirectLength {
+        /// Its index in the ring.
+        index: u16,
+        /// Bytes of the table.
+        len: u32,
+    },
+}
+
+/// One descriptor, read once.
+#[derive(Clone, Copy)]
+pub(crate) struct Descriptor {
+    pub index: u16,
+    pub address: u64,
+    pub len: u32,
+    pub flags: u16,
+    /// Split: `next`. Packed: the buffer id.
+    pub tail: u16,
+}
+
+/// One descriptor chain that the driver made available.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Chain {
+    /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
+    pub id: u16,
+    /// How many entries it takes in the ring (split: always 1).
+    pub slots: u16,
+    /// How many bytes the device has written into it: to be set before it is given back.
+    pub written: u32,
+    /// Bytes for the device to read.
+    pub readable_len: u32,
+    /// Bytes for the device to write.
+    pub writable_len: u32,
+    /// It has more pieces than a burst can hold; it can only be given back.
+    pub clipped: bool,
+    first: u16,
+    middle: u16,
+    end: u16,
+}
+
+/// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
+pub struct Chains {
+    pieces: Pieces,
+    list: Vec<Chain>,
+    limit: usize,
+}
+
+impl Chains {
+    /// Room for `chains` chains with `pieces` spans altogether.
+    pub fn new(chains: usize, pieces: u16) -> Self {
+        Chains { pieces: Pieces::new(pieces as usize), list: Vec::with_capacity(chains), limit: chains }
+    }
+
+    /// Empties the burst for chains of this memory.
+    #[inline]
+    pub fn start(&mut self, memory: &Arc<Table>) {
+        self.list.clear();
+        self.pieces.start(memory);
+    }
+
+    /// Empties the burst and lets its memory go.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.pieces.clear();
+    }
+
+    /// The chains, oldest first.
+    #[inline(always)]
+    pub fn list(&self) -> &[Chain] {
+        &self.list
+    }
+
+    /// The chains, to note how much was written to them.
+    #[inline(always)]
+    pub fn list_mut(&mut self) -> &mut [Chain] {
+        &mut self.list
+    }
+
+    /// How many more chains fit.
+    #[inline(always)]
+    pub fn room(&self) -> usize {
+        self.limit - self.list.len()
+    }
+
+    /// What the device reads of a chain.
+    #[inline(always)]
+    pub fn readable(&self, chain: &Chain) -> &[Span<'_>] {
+        self.pieces.list().get(chain.first as usize..chain.middle as usize).unwrap_or_default()
+    }
+
+    /// What the device writes of a chain.
+    #[inline(always)]
+    pub fn writable(&self, chain: &Chain) -> &[Span<'_>] {
+        self.pieces.list().get(chain.middle as usize..chain.end as usize).unwrap_or_default()
+    }
+
+    /// Forgets the chains from the `len`th on.
+    pub(crate) fn truncate(&mut self, len: usize) {
+        if let Some(chain) = self.list.get(len) {
+            self.pieces.truncate(chain.first as usize);
+            self.list.truncate(len);
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn begin(&self, slots: u16) -> Chain {
+        let first = self.pieces.list().len() as u16;
+        Chain { slots, first, middle: first, end: first, ..Chain::default() }
+    }
+
+    /// Adds one buffer to the chain that is being made.
+    #[inline(always)]
+    pub(crate) fn add(
+        &mut self,
+        chain: &mut Chain,
+        memory: &Table,
+        hit: &mut Hit,
+        descriptor: Descriptor,
+    ) -> Result<(), Fault> {
+        let Descriptor { index, address, len, flags, .. } = descriptor;
+        if len == 0 {
+            return Err(Fault::ZeroLength { index });
+        }
+        let writable = flags & WRITE != 0;
+        if !writable && chain.writable_len > 0 {
+            return Err(Fault::Order { index });
+        }
+        let total = (chain.readable_len + chain.writable_len).checked_add(len).ok_or(Fault::Length { index })?;
+        match self.pieces.push(address, len, hit) {
+            Ok(()) => {}
+            Err(Outside::List) => chain.clipped = true,
+            Err(Outside::Memory) => {
+                return Err(Fault::Outside { index, address, len, regions: memory.regions().len() as u16 });
+            }
+        }
+        chain.end = self.pieces.list().len() as u16;
+        if writable {
+            chain.writable_len = total - chain.readable_len;
+        } else {
+            chain.readable_len = total;
+            chain.middle = chain.end;
+        }
+        Ok(())
+    }
+
+    /// Ends a chain. `false`: it did not fit beside the others and has to wait for the next burst.
+    #[inline(always)]
+    pub(crate) fn end(&mut self, chain: Chain) -> bool {
+        if chain.clipped {
+            self.pieces.truncate(chain.first as usize);
+            if !self.list.is_empty() {
+                return false;
+            }
+            self.list.push(Chain { middle: chain.first, end: chain.first, ..chain });
+            return true;
+        }
+        self.list.push(chain);
+        true
+    }
+
+    /// Takes back what `add` did for a chain that turned out to be faulty.
+    pub(crate) fn abandon(&mut self, chain: &Chain) {
+        self.pieces.truncate(chain.first as usize);
+    }
+}
+
+/// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one.
+pub(crate) fn indirect(
+    chains: &mut Chains,
+    chain: &mut Chain,
+    memory: &Table,
+    hit: &mut Hit,
+    descriptor: Descriptor,
+    size: u16,
+    linked: bool,
+) -> Result<(), Fault> {
+    let Descriptor { index, address, len, flags, .. } = descriptor;
+    if flags & NEXT != 0 {
+        return Err(Fault::Indirect { index });
+    }
+    if len == 0 || !(len as usize).is_multiple_of(DESCRIPTOR) {
+        return Err(Fault::IndirectLength { index, len });
+    }
+    let count = len as usize / DESCRIPTOR;
+    let outside = Fault::Outside { index, address, len, regions: memory.regions().len() as u16 };
+    let table = memory.span(address, len as usize, hit).ok_or(outside)?;
+    let mut at = 0;
+    for taken in 0.. {
+        if taken >= size {
+            return Err(Fault::Loop { index: at as u16, size });
+        }
+        let Some(words) = table.skip(at * DESCRIPTOR).read_once::<16>() else { return Err(outside) };
+        let (address, word) = halves(words);
+        let (len, flags, next) = (word as u32, if linked { word >> 32 } else { word >> 48 } as u16, (word >> 48) as u16);
+        if flags & INDIRECT != 0 {
+            return Err(Fault::Indirect { index: at as u16 });
+        }
+        chains.add(chain, memory, hit, Descriptor { index: at as u16, address, len, flags, tail: next })?;
+        if linked {
+            if flags & NEXT == 0 {
+                return Ok(());
+            }
+            if next as usize >= count {
+                return Err(Fault::Index { index: next, size: count.min(u16::MAX as usize) as u16 });
+            }
+            at = next as usize;
+        } else {
+            at += 1;
+            if at == count {
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn halves(bytes: [u8; 16]) -> (u64, u64) {
+    let value = u128::from_le_bytes(bytes);
+    (value as u64, (value >> 64) as u64)
+}

@@ -1,0 +1,88 @@
+//! Device end of either layout.
+
+use crate::{Chain, Chains, Fault, packed, split};
+use ringroad_mem::Table;
+
+/// Device end of a virtqueue: a split or a packed one, told apart once per burst.
+#[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
+pub enum DeviceRing {
+    /// Virtio 1.3, 2.7.
+    Split(split::Device),
+    /// Virtio 1.3, 2.8.
+    Packed(packed::Device),
+}
+
+macro_rules! either {
+    ($self:ident, $ring:ident => $do:expr) => {
+        match $self {
+            DeviceRing::Split($ring) => $do,
+            DeviceRing::Packed($ring) => $do,
+        }
+    };
+}
+
+impl DeviceRing {
+    /// Takes up to `max` chains and adds them to `chains`; says how many. A fault is reported when it comes first.
+    #[inline]
+    pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        either!(self, ring => ring.take(memory, chains, max))
+    }
+
+    /// Puts back the last chains taken, all from the `keep`th of the burst on.
+    pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
+        either!(self, ring => ring.untake(chains, keep))
+    }
+
+    /// Gives chains back to the driver and publishes them at once.
+    #[inline]
+    pub fn give(&mut self, chains: &[Chain]) {
+        either!(self, ring => ring.give(chains))
+    }
+
+    /// Whether the driver wants to be notified of what was given since the last call.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        either!(self, ring => ring.wants_notification())
+    }
+
+    /// Asks the driver to notify us of the next chain. `true`: there is one already.
+    pub fn enable_notification(&mut self) -> bool {
+        either!(self, ring => ring.enable_notification())
+    }
+
+    /// Asks the driver not to notify us.
+    pub fn disable_notification(&mut self) {
+        either!(self, ring => ring.disable_notification())
+    }
+
+    /// Where to go on after a stop, as vhost-user's GET_VRING_BASE carries it.
+    pub fn base(&self) -> u32 {
+        match self {
+            DeviceRing::Split(ring) => ring.base().into(),
+            DeviceRing::Packed(ring) => ring.base().0,
+        }
+    }
+}
+
+#[cfg(not(loom))]
+impl DeviceRing {
+    /// Starts a ring where a driver has put it, at the base that SET_VRING_BASE carried.
+    pub fn start(
+        memory: &Table,
+        features: crate::Features,
+        size: u32,
+        at: crate::Addresses,
+        base: u32,
+    ) -> Result<DeviceRing, crate::SetupError> {
+        Ok(if features.packed {
+            let ring = packed::Layout::resolve(memory, size, at)?;
+            if base & 0x7fff >= size || base >> 16 & 0x7fff >= size {
+                return Err(crate::SetupError::Base { base, size });
+            }
+            DeviceRing::Packed(packed::Device::new(ring, features, packed::Base(base)))
+        } else {
+            let ring = split::Layout::resolve(memory, size, at)?;
+            DeviceRing::Split(split::Device::new(ring, features, base as u16))
+        })
+    }
+}

@@ -1,0 +1,211 @@
+//! Driver end of either layout, and what both have in common.
+
+use crate::{packed, split};
+
+/// A buffer that a driver makes available: a guest address and a length.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Buffer {
+    /// Guest address.
+    pub address: u64,
+    /// Bytes, more than 0.
+    pub len: u32,
+}
+
+/// A chain that the device has given back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    /// The id that [`DriverRing::add`] returned.
+    pub id: u16,
+    /// How many bytes the device wrote; never more than the chain's writable buffers have.
+    pub len: u32,
+}
+
+/// There are not as many free descriptors, or the chain is empty or longer than the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no room for the descriptor chain")]
+pub struct Full;
+
+/// What a device can do wrong with a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DriverFault {
+    /// The used index went further than there are chains under way (2.7.8).
+    #[error("used index {index} is {ahead} ahead of {next}, with {outstanding} chains under way")]
+    UsedJump {
+        /// What the device wrote.
+        index: u16,
+        /// What we take next.
+        next: u16,
+        /// The distance.
+        ahead: u16,
+        /// Chains that the device has.
+        outstanding: u16,
+    },
+    /// A chain that the device does not have.
+    #[error("the device gave back buffer {id}, which it does not have")]
+    Id {
+        /// What it wrote.
+        id: u32,
+    },
+    /// More than the chain can hold.
+    #[error("the device says that it wrote {len} bytes to buffer {id}, which has {room}")]
+    Length {
+        /// The buffer.
+        id: u16,
+        /// What the device wrote.
+        len: u32,
+        /// What the buffer holds.
+        room: u32,
+    },
+}
+
+/// Ids that are free or under way, first in first out, so that a device that works in order finds descriptors in order.
+pub(crate) struct Fifo {
+    ids: Box<[u16]>,
+    head: usize,
+    len: usize,
+}
+
+impl Fifo {
+    pub(crate) fn new(size: u16, filled: bool) -> Fifo {
+        let ids = (0..size).collect();
+        Fifo { ids, head: 0, len: if filled { size.into() } else { 0 } }
+    }
+
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    pub(crate) fn peek(&self, ahead: usize) -> Option<u16> {
+        (ahead < self.len).then(|| self.ids[self.wrap(self.head + ahead)])
+    }
+
+    #[inline(always)]
+    pub(crate) fn pop(&mut self) -> Option<u16> {
+        let id = self.peek(0)?;
+        self.head = self.wrap(self.head + 1);
+        self.len -= 1;
+        Some(id)
+    }
+
+    #[inline(always)]
+    pub(crate) fn push(&mut self, id: u16) {
+        debug_assert!(self.len < self.ids.len());
+        let at = self.wrap(self.head + self.len);
+        self.ids[at] = id;
+        self.len += 1;
+    }
+
+    #[inline(always)]
+    fn wrap(&self, at: usize) -> usize {
+        if at >= self.ids.len() { at - self.ids.len() } else { at }
+    }
+}
+
+/// Driver end of a virtqueue: a split or a packed one, told apart once per call.
+#[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
+pub enum DriverRing {
+    /// Virtio 1.3, 2.7.
+    Split(split::Driver),
+    /// Virtio 1.3, 2.8.
+    Packed(packed::Driver),
+}
+
+macro_rules! either {
+    ($self:ident, $ring:ident => $do:expr) => {
+        match $self {
+            DriverRing::Split($ring) => $do,
+            DriverRing::Packed($ring) => $do,
+        }
+    };
+}
+
+impl DriverRing {
+    /// How many descriptors are free.
+    #[inline]
+    pub fn free(&self) -> usize {
+        either!(self, ring => ring.free())
+    }
+
+    /// The id that the chain after `ahead` more single-buffer chains will have, so that its buffer can be filled.
+    #[inline(always)]
+    pub fn next_id(&self, ahead: usize) -> Option<u16> {
+        either!(self, ring => ring.next_id(ahead))
+    }
+
+    /// Adds a chain: what the device reads, then what it writes. Returns its id. The device sees it at `publish`.
+    pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
+        either!(self, ring => ring.add(readable, writable))
+    }
+
+    /// Adds `count` chains of one buffer each, which `buffer` tells for their ids. Says how many there was room for.
+    #[inline]
+    pub fn add_single(&mut self, count: usize, writable: bool, buffer: impl FnMut(u16) -> Buffer) -> usize {
+        either!(self, ring => ring.add_single(count, writable, buffer))
+    }
+
+    /// Makes available all that was added.
+    #[inline]
+    pub fn publish(&mut self) {
+        either!(self, ring => ring.publish())
+    }
+
+    /// Takes back up to `out.len()` chains that the device has used; says how many.
+    #[inline]
+    pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
+        either!(self, ring => ring.take_used(out))
+    }
+
+    /// Whether the device wants to be notified of what was published since the last call.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        either!(self, ring => ring.wants_notification())
+    }
+
+    /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
+    pub fn enable_notification(&mut self) -> bool {
+        either!(self, ring => ring.enable_notification())
+    }
+
+    /// Asks the device not to notify us.
+    pub fn disable_notification(&mut self) {
+        either!(self, ring => ring.disable_notification())
+    }
+}
+
+/// Tables of descriptors in a driver's memory, one for each id, so that a chain takes one descriptor of the ring.
+#[cfg(not(loom))]
+pub struct IndirectTables {
+    region: std::sync::Arc<ringroad_mem::Region>,
+    offset: usize,
+    entries: usize,
+}
+
+#[cfg(not(loom))]
+impl IndirectTables {
+    /// Tables of `entries` descriptors for a ring of `size`, at an offset of the driver's memory that has
+    /// `size * entries * 16` bytes for them.
+    pub fn new(region: std::sync::Arc<ringroad_mem::Region>, offset: usize, size: u32, entries: usize) -> Option<Self> {
+        region.span(offset, size as usize * entries * crate::DESCRIPTOR)?;
+        Some(IndirectTables { region, offset, entries })
+    }
+
+    /// Writes the table of `id`; returns what the ring's descriptor refers to. `linked`: as split rings have it.
+    pub(crate) fn write(&self, id: u16, chain: impl ExactSizeIterator<Item = (Buffer, u16)>, linked: bool) -> Option<Buffer> {
+        let count = chain.len();
+        if count == 0 || count > self.entries {
+            return None;
+        }
+        let at = self.offset + id as usize * self.entries * crate::DESCRIPTOR;
+        for (i, (buffer, flags)) in chain.enumerate() {
+            let more = linked && i + 1 < count;
+            let next = if more { i as u64 + 1 } else { 0 };
+            let flags = u64::from(flags | if more { crate::NEXT } else { 0 });
+            let word = u64::from(buffer.len) | if linked { flags << 32 | next << 48 } else { flags << 48 };
+            let bytes = (u128::from(buffer.address) | u128::from(word) << 64).to_le_bytes();
+            self.region.span(at + i * crate::DESCRIPTOR, crate::DESCRIPTOR)?.write(&bytes);
+        }
+        Some(Buffer { address: self.region.guest() + at as u64, len: (count * crate::DESCRIPTOR) as u32 })
+    }
+}

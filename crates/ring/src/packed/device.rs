@@ -1,0 +1,199 @@
+//! Device end of a packed virtqueue: takes what is available, gives back what was used.
+
+use super::layout::{Base, Layout, Position, available_flags, used_flags, word};
+use crate::{
+    Chain, Chains, Fault, Features, INDIRECT, NEXT,
+    chain::{Descriptor, indirect},
+    notify::Event,
+    packed::layout::{AVAILABLE, USED},
+};
+use ringroad_mem::{
+    Hit, Table,
+    sync::{Ordering, fence},
+};
+
+/// Device end of a packed virtqueue.
+pub struct Device {
+    ring: Layout,
+    features: Features,
+    next_available: Position,
+    next_used: Position,
+    /// Descriptors taken and not given back.
+    outstanding: u32,
+    /// Descriptors given back since the driver was last considered for a notification.
+    since: u32,
+    hit: Hit,
+}
+
+impl Device {
+    /// Starts at `base`.
+    pub fn new(ring: Layout, features: Features, base: Base) -> Device {
+        let start = base.position(&ring);
+        Device { ring, features, next_available: start, next_used: start, outstanding: 0, since: 0, hit: Hit::default() }
+    }
+
+    /// Where to go on after a stop.
+    pub fn base(&self) -> Base {
+        Base::new(self.next_available, self.next_used)
+    }
+
+    /// Whether there is a chain that nobody has taken.
+    #[inline(always)]
+    pub fn is_available(&self) -> bool {
+        self.head(self.next_available).is_some()
+    }
+
+    /// The second word of the descriptor at a position, if it is available in that pass.
+    #[inline(always)]
+    fn head(&self, at: Position) -> Option<u64> {
+        // Pairs with the driver's release of this word: the address, and the chain's other descriptors, are there.
+        let word = u64::from_le(self.ring.descriptors[2 * at.slot as usize + 1].load(Ordering::Acquire));
+        ((word >> 48) as u16 & (AVAILABLE | USED) == available_flags(at.wrap)).then_some(word)
+    }
+
+    #[inline(always)]
+    fn descriptor(&self, slot: u16, word: u64) -> Descriptor {
+        let address = u64::from_le(self.ring.descriptors[2 * slot as usize].load(Ordering::Relaxed));
+        Descriptor { index: slot, address, len: word as u32, flags: (word >> 48) as u16, tail: (word >> 32) as u16 }
+    }
+
+    /// Takes up to `max` chains and adds them to `chains`; says how many. A fault is reported when it comes first;
+    /// chains before it are good.
+    #[inline]
+    pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        let count = max.min(chains.room());
+        for taken in 0..count {
+            let Some(word) = self.head(self.next_available) else { return Ok(taken) };
+            let descriptor = self.descriptor(self.next_available.slot, word);
+            let mut chain = chains.begin(1);
+            let added = if descriptor.flags & (NEXT | INDIRECT) == 0 {
+                chain.id = descriptor.tail;
+                chains.add(&mut chain, memory, &mut self.hit, descriptor)
+            } else {
+                self.long_chain(memory, chains, &mut chain, descriptor)
+            };
+            let outstanding = self.outstanding + u32::from(chain.slots);
+            let size = self.ring.size;
+            let added = if outstanding > u32::from(size) { Err(Fault::Overrun { size }) } else { added };
+            match added {
+                Ok(()) if chains.end(chain) => {
+                    self.next_available.advance(chain.slots, size);
+                    self.outstanding = outstanding;
+                }
+                Ok(()) => return Ok(taken),
+                Err(fault) => {
+                    chains.abandon(&chain);
+                    return if taken == 0 { Err(fault) } else { Ok(taken) };
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    fn long_chain(
+        &mut self,
+        memory: &Table,
+        chains: &mut Chains,
+        chain: &mut Chain,
+        mut descriptor: Descriptor,
+    ) -> Result<(), Fault> {
+        let size = self.ring.size;
+        let mut at = self.next_available;
+        for slots in 1..=size {
+            chain.slots = slots;
+            // The id is in the chain's last descriptor (2.8.6).
+            chain.id = descriptor.tail;
+            if descriptor.flags & INDIRECT != 0 {
+                if !self.features.indirect {
+                    return Err(Fault::Indirect { index: descriptor.index });
+                }
+                return indirect(chains, chain, memory, &mut self.hit, descriptor, size, false);
+            }
+            chains.add(chain, memory, &mut self.hit, descriptor)?;
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            at.advance(1, size);
+            let word = u64::from_le(self.ring.descriptors[2 * at.slot as usize + 1].load(Ordering::Relaxed));
+            descriptor = self.descriptor(at.slot, word);
+        }
+        Err(Fault::Loop { index: descriptor.index, size })
+    }
+
+    /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
+    pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
+        for chain in chains.list().iter().skip(keep) {
+            self.next_available.back(chain.slots, self.ring.size);
+            self.outstanding -= u32::from(chain.slots);
+        }
+        chains.truncate(keep);
+    }
+
+    /// Gives chains back to the driver and publishes them at once, the first one last: a driver that sees it sees all.
+    #[inline]
+    pub fn give(&mut self, chains: &[Chain]) {
+        let Some((first, rest)) = chains.split_first() else { return };
+        let start = self.next_used;
+        let slots: u16;
+        if self.features.in_order && chains.iter().all(|chain| chain.written == 0) {
+            // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7).
+            slots = chains.iter().map(|chain| chain.slots).sum();
+            self.next_used.advance(slots, self.ring.size);
+            let last = rest.last().unwrap_or(first);
+            self.put(start, last, Ordering::Release);
+        } else {
+            self.next_used.advance(first.slots, self.ring.size);
+            let mut sum = first.slots;
+            for chain in rest {
+                self.put(self.next_used, chain, Ordering::Relaxed);
+                self.next_used.advance(chain.slots, self.ring.size);
+                sum += chain.slots;
+            }
+            slots = sum;
+            self.put(start, first, Ordering::Release);
+        }
+        self.outstanding -= u32::from(slots);
+        self.since += u32::from(slots);
+    }
+
+    #[inline(always)]
+    fn put(&self, at: Position, chain: &Chain, ordering: Ordering) {
+        // 2.8.8: WRITE tells that the length is valid.
+        let flags = used_flags(at.wrap) | if chain.written > 0 { crate::WRITE } else { 0 };
+        // Pairs with the driver's acquire of this word: the buffers, and the used descriptors after it, are written.
+        self.ring.descriptors[2 * at.slot as usize + 1].store(word(chain.written, chain.id, flags), ordering);
+    }
+
+    /// Whether the driver wants to be notified of what was given since the last call.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        let since = std::mem::take(&mut self.since);
+        if since == 0 {
+            return false;
+        }
+        // Pairs with the driver's fence between writing its event structure and looking at the ring again (2.8.21.3.1):
+        // without it both sides sleep. The used descriptors must be visible before the load below, on x86 too.
+        fence(Ordering::SeqCst);
+        let event = Event::from_word(self.ring.driver_event[0].load(Ordering::Relaxed));
+        event.wanted(self.next_used.slot, self.next_used.wrap, since, self.ring.size)
+    }
+
+    /// Asks the driver to notify us of the next chain that it makes available. `true`: there is one already, which may
+    /// or may not be notified; take it.
+    pub fn enable_notification(&mut self) -> bool {
+        let event = if self.features.event_idx {
+            Event::at(self.next_available.slot, self.next_available.wrap)
+        } else {
+            Event::ENABLED
+        };
+        self.ring.device_event[0].store(event.to_word(), Ordering::Relaxed);
+        // Pairs with the driver's fence between publishing descriptors and reading what was stored here.
+        fence(Ordering::SeqCst);
+        self.is_available()
+    }
+
+    /// Asks the driver not to notify us: we look by ourselves.
+    pub fn disable_notification(&mut self) {
+        self.ring.device_event[0].store(Event::DISABLED.to_word(), Ordering::Relaxed);
+    }
+}

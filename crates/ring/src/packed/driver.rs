@@ -1,0 +1,233 @@
+//! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
+
+use super::layout::{AVAILABLE, Layout, Position, USED, available_flags, used_flags, word};
+#[cfg(not(loom))]
+use crate::driver::IndirectTables;
+use crate::{Buffer, DriverFault, Features, Full, INDIRECT, NEXT, Used, WRITE, driver::Fifo, notify::Event};
+use ringroad_mem::sync::{Ordering, fence};
+
+/// What the driver remembers of a buffer id.
+#[derive(Clone, Copy, Default)]
+struct State {
+    /// Ring entries that the chain takes; 0: the id is free.
+    slots: u16,
+    /// What the device may write to it, in bytes.
+    room: u32,
+}
+
+/// Driver end of a packed virtqueue.
+pub struct Driver {
+    ring: Layout,
+    features: Features,
+    states: Box<[State]>,
+    free: Fifo,
+    /// Ids under way, oldest first: with IN_ORDER one used descriptor may stand for several.
+    order: Fifo,
+    free_slots: u16,
+    next_available: Position,
+    /// Where the first chain since the last `publish` starts, and the word that makes it available.
+    first: Option<(u16, u64)>,
+    /// Entries published since the device was last considered for a notification.
+    since: u32,
+    added: u32,
+    next_used: Position,
+    /// In the middle of an in-order batch: the id that ends it.
+    batch: Option<Used>,
+    #[cfg(not(loom))]
+    tables: Option<IndirectTables>,
+}
+
+impl Driver {
+    /// A fresh ring: nothing available, nothing used. Its memory must be zeros.
+    pub fn new(ring: Layout, features: Features) -> Driver {
+        let size = ring.size;
+        Driver {
+            features,
+            states: vec![State::default(); size.into()].into(),
+            free: Fifo::new(size, true),
+            order: Fifo::new(size, false),
+            free_slots: size,
+            next_available: Position::START,
+            first: None,
+            since: 0,
+            added: 0,
+            next_used: Position::START,
+            batch: None,
+            ring,
+            #[cfg(not(loom))]
+            tables: None,
+        }
+    }
+
+    /// From now on chains of more than one buffer go through a table each, if INDIRECT_DESC was negotiated.
+    #[cfg(not(loom))]
+    pub fn set_indirect(&mut self, tables: IndirectTables) {
+        self.tables = self.features.indirect.then_some(tables);
+    }
+
+    /// How many descriptors are free.
+    #[inline(always)]
+    pub fn free(&self) -> usize {
+        self.free_slots.into()
+    }
+
+    /// The id that the chain after `ahead` more single-buffer chains will have.
+    #[inline(always)]
+    pub fn next_id(&self, ahead: usize) -> Option<u16> {
+        self.free.peek(ahead).filter(|_| ahead < self.free_slots.into())
+    }
+
+    /// Adds a chain; returns its id.
+    pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
+        let count = readable.len() + writable.len();
+        let chain = || (0..count).map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) });
+        let room = writable.iter().fold(0, |sum: u32, buffer| sum.saturating_add(buffer.len));
+        let id = self.free.peek(0).filter(|_| self.free_slots > 0).ok_or(Full)?;
+        #[cfg(not(loom))]
+        if count > 1
+            && let Some(table) = self.tables.as_ref().and_then(|t| t.write(id, chain(), false))
+        {
+            self.descriptor(id, table, INDIRECT, true);
+            self.started(id, 1, room);
+            return Ok(id);
+        }
+        if count == 0 || count > self.free_slots.into() {
+            return Err(Full);
+        }
+        for (i, (buffer, flags)) in chain().enumerate() {
+            self.descriptor(id, buffer, flags | if i + 1 < count { NEXT } else { 0 }, i == 0);
+        }
+        self.started(id, count as u16, room);
+        Ok(id)
+    }
+
+    /// Adds up to `count` chains of one buffer each.
+    #[inline]
+    pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
+        let count = count.min(self.free_slots.into());
+        for _ in 0..count {
+            let Some(id) = self.free.peek(0) else { break };
+            let buffer = buffer(id);
+            self.descriptor(id, buffer, if writable { WRITE } else { 0 }, true);
+            self.started(id, 1, if writable { buffer.len } else { 0 });
+        }
+        count
+    }
+
+    /// Writes the next descriptor. The first one of all since the last `publish` is held back; behind it the device does
+    /// not look.
+    #[inline(always)]
+    fn descriptor(&mut self, id: u16, buffer: Buffer, flags: u16, head: bool) {
+        let Position { slot, wrap } = self.next_available;
+        self.ring.descriptors[2 * slot as usize].store(buffer.address.to_le(), Ordering::Relaxed);
+        let word = word(buffer.len, id, flags | available_flags(wrap));
+        if head && self.first.is_none() {
+            self.first = Some((slot, word));
+        } else {
+            self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Relaxed);
+        }
+        self.next_available.advance(1, self.ring.size);
+    }
+
+    #[inline(always)]
+    fn started(&mut self, id: u16, slots: u16, room: u32) {
+        self.free.pop();
+        self.states[id as usize] = State { slots, room };
+        self.free_slots -= slots;
+        self.added += u32::from(slots);
+        if self.features.in_order {
+            self.order.push(id);
+        }
+    }
+
+    /// Makes available all that was added.
+    #[inline]
+    pub fn publish(&mut self) {
+        if let Some((slot, word)) = self.first.take() {
+            // Pairs with the device's acquire of this word: addresses, the descriptors after it, and the buffers are
+            // written before it.
+            self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
+            self.since += std::mem::take(&mut self.added);
+        }
+    }
+
+    /// The second word of the descriptor at `next_used`, if it was used in this pass.
+    #[inline(always)]
+    fn used(&self) -> Option<u64> {
+        let Position { slot, wrap } = self.next_used;
+        // Pairs with the device's release of this word: the buffers, and the used descriptors after it, are written.
+        let word = u64::from_le(self.ring.descriptors[2 * slot as usize + 1].load(Ordering::Acquire));
+        let flags = (word >> 48) as u16 & (AVAILABLE | USED);
+        // An entry that has nothing under way may look used from the pass before.
+        (flags == used_flags(wrap) && self.free_slots < self.ring.size).then_some(word)
+    }
+
+    /// Takes back up to `out.len()` chains that the device has used; says how many.
+    #[inline]
+    pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
+        let mut count = 0;
+        while count < out.len() {
+            let end = match self.batch {
+                Some(end) => end,
+                None => {
+                    let Some(word) = self.used() else { break };
+                    let (id, len) = ((word >> 32) as u16, word as u32);
+                    let state = self.states.get(id as usize).filter(|state| state.slots > 0);
+                    let Some(state) = state else { return Err(DriverFault::Id { id: id.into() }) };
+                    if len > state.room {
+                        return Err(DriverFault::Length { id, len, room: state.room });
+                    }
+                    Used { id, len }
+                }
+            };
+            let mut used = end;
+            if self.features.in_order {
+                // The oldest one first, up to the one that the descriptor names, which is under way, so that it comes.
+                let Some(oldest) = self.order.pop() else { return Err(DriverFault::Id { id: end.id.into() }) };
+                self.batch = (oldest != end.id).then_some(end);
+                if oldest != end.id {
+                    used = Used { id: oldest, len: 0 };
+                }
+            }
+            let slots = std::mem::take(&mut self.states[used.id as usize].slots);
+            self.next_used.advance(slots, self.ring.size);
+            self.free_slots += slots;
+            self.free.push(used.id);
+            out[count] = used;
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    /// Whether the device wants to be notified of what was published since the last call.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        let since = std::mem::take(&mut self.since);
+        if since == 0 {
+            return false;
+        }
+        // Pairs with the device's fence between writing its event structure and looking at the ring again (2.8.21.3.1):
+        // without it both sides sleep.
+        fence(Ordering::SeqCst);
+        let event = Event::from_word(self.ring.device_event[0].load(Ordering::Relaxed));
+        event.wanted(self.next_available.slot, self.next_available.wrap, since, self.ring.size)
+    }
+
+    /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
+    pub fn enable_notification(&mut self) -> bool {
+        let event = if self.features.event_idx {
+            Event::at(self.next_used.slot, self.next_used.wrap)
+        } else {
+            Event::ENABLED
+        };
+        self.ring.driver_event[0].store(event.to_word(), Ordering::Relaxed);
+        // Pairs with the device's fence between publishing used descriptors and reading what was stored here.
+        fence(Ordering::SeqCst);
+        self.batch.is_some() || self.used().is_some()
+    }
+
+    /// Asks the device not to notify us: we look by ourselves.
+    pub fn disable_notification(&mut self) {
+        self.ring.driver_event[0].store(Event::DISABLED.to_word(), Ordering::Relaxed);
+    }
+}

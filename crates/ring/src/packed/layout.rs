@@ -1,0 +1,163 @@
+//! The three areas of a packed virtqueue (2.8.1), resolved once when the queue starts.
+
+use ringroad_mem::{
+    Words,
+    sync::{AtomicU32, AtomicU64, Ordering},
+};
+#[cfg(not(loom))]
+use {
+    crate::{Addresses, DESCRIPTOR, MAX_SIZE, SetupError},
+    ringroad_mem::{Region, Table},
+    std::sync::Arc,
+};
+
+/// A packed virtqueue in memory.
+#[cfg_attr(loom, derive(Clone))]
+pub struct Layout {
+    pub(super) size: u16,
+    /// Two words a descriptor: address; length | id << 32 | flags << 48. Whoever writes the second word of a descriptor
+    /// publishes it: it has the flags that the other side waits for.
+    pub(super) descriptors: Words<AtomicU64>,
+    /// Written by the driver.
+    pub(super) driver_event: Words<AtomicU32>,
+    /// Written by the device.
+    pub(super) device_event: Words<AtomicU32>,
+}
+
+/// Descriptor flag: made available in the pass of the ring that the bit names (2.8.1).
+pub(super) const AVAILABLE: u16 = 1 << 7;
+/// Descriptor flag: used in the pass of the ring that the bit names.
+pub(super) const USED: u16 = 1 << 15;
+
+/// The two flags of an available descriptor in a pass.
+#[inline(always)]
+pub(super) fn available_flags(wrap: bool) -> u16 {
+    if wrap { AVAILABLE } else { USED }
+}
+
+/// The two flags of a used descriptor in a pass.
+#[inline(always)]
+pub(super) fn used_flags(wrap: bool) -> u16 {
+    if wrap { AVAILABLE | USED } else { 0 }
+}
+
+/// The second word of a descriptor.
+#[inline(always)]
+pub(super) fn word(len: u32, id: u16, flags: u16) -> u64 {
+    (u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48).to_le()
+}
+
+/// A position in a packed ring and the pass it is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Position {
+    pub slot: u16,
+    pub wrap: bool,
+}
+
+impl Position {
+    pub(super) const START: Position = Position { slot: 0, wrap: true };
+
+    #[inline(always)]
+    pub(super) fn advance(&mut self, slots: u16, size: u16) {
+        // Both at most 32768: no overflow.
+        let next = self.slot + slots;
+        let over = next >= size;
+        self.slot = if over { next - size } else { next };
+        self.wrap ^= over;
+    }
+
+    pub(super) fn back(&mut self, slots: u16, size: u16) {
+        let under = self.slot < slots;
+        self.slot = if under { self.slot + size - slots } else { self.slot - slots };
+        self.wrap ^= under;
+    }
+
+    fn from_bits(bits: u16, size: u16) -> Position {
+        Position { slot: (bits & 0x7fff) % size, wrap: bits & 0x8000 != 0 }
+    }
+
+    fn to_bits(self) -> u16 {
+        self.slot | u16::from(self.wrap) << 15
+    }
+}
+
+/// What vhost-user carries as the base of a packed ring: bits 0–14 the position of the next available descriptor, bit 15
+/// its wrap counter; 16–30 and 31 the same of the next used descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Base(pub u32);
+
+impl Base {
+    /// A ring that has not been used yet: both positions 0, both wrap counters set.
+    pub const FRESH: Base = Base(0x8000_8000);
+
+    pub(super) fn new(available: Position, used: Position) -> Base {
+        Base(u32::from(available.to_bits()) | u32::from(used.to_bits()) << 16)
+    }
+
+    /// Where to start. Our own devices stop between bursts, with both positions the same; of what other ones left, the
+    /// position of the next used descriptor says where to go on, as what lies between the two was taken and never
+    /// given back.
+    ///
+    /// Some frontends carry only the available half (DPDK: 0x8000 for a fresh ring), some nothing at all (User-Mode
+    /// Linux: 0 for a fresh ring). 0 is also the base of a ring at the start of an even pass; the ring itself tells the
+    /// two apart: there, the descriptor at the start has its USED bit set, from the pass before or because it is
+    /// available in this one.
+    pub(super) fn position(self, ring: &Layout) -> Position {
+        let (available, used) = (self.0 as u16, (self.0 >> 16) as u16);
+        if self.0 == 0 {
+            let first = u64::from_le(ring.descriptors[1].load(Ordering::Acquire));
+            let even = (first >> 48) as u16 & USED != 0;
+            return Position { slot: 0, wrap: !even };
+        }
+        Position::from_bits(if used == 0 { available } else { used }, ring.size)
+    }
+}
+
+#[cfg(not(loom))]
+impl Layout {
+    /// The ring of a driver whose memory this is.
+    pub fn resolve(memory: &Table, size: u32, at: Addresses) -> Result<Layout, SetupError> {
+        if size == 0 || size > MAX_SIZE {
+            return Err(SetupError::Size { size, packed: true });
+        }
+        let area = |area, address, len, align| SetupError::Area { area, address, len, align };
+        let descriptor = area("descriptor", at.descriptor, size as usize * DESCRIPTOR, 16);
+        // 2.8.10: the descriptor ring is aligned to 16. Words alone would accept 8.
+        if !at.descriptor.is_multiple_of(16) {
+            return Err(descriptor);
+        }
+        Ok(Layout {
+            size: size as u16,
+            descriptors: memory.user_words(at.descriptor, 2 * size as usize).ok_or(descriptor)?,
+            driver_event: memory.user_words(at.driver, 1).ok_or(area("driver", at.driver, 4, 4))?,
+            device_event: memory.user_words(at.device, 1).ok_or(area("device", at.device, 4, 4))?,
+        })
+    }
+
+    /// How many bytes a ring of this size takes in a driver's memory.
+    pub fn bytes(size: u32) -> usize {
+        (size as usize * DESCRIPTOR).next_multiple_of(128) + 256
+    }
+
+    /// Places a ring in a driver's own memory, each area on cache lines of its own.
+    pub fn place(region: &Arc<Region>, offset: usize, size: u32) -> Result<(Layout, Addresses), SetupError> {
+        let descriptor = region.user() + offset as u64;
+        let driver = descriptor + (size as usize * DESCRIPTOR).next_multiple_of(128) as u64;
+        let at = Addresses { descriptor, driver, device: driver + 128 };
+        let memory = Table::default().with(region.clone()).unwrap_or_default();
+        Ok((Layout::resolve(&memory, size, at)?, at))
+    }
+}
+
+#[cfg(loom)]
+impl Layout {
+    /// A ring of loom's atomics.
+    pub fn model(size: u16) -> Layout {
+        Layout {
+            size,
+            descriptors: Words::model((0..2 * size).map(|_| AtomicU64::new(0)).collect()),
+            driver_event: Words::model(vec![AtomicU32::new(0)]),
+            device_event: Words::model(vec![AtomicU32::new(0)]),
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The packed virtqueue (virtio 1.3, 2.8).
+
+mod device;
+mod driver;
+mod layout;
+
+pub use device::Device;
+pub use driver::Driver;
+pub use layout::{Base, Layout};

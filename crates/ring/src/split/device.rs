@@ -1,0 +1,176 @@
+//! Device end of a split virtqueue: takes what is available, gives back what was used.
+
+use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use crate::{
+    Chain, Chains, Fault, Features, INDIRECT, NEXT,
+    chain::{Descriptor, indirect},
+    notify,
+};
+use ringroad_mem::{
+    Hit, Table,
+    sync::{Ordering, fence},
+};
+
+/// Device end of a split virtqueue.
+pub struct Device {
+    ring: Layout,
+    mask: u16,
+    features: Features,
+    next_available: u16,
+    next_used: u16,
+    /// `next_used` when the driver was last considered for a notification.
+    considered: u16,
+    hit: Hit,
+}
+
+impl Device {
+    /// Starts at `base`, the index of the first entry of the available ring that was not taken yet.
+    pub fn new(ring: Layout, features: Features, base: u16) -> Device {
+        // What was used is in memory; an entry that a former device took and never gave back is lost to both sides.
+        let next_used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
+        let mask = ring.size - 1;
+        Device { ring, mask, features, next_available: base, next_used, considered: next_used, hit: Hit::default() }
+    }
+
+    /// Where to go on after a stop: what `base` was when it started.
+    pub fn base(&self) -> u16 {
+        self.next_available
+    }
+
+    /// How many chains the driver has made available and nobody has taken.
+    #[inline(always)]
+    pub fn available(&self) -> Result<u16, Fault> {
+        // Pairs with the driver's release of the index: the entries and descriptors behind it are there.
+        let index = u16::from_le(self.ring.available[INDEX].load(Ordering::Acquire));
+        let ahead = index.wrapping_sub(self.next_available);
+        if ahead > self.ring.size {
+            return Err(Fault::AvailableJump { index, next: self.next_available, ahead, size: self.ring.size });
+        }
+        Ok(ahead)
+    }
+
+    /// Takes up to `max` chains and adds them to `chains`; says how many. A fault is reported when it comes first;
+    /// chains before it are good.
+    #[inline]
+    pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        let count = (self.available()? as usize).min(max).min(chains.room());
+        for taken in 0..count {
+            let slot = (self.next_available & self.mask) as usize;
+            let head = u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed));
+            let mut chain = chains.begin(1);
+            match self.chain(memory, chains, &mut chain, head) {
+                Ok(()) if chains.end(chain) => self.next_available = self.next_available.wrapping_add(1),
+                Ok(()) => return Ok(taken),
+                Err(fault) => {
+                    chains.abandon(&chain);
+                    return if taken == 0 { Err(fault) } else { Ok(taken) };
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    #[inline(always)]
+    fn chain(&mut self, memory: &Table, chains: &mut Chains, chain: &mut Chain, head: u16) -> Result<(), Fault> {
+        chain.id = head;
+        let descriptor = self.descriptor(head)?;
+        if descriptor.flags & (NEXT | INDIRECT) == 0 {
+            return chains.add(chain, memory, &mut self.hit, descriptor);
+        }
+        self.long_chain(memory, chains, chain, descriptor)
+    }
+
+    fn long_chain(
+        &mut self,
+        memory: &Table,
+        chains: &mut Chains,
+        chain: &mut Chain,
+        mut descriptor: Descriptor,
+    ) -> Result<(), Fault> {
+        let size = self.ring.size;
+        for _ in 0..size {
+            if descriptor.flags & INDIRECT != 0 {
+                if !self.features.indirect {
+                    return Err(Fault::Indirect { index: descriptor.index });
+                }
+                return indirect(chains, chain, memory, &mut self.hit, descriptor, size, true);
+            }
+            chains.add(chain, memory, &mut self.hit, descriptor)?;
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            descriptor = self.descriptor(descriptor.tail)?;
+        }
+        Err(Fault::Loop { index: descriptor.index, size })
+    }
+
+    #[inline(always)]
+    fn descriptor(&self, index: u16) -> Result<Descriptor, Fault> {
+        if index >= self.ring.size {
+            return Err(Fault::Index { index, size: self.ring.size });
+        }
+        let at = 2 * index as usize;
+        let address = u64::from_le(self.ring.descriptors[at].load(Ordering::Relaxed));
+        let word = u64::from_le(self.ring.descriptors[at + 1].load(Ordering::Relaxed));
+        Ok(Descriptor { index, address, len: word as u32, flags: (word >> 32) as u16, tail: (word >> 48) as u16 })
+    }
+
+    /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
+    pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
+        let unused = chains.list().len().saturating_sub(keep);
+        self.next_available = self.next_available.wrapping_sub(unused as u16);
+        chains.truncate(keep);
+    }
+
+    /// Gives chains back to the driver and publishes them at once.
+    #[inline]
+    pub fn give(&mut self, chains: &[Chain]) {
+        for chain in chains {
+            let at = 2 * (self.next_used & self.mask) as usize;
+            self.ring.elements[at].store(u32::from(chain.id).to_le(), Ordering::Relaxed);
+            self.ring.elements[at + 1].store(chain.written.to_le(), Ordering::Relaxed);
+            self.next_used = self.next_used.wrapping_add(1);
+        }
+        // Pairs with the driver's acquire of the index: entries and buffers are written before it.
+        self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
+    }
+
+    /// Whether the driver wants to be notified of what was given since the last call.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        let old = std::mem::replace(&mut self.considered, self.next_used);
+        if old == self.next_used {
+            return false;
+        }
+        // Pairs with the driver's fence between asking for notifications and looking at the used index again (2.7.7.2):
+        // without it both sides sleep. The store of the index must be visible before the load below, on x86 too.
+        fence(Ordering::SeqCst);
+        if self.features.event_idx {
+            let event = self.ring.available[ENTRIES + self.ring.size as usize].load(Ordering::Relaxed);
+            notify::passed(u16::from_le(event), self.next_used, old)
+        } else {
+            u16::from_le(self.ring.available[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
+        }
+    }
+
+    /// Asks the driver to notify us of the next chain that it makes available. `true`: there is one already, which may
+    /// or may not be notified; take it.
+    pub fn enable_notification(&mut self) -> bool {
+        if self.features.event_idx {
+            self.ring.available_event[0].store(self.next_available.to_le(), Ordering::Relaxed);
+        } else {
+            self.ring.used[FLAGS].store(0, Ordering::Relaxed);
+        }
+        // Pairs with the driver's fence between publishing the available index and reading what was stored here.
+        fence(Ordering::SeqCst);
+        self.available() != Ok(0)
+    }
+
+    /// Asks the driver not to notify us: we look by ourselves.
+    pub fn disable_notification(&mut self) {
+        // With EVENT_IDX the index that stays behind does it.
+        if !self.features.event_idx {
+            self.ring.used[FLAGS].store(NO_NOTIFICATION.to_le(), Ordering::Relaxed);
+        }
+    }
+}

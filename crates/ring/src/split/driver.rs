@@ -1,0 +1,236 @@
+//! Driver end of a split virtqueue: makes buffers available, takes them back when they were used.
+
+use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+#[cfg(not(loom))]
+use crate::driver::IndirectTables;
+use crate::{
+    Buffer, DriverFault, Features, Full, INDIRECT, NEXT, Used, WRITE,
+    driver::Fifo,
+    notify,
+};
+use ringroad_mem::sync::{Ordering, fence};
+
+/// What the driver remembers of a descriptor. The ring's own copy is the device's to spoil.
+#[derive(Clone, Copy, Default)]
+struct State {
+    /// As it was written last; what has not changed need not be written again, and its line stays shared.
+    address: u64,
+    word: u64,
+    /// As the available ring entry of this index was written last.
+    entry: Option<u16>,
+    /// Descriptors of the chain that starts here and is under way; 0: none does.
+    chain: u16,
+    /// What the device may write to it, in bytes.
+    room: u32,
+}
+
+/// Driver end of a split virtqueue.
+pub struct Driver {
+    ring: Layout,
+    mask: u16,
+    features: Features,
+    states: Box<[State]>,
+    free: Fifo,
+    next_available: u16,
+    published: u16,
+    /// `published` when the device was last considered for a notification.
+    considered: u16,
+    next_used: u16,
+    outstanding: u16,
+    #[cfg(not(loom))]
+    tables: Option<IndirectTables>,
+}
+
+impl Driver {
+    /// A fresh ring: nothing available, nothing used. Its memory must be zeros.
+    pub fn new(ring: Layout, features: Features) -> Driver {
+        let (mask, size) = (ring.size - 1, ring.size);
+        Driver {
+            mask,
+            features,
+            states: vec![State::default(); size.into()].into(),
+            free: Fifo::new(size, true),
+            next_available: 0,
+            published: 0,
+            considered: 0,
+            next_used: 0,
+            outstanding: 0,
+            ring,
+            #[cfg(not(loom))]
+            tables: None,
+        }
+    }
+
+    /// From now on chains of more than one buffer go through a table each, if INDIRECT_DESC was negotiated.
+    #[cfg(not(loom))]
+    pub fn set_indirect(&mut self, tables: IndirectTables) {
+        self.tables = self.features.indirect.then_some(tables);
+    }
+
+    /// How many descriptors are free.
+    #[inline(always)]
+    pub fn free(&self) -> usize {
+        self.free.len()
+    }
+
+    /// The id that the chain after `ahead` more single-buffer chains will have.
+    #[inline(always)]
+    pub fn next_id(&self, ahead: usize) -> Option<u16> {
+        self.free.peek(ahead)
+    }
+
+    /// Adds a chain; returns its id.
+    pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
+        let count = readable.len() + writable.len();
+        let chain = || (0..count).map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) });
+        let head = self.free.peek(0).ok_or(Full)?;
+        #[cfg(not(loom))]
+        if count > 1
+            && let Some(table) = self.tables.as_ref().and_then(|t| t.write(head, chain(), true))
+        {
+            self.free.pop();
+            self.descriptor(head, table, INDIRECT, 0);
+            self.available(head, 1, writable);
+            return Ok(head);
+        }
+        if count == 0 || count > self.free.len() {
+            return Err(Full);
+        }
+        for (i, (buffer, flags)) in chain().enumerate() {
+            let Some(index) = self.free.pop() else { return Err(Full) };
+            match self.free.peek(0) {
+                Some(next) if i + 1 < count => self.descriptor(index, buffer, flags | NEXT, next),
+                _ => self.descriptor(index, buffer, flags, 0),
+            }
+        }
+        self.available(head, count as u16, writable);
+        Ok(head)
+    }
+
+    /// Adds up to `count` chains of one buffer each.
+    #[inline]
+    pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
+        let count = count.min(self.free.len());
+        for _ in 0..count {
+            let Some(id) = self.free.pop() else { break };
+            let buffer = buffer(id);
+            self.descriptor(id, buffer, if writable { WRITE } else { 0 }, 0);
+            self.available(id, 1, if writable { std::slice::from_ref(&buffer) } else { &[] });
+        }
+        count
+    }
+
+    #[inline(always)]
+    fn descriptor(&mut self, index: u16, buffer: Buffer, flags: u16, next: u16) {
+        let word = u64::from(buffer.len) | u64::from(flags) << 32 | u64::from(next) << 48;
+        let state = &mut self.states[index as usize];
+        if (state.address, state.word) != (buffer.address, word) {
+            (state.address, state.word) = (buffer.address, word);
+            self.ring.descriptors[2 * index as usize].store(buffer.address.to_le(), Ordering::Relaxed);
+            self.ring.descriptors[2 * index as usize + 1].store(word.to_le(), Ordering::Relaxed);
+        }
+    }
+
+    #[inline(always)]
+    fn available(&mut self, head: u16, descriptors: u16, writable: &[Buffer]) {
+        let state = &mut self.states[head as usize];
+        state.chain = descriptors;
+        state.room = writable.iter().fold(0, |sum, buffer| sum.saturating_add(buffer.len));
+        let slot = (self.next_available & self.mask) as usize;
+        if self.states[slot].entry != Some(head) {
+            self.states[slot].entry = Some(head);
+            self.ring.available[ENTRIES + slot].store(head.to_le(), Ordering::Relaxed);
+        }
+        self.next_available = self.next_available.wrapping_add(1);
+        self.outstanding += 1;
+    }
+
+    /// Makes available all that was added.
+    #[inline]
+    pub fn publish(&mut self) {
+        if self.published != self.next_available {
+            self.published = self.next_available;
+            // Pairs with the device's acquire of the index: entries, descriptors and buffers are written before it.
+            self.ring.available[INDEX].store(self.published.to_le(), Ordering::Release);
+        }
+    }
+
+    #[inline(always)]
+    fn used(&self) -> Result<u16, DriverFault> {
+        // Pairs with the device's release of the index: the entries and the buffers behind it are written.
+        let index = u16::from_le(self.ring.used[INDEX].load(Ordering::Acquire));
+        let ahead = index.wrapping_sub(self.next_used);
+        if ahead > self.outstanding {
+            let (next, outstanding) = (self.next_used, self.outstanding);
+            return Err(DriverFault::UsedJump { index, next, ahead, outstanding });
+        }
+        Ok(ahead)
+    }
+
+    /// Takes back up to `out.len()` chains that the device has used; says how many.
+    #[inline]
+    pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
+        let count = (self.used()? as usize).min(out.len());
+        for used in &mut out[..count] {
+            let at = 2 * (self.next_used & self.mask) as usize;
+            let id = u32::from_le(self.ring.elements[at].load(Ordering::Relaxed));
+            let len = u32::from_le(self.ring.elements[at + 1].load(Ordering::Relaxed));
+            let state = self.states.get_mut(id as usize).filter(|state| state.chain > 0);
+            let Some(state) = state else { return Err(DriverFault::Id { id }) };
+            if len > state.room {
+                return Err(DriverFault::Length { id: id as u16, len, room: state.room });
+            }
+            *used = Used { id: id as u16, len };
+            let (mut index, descriptors) = (id as u16, std::mem::take(&mut state.chain));
+            for _ in 0..descriptors {
+                self.free.push(index);
+                index = (self.states[index as usize].word >> 48) as u16;
+            }
+            self.next_used = self.next_used.wrapping_add(1);
+            self.outstanding -= 1;
+        }
+        Ok(count)
+    }
+
+    /// Whether the device wants to be notified of what was published since the last call.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        let old = std::mem::replace(&mut self.considered, self.published);
+        if old == self.published {
+            return false;
+        }
+        // Pairs with the device's fence between asking for notifications and looking at the available index again
+        // (2.7.10.1): without it both sides sleep.
+        fence(Ordering::SeqCst);
+        if self.features.event_idx {
+            let event = self.ring.available_event[0].load(Ordering::Relaxed);
+            notify::passed(u16::from_le(event), self.published, old)
+        } else {
+            u16::from_le(self.ring.used[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
+        }
+    }
+
+    /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
+    pub fn enable_notification(&mut self) -> bool {
+        if self.features.event_idx {
+            let event = ENTRIES + self.ring.size as usize;
+            self.ring.available[event].store(self.next_used.to_le(), Ordering::Relaxed);
+        } else {
+            self.ring.available[FLAGS].store(0, Ordering::Relaxed);
+        }
+        // Pairs with the device's fence between publishing the used index and reading what was stored here.
+        fence(Ordering::SeqCst);
+        self.used() != Ok(0)
+    }
+
+    /// Asks the device not to notify us: we look by ourselves.
+    pub fn disable_notification(&mut self) {
+        if self.features.event_idx {
+            // An index that was just passed comes by again after 65536 buffers only.
+            let event = ENTRIES + self.ring.size as usize;
+            self.ring.available[event].store(self.next_used.wrapping_sub(1).to_le(), Ordering::Relaxed);
+        } else {
+            self.ring.available[FLAGS].store(NO_NOTIFICATION.to_le(), Ordering::Relaxed);
+        }
+    }
+}

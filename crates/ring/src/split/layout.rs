@@ -1,0 +1,104 @@
+//! The three areas of a split virtqueue (2.7.2), resolved once when the queue starts.
+
+#[cfg(not(loom))]
+use crate::{Addresses, DESCRIPTOR, MAX_SIZE, SetupError};
+use ringroad_mem::{
+    Words,
+    sync::{AtomicU16, AtomicU32, AtomicU64},
+};
+#[cfg(not(loom))]
+use ringroad_mem::{Region, Table};
+#[cfg(not(loom))]
+use std::sync::Arc;
+
+/// A split virtqueue in memory.
+#[cfg_attr(loom, derive(Clone))]
+pub struct Layout {
+    pub(super) size: u16,
+    /// Two words a descriptor: address; length | flags << 32 | next << 48.
+    pub(super) descriptors: Words<AtomicU64>,
+    /// Flags, index, `size` entries, used_event.
+    pub(super) available: Words<AtomicU16>,
+    /// Flags, index.
+    pub(super) used: Words<AtomicU16>,
+    /// Two words an entry: id; length.
+    pub(super) elements: Words<AtomicU32>,
+    /// avail_event.
+    pub(super) available_event: Words<AtomicU16>,
+}
+
+/// `available[FLAGS]`, `used[FLAGS]`.
+pub(super) const FLAGS: usize = 0;
+/// `available[INDEX]`, `used[INDEX]`.
+pub(super) const INDEX: usize = 1;
+/// `available[ENTRIES + i]`.
+pub(super) const ENTRIES: usize = 2;
+/// Value of `FLAGS`: the side that wrote it wants no notification (VIRTQ_AVAIL_F_NO_INTERRUPT, VIRTQ_USED_F_NO_NOTIFY).
+pub(super) const NO_NOTIFICATION: u16 = 1;
+
+#[cfg(not(loom))]
+impl Layout {
+    /// The ring of a driver whose memory this is.
+    pub fn resolve(memory: &Table, size: u32, at: Addresses) -> Result<Layout, SetupError> {
+        Self::check_size(size)?;
+        let n = size as usize;
+        let area = |area, address, len, align| SetupError::Area { area, address, len, align };
+        let descriptor = || area("descriptor", at.descriptor, n * DESCRIPTOR, 16);
+        let driver = || area("driver", at.driver, 2 * (n + 3), 2);
+        let device = || area("device", at.device, 8 * n + 6, 4);
+        // 2.7.2: the descriptor table is aligned to 16. Words alone would accept 8.
+        if !at.descriptor.is_multiple_of(16) {
+            return Err(descriptor());
+        }
+        let used: Words<AtomicU32> = memory.user_words(at.device, 2 * n + 1).ok_or_else(device)?;
+        let offset = (at.device - used.region().user()) as usize;
+        Ok(Layout {
+            size: size as u16,
+            descriptors: memory.user_words(at.descriptor, 2 * n).ok_or_else(descriptor)?,
+            available: memory.user_words(at.driver, n + 3).ok_or_else(driver)?,
+            used: Words::new(used.region(), offset, 2).ok_or_else(device)?,
+            elements: Words::new(used.region(), offset + 4, 2 * n).ok_or_else(device)?,
+            available_event: Words::new(used.region(), offset + 4 + 8 * n, 1).ok_or_else(device)?,
+        })
+    }
+
+    /// How many bytes a ring of this size takes in a driver's memory.
+    pub fn bytes(size: u32) -> usize {
+        let n = size as usize;
+        (n * DESCRIPTOR).next_multiple_of(128) + (2 * (n + 3)).next_multiple_of(128) + (8 * n + 6).next_multiple_of(128)
+    }
+
+    /// Places a ring in a driver's own memory, each area on cache lines of its own.
+    pub fn place(region: &Arc<Region>, offset: usize, size: u32) -> Result<(Layout, Addresses), SetupError> {
+        let n = size as usize;
+        let descriptor = region.user() + offset as u64;
+        let driver = descriptor + (n * DESCRIPTOR).next_multiple_of(128) as u64;
+        let device = driver + (2 * (n + 3)).next_multiple_of(128) as u64;
+        let at = Addresses { descriptor, driver, device };
+        let memory = Table::default().with(region.clone()).unwrap_or_default();
+        Ok((Layout::resolve(&memory, size, at)?, at))
+    }
+
+    fn check_size(size: u32) -> Result<(), SetupError> {
+        if !size.is_power_of_two() || size > MAX_SIZE {
+            return Err(SetupError::Size { size, packed: false });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(loom)]
+impl Layout {
+    /// A ring of loom's atomics.
+    pub fn model(size: u16) -> Layout {
+        let n = size as usize;
+        Layout {
+            size,
+            descriptors: Words::model((0..2 * n).map(|_| AtomicU64::new(0)).collect()),
+            available: Words::model((0..n + 3).map(|_| AtomicU16::new(0)).collect()),
+            used: Words::model((0..2).map(|_| AtomicU16::new(0)).collect()),
+            elements: Words::model((0..2 * n).map(|_| AtomicU32::new(0)).collect()),
+            available_event: Words::model(vec![AtomicU16::new(0)]),
+        }
+    }
+}

@@ -1,0 +1,957 @@
+//! The configuration file of `ringroad serve -c FILE`: read once, checked in full, turned into plain structs.
+//!
+//! main.rs calls [`Config::load`]. The file is walked by hand rather than through serde, so that each error names
+//! the line and the key at fault, also where the syntax is right and the meaning is not.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::hash::Hash;
+use std::io::{self, Read};
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ringroad_wire::ethernet::MacAddr;
+use thiserror::Error;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+/// Bytes that a file may have.
+const MAX_FILE: usize = 1 << 20;
+/// Bytes that the path of a Unix socket may have: `sun_path` less its closing zero.
+const MAX_SOCKET: usize = 107;
+/// Bytes that the name of a network interface may have: IFNAMSIZ less its closing zero.
+const MAX_INTERFACE: usize = 15;
+const MAX_POLL: Duration = Duration::from_secs(10);
+
+/// All that a configuration file says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// `[workers]`.
+    pub workers: Workers,
+    /// `[switch]`.
+    pub switch: SwitchConfig,
+    /// `[[port]]`, at least one, in the order of the file.
+    pub ports: Vec<Port>,
+}
+
+/// The threads that move frames; in this version one, shared by all ports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Workers {
+    /// The CPU that each worker is pinned to; at most one in this version, none if not pinned.
+    pub cpus: Vec<usize>,
+    /// How long a worker polls before it sleeps.
+    pub poll: Poll,
+}
+
+/// What the switch remembers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SwitchConfig {
+    /// After how long without a frame an address is forgotten.
+    pub ageing: Duration,
+    /// How many addresses it learns at most.
+    pub entries: usize,
+}
+
+/// One port of the switch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// Unique among the ports; letters, digits, `_`, `.` and `-`.
+    pub name: String,
+    /// What becomes of the frames that come in.
+    pub mode: Mode,
+    /// Whether frames may go back out of the port that they came from.
+    pub hairpin: bool,
+    /// Bytes of the largest packet within a frame, if the file says so.
+    pub mtu: Option<u16>,
+    /// Overrides [`Workers::poll`] for this port.
+    pub poll: Option<Poll>,
+    /// What is on the other side, and what only such a port has.
+    pub kind: Kind,
+}
+
+/// What is on the other side of a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A virtual machine, through vhost-user.
+    VhostUser {
+        /// Path of the Unix socket; unique among the ports with [`Role::Server`].
+        socket: PathBuf,
+        /// Which end of the socket is ours.
+        role: Role,
+        /// What is offered to the driver.
+        features: Features,
+        /// Queue pairs, 1 to 16.
+        queues: u16,
+        /// The address that the guest is told to use.
+        mac: Option<MacAddr>,
+    },
+    /// The host's kernel, through a TAP interface.
+    Tap {
+        /// Name of the interface, unique among the ports.
+        interface: String,
+        /// Queue pairs, 1 to 16.
+        queues: u16,
+    },
+}
+
+/// What becomes of the frames that come in to a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// They are forwarded.
+    Switch,
+    /// They go back out of the same port with their addresses swapped; for measuring.
+    Reflect,
+    /// They are dropped; for measuring.
+    Drop,
+}
+
+/// Our end of a Unix socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// We make it and wait for the peer.
+    Server,
+    /// The peer made it.
+    Client,
+}
+
+/// How long a worker polls an idle queue before it waits for a notification.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Poll {
+    /// For so long, at most 10 s; zero is event driven.
+    For(Duration),
+    /// It never waits.
+    Unlimited,
+}
+
+/// What a vhost-user port offers to the driver; all of it unless turned off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// VIRTIO_F_RING_PACKED.
+    pub packed: bool,
+    /// VIRTIO_F_IN_ORDER.
+    pub in_order: bool,
+    /// VIRTIO_NET_F_MRG_RXBUF.
+    pub mrg_rxbuf: bool,
+    /// VIRTIO_F_EVENT_IDX.
+    pub event_idx: bool,
+    /// VIRTIO_F_INDIRECT_DESC.
+    pub indirect: bool,
+    /// VIRTIO_NET_F_MAC.
+    pub mac: bool,
+    /// VIRTIO_NET_F_STATUS.
+    pub status: bool,
+    /// VIRTIO_NET_F_MTU.
+    pub mtu: bool,
+}
+
+/// The first thing that is wrong with a file.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{file}: {error}")]
+    Read {
+        /// The file.
+        file: String,
+        /// What the operating system says.
+        error: io::Error,
+    },
+    /// The file is larger than any sensible configuration.
+    #[error("{file}: expected a configuration file of at most {MAX_FILE} bytes, found more")]
+    TooLarge {
+        /// The file.
+        file: String,
+    },
+    /// A line is not UTF-8, not TOML, or does not say what it should.
+    #[error("{file}:{line}: {message}")]
+    Line {
+        /// The file.
+        file: String,
+        /// The line, counted from 1.
+        line: usize,
+        /// Port and key, what was expected and what was found.
+        message: String,
+    },
+}
+
+impl Config {
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// One [`ConfigError`]: the file cannot be read or is no valid configuration.
+    pub fn load(path: &Path) -> Result<Config, ConfigError> {
+        let file = path.display().to_string();
+        let mut bytes = Vec::new();
+        // Bounded by reading, not by its size: a device or a pipe does not tell.
+        let read = File::open(path).and_then(|open| open.take(MAX_FILE as u64 + 1).read_to_end(&mut bytes));
+        if let Err(error) = read {
+            return Err(ConfigError::Read { file, error });
+        }
+        if bytes.len() > MAX_FILE {
+            return Err(ConfigError::TooLarge { file });
+        }
+        match str::from_utf8(&bytes) {
+            Ok(text) => Config::parse(text, &file),
+            Err(error) => {
+                let line = line(&bytes, error.valid_up_to());
+                Err(ConfigError::Line { file, line, message: "expected UTF-8, found other bytes".into() })
+            }
+        }
+    }
+
+    /// Reads `text`, which errors call `file`.
+    ///
+    /// # Errors
+    /// One [`ConfigError::Line`]: the text is no valid configuration.
+    pub fn parse(text: &str, file: &str) -> Result<Config, ConfigError> {
+        let source = Source { file, text };
+        let (root, errors) = DeTable::parse_recoverable(text);
+        // Not the first in the parser's order: a string without an end is found out after what follows from it.
+        if let Some(error) = errors.iter().min_by_key(|error| error.span().map(|span| span.start)) {
+            return Err(source.syntax(error));
+        }
+        let root = Section { source, owner: String::new(), prefix: "", table: root.get_ref(), at: 0 };
+        root.only(&["workers", "switch", "port"], &["vsock", "e1000"])?;
+        Ok(Config { workers: workers(&root)?, switch: switch(&root)?, ports: ports(&root)? })
+    }
+}
+
+impl Default for Workers {
+    fn default() -> Workers {
+        Workers { cpus: Vec::new(), poll: Poll::For(Duration::ZERO) }
+    }
+}
+
+impl Default for SwitchConfig {
+    fn default() -> SwitchConfig {
+        SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 }
+    }
+}
+
+impl Default for Features {
+    fn default() -> Features {
+        Features {
+            packed: true,
+            in_order: true,
+            mrg_rxbuf: true,
+            event_idx: true,
+            indirect: true,
+            mac: true,
+            status: true,
+            mtu: true,
+        }
+    }
+}
+
+fn workers(root: &Section) -> Result<Workers, ConfigError> {
+    let default = Workers::default();
+    let Some(table) = root.section("workers", "workers.")? else { return Ok(default) };
+    table.only(&["model", "cpus", "poll"], &[])?;
+    table.one_of("model", &[("shared", Some(())), ("per-device", None), ("per-queue", None), ("dynamic", None)])?;
+    let poll = table.poll()?.unwrap_or(default.poll);
+    let Some(list) = table.get("cpus") else { return Ok(Workers { poll, ..default }) };
+    let expected = "a list of at most one CPU (this version has one worker)";
+    let cpus = list.get_ref().as_array().ok_or_else(|| table.wrong("cpus", list, expected))?;
+    if let Some(second) = cpus.get(1) {
+        let message = format!("expected {expected}, found {}", cpus.len());
+        return Err(table.error("cpus", second.span().start, &message));
+    }
+    let cpus = cpus.iter().map(|cpu| table.integer("cpus", cpu, 0..=1023).map(|cpu| cpu as usize));
+    Ok(Workers { poll, cpus: cpus.collect::<Result<_, _>>()? })
+}
+
+fn switch(root: &Section) -> Result<SwitchConfig, ConfigError> {
+    let default = SwitchConfig::default();
+    let Some(table) = root.section("switch", "switch.")? else { return Ok(default) };
+    table.only(&["ageing", "entries"], &[])?;
+    let ageing = table.text("ageing", "\"1s\" to \"1000000s\"", |text| {
+        amount(text, "s").filter(|seconds| (1..=1_000_000).contains(seconds)).map(Duration::from_secs)
+    })?;
+    let entries = table.number("entries", 1..=1 << 20)?.map(|entries| entries as usize);
+    Ok(SwitchConfig { ageing: ageing.unwrap_or(default.ageing), entries: entries.unwrap_or(default.entries) })
+}
+
+fn ports(root: &Section) -> Result<Vec<Port>, ConfigError> {
+    let expected = "at least one port, written [[port]]";
+    let Some(list) = root.get("port") else { return Err(root.missing("port", expected)) };
+    let tables = list.get_ref().as_array().filter(|tables| !tables.is_empty());
+    let tables = tables.ok_or_else(|| root.wrong("port", list, expected))?;
+    let mut taken = Taken::default();
+    let port = |(index, value): (usize, &Spanned<DeValue>)| {
+        let table = value.get_ref().as_table().ok_or_else(|| root.wrong("port", value, expected))?;
+        let owner = match table_name(table) {
+            Some(name) => format!("port {name:?}"),
+            None => format!("port {}", index + 1),
+        };
+        port(&Section { source: root.source, owner, prefix: "", table, at: value.span().start }, &mut taken)
+    };
+    tables.iter().enumerate().map(port).collect()
+}
+
+/// What no two ports may share, and where in the file it was said first.
+#[derive(Default)]
+struct Taken {
+    names: HashMap<String, usize>,
+    sockets: HashMap<PathBuf, usize>,
+    interfaces: HashMap<String, usize>,
+}
+
+#[derive(Clone, Copy)]
+enum KindName {
+    VhostUser,
+    Tap,
+}
+
+fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
+    const COMMON: [&str; 7] = ["name", "kind", "mode", "hairpin", "queues", "mtu", "poll"];
+    const VHOST_USER: [&str; 4] = ["socket", "role", "features", "mac"];
+    const TAP: [&str; 1] = ["interface"];
+    table.only(&[&COMMON[..], &VHOST_USER, &TAP].concat(), &["xdp"])?;
+
+    let expected = "1 to 32 letters, digits, `_`, `.` or `-`";
+    let name = table.text("name", expected, |text| is_name(text).then(|| text.to_owned()))?;
+    let name = name.ok_or_else(|| table.missing("name", expected))?;
+    table.unique("name", &name, &mut taken.names)?;
+    let kinds = [("vhost-user", Some(KindName::VhostUser)), ("tap", Some(KindName::Tap)), ("af-xdp", None)];
+    let kind = table.one_of("kind", &kinds)?;
+    let kind = kind.ok_or_else(|| table.missing("kind", "\"vhost-user\" or \"tap\""))?;
+    match kind {
+        KindName::VhostUser => table.foreign(&TAP, "tap", "vhost-user")?,
+        KindName::Tap => table.foreign(&VHOST_USER, "vhost-user", "tap")?,
+    }
+    let modes = [("switch", Some(Mode::Switch)), ("reflect", Some(Mode::Reflect)), ("drop", Some(Mode::Drop))];
+    let queues = table.number("queues", 1..=16)?.unwrap_or(1) as u16;
+    Ok(Port {
+        name,
+        mode: table.one_of("mode", &modes)?.unwrap_or(Mode::Switch),
+        hairpin: table.boolean("hairpin", false)?,
+        mtu: table.number("mtu", 68..=65535)?.map(|mtu| mtu as u16),
+        poll: table.poll()?,
+        kind: match kind {
+            KindName::VhostUser => vhost_user(table, queues, taken)?,
+            KindName::Tap => tap(table, queues, taken)?,
+        },
+    })
+}
+
+fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, ConfigError> {
+    let expected = format!("the path of a Unix socket, 1 to {MAX_SOCKET} bytes");
+    let socket = table.text("socket", &expected, |text| {
+        ((1..=MAX_SOCKET).contains(&text.len()) && !text.contains('\0')).then(|| PathBuf::from(text))
+    })?;
+    let socket = socket.ok_or_else(|| table.missing("socket", &expected))?;
+    let roles = [("server", Some(Role::Server)), ("client", Some(Role::Client))];
+    let role = table.one_of("role", &roles)?.unwrap_or(Role::Server);
+    if role == Role::Server {
+        table.unique("socket", &socket, &mut taken.sockets)?;
+    }
+    let mac = table.text("mac", "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
+        text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
+    })?;
+    Ok(Kind::VhostUser { socket, role, features: features(table)?, queues, mac })
+}
+
+fn features(port: &Section) -> Result<Features, ConfigError> {
+    let default = Features::default();
+    let Some(table) = port.section("features", "features.")? else { return Ok(default) };
+    table.only(&["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"], &[])?;
+    Ok(Features {
+        packed: table.boolean("packed", default.packed)?,
+        in_order: table.boolean("in_order", default.in_order)?,
+        mrg_rxbuf: table.boolean("mrg_rxbuf", default.mrg_rxbuf)?,
+        event_idx: table.boolean("event_idx", default.event_idx)?,
+        indirect: table.boolean("indirect", default.indirect)?,
+        mac: table.boolean("mac", default.mac)?,
+        status: table.boolean("status", default.status)?,
+        mtu: table.boolean("mtu", default.mtu)?,
+    })
+}
+
+fn tap(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, ConfigError> {
+    let expected = format!("the name of an interface, 1 to {MAX_INTERFACE} bytes without `/`, `:`, `%` or space");
+    let interface = table.text("interface", &expected, |text| is_interface(text).then(|| text.to_owned()))?;
+    let interface = interface.ok_or_else(|| table.missing("interface", &expected))?;
+    table.unique("interface", &interface, &mut taken.interfaces)?;
+    Ok(Kind::Tap { interface, queues })
+}
+
+fn is_name(text: &str) -> bool {
+    let good = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
+    (1..=32).contains(&text.len()) && text.bytes().all(good)
+}
+
+/// The kernel's rule (`dev_valid_name`), and no `%`: that would have the kernel pick a number.
+fn is_interface(text: &str) -> bool {
+    let bad = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '/' | ':' | '%');
+    (1..=MAX_INTERFACE).contains(&text.len()) && !matches!(text, "." | "..") && !text.contains(bad)
+}
+
+/// N of the text `N<unit>`, digits only.
+fn amount(text: &str, unit: &str) -> Option<u64> {
+    let digits = text.strip_suffix(unit)?;
+    // A sign would parse too.
+    digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
+}
+
+fn parse_poll(text: &str) -> Option<Poll> {
+    match text {
+        "0" => return Some(Poll::For(Duration::ZERO)),
+        "unlimited" => return Some(Poll::Unlimited),
+        _ => {}
+    }
+    let time = amount(text, "us").map(Duration::from_micros).or(amount(text, "ms").map(Duration::from_millis))?;
+    (time <= MAX_POLL).then_some(Poll::For(time))
+}
+
+/// A port's name, if it is one to call the port by.
+fn table_name<'a>(table: &'a DeTable) -> Option<&'a str> {
+    table.get("name")?.get_ref().as_str().filter(|name| is_name(name))
+}
+
+/// The file, for errors.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    file: &'a str,
+    text: &'a str,
+}
+
+impl Source<'_> {
+    fn error(&self, at: usize, message: String) -> ConfigError {
+        ConfigError::Line { file: self.file.to_owned(), line: line(self.text.as_bytes(), at), message }
+    }
+
+    fn syntax(&self, error: &toml::de::Error) -> ConfigError {
+        let span = error.span().unwrap_or_default();
+        let message = format!("not valid TOML: {}", error.message().replace('\n', " "));
+        match self.text.get(span.clone()) {
+            Some(found) if !found.trim().is_empty() => {
+                self.error(span.start, format!("{message}, found {}", quote(found)))
+            }
+            _ => self.error(span.start, message),
+        }
+    }
+}
+
+/// One table of the file, and what its errors need.
+struct Section<'a> {
+    source: Source<'a>,
+    /// The port that it belongs to; empty if none.
+    owner: String,
+    /// What comes before its keys in messages: `workers.`, or nothing.
+    prefix: &'static str,
+    table: &'a DeTable<'a>,
+    /// Where it begins in the file, in bytes.
+    at: usize,
+}
+
+impl<'a> Section<'a> {
+    fn get(&self, key: &str) -> Option<&'a Spanned<DeValue<'a>>> {
+        self.table.get(key)
+    }
+
+    fn error(&self, key: &str, at: usize, message: &str) -> ConfigError {
+        let owner = if self.owner.is_empty() { String::new() } else { format!("{}: ", self.owner) };
+        self.source.error(at, format!("{owner}key `{}{}`: {message}", self.prefix, key.escape_debug()))
+    }
+
+    fn wrong(&self, key: &str, value: &Spanned<DeValue>, expected: &str) -> ConfigError {
+        let message = format!("expected {expected}, found {}", describe(value.get_ref()));
+        self.error(key, value.span().start, &message)
+    }
+
+    fn missing(&self, key: &str, expected: &str) -> ConfigError {
+        self.error(key, self.at, &format!("expected {expected}, found no such key"))
+    }
+
+    /// The table within this one.
+    fn section(&self, key: &str, prefix: &'static str) -> Result<Option<Section<'a>>, ConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let table = value.get_ref().as_table().ok_or_else(|| self.wrong(key, value, "a table"))?;
+        let (source, owner, at) = (self.source, self.owner.clone(), value.span().start);
+        Ok(Some(Section { source, owner, prefix, table, at }))
+    }
+
+    /// Fails at the first key that is not in `known`; those of a later version are `planned`.
+    fn only(&self, known: &[&str], planned: &[&str]) -> Result<(), ConfigError> {
+        let unknown = self.table.keys().filter(|key| !known.contains(&key.get_ref().as_ref()));
+        // The parser sorts keys by name, but who reads a file begins at its top.
+        let Some(key) = unknown.min_by_key(|key| key.span().start) else { return Ok(()) };
+        let name = key.get_ref().as_ref();
+        let message = if planned.contains(&name) {
+            "not available yet in this version".to_owned()
+        } else {
+            let near = known.iter().map(|known| (distance(known, &shorten(name)), known)).min();
+            match near.filter(|&(distance, known)| distance <= known.len() / 3) {
+                Some((_, near)) => format!("unknown key, did you mean `{near}`?"),
+                None => format!("unknown key, known ones are {}", list(known, '`', "and")),
+            }
+        };
+        Err(self.error(&shorten(name), key.span().start, &message))
+    }
+
+    /// Fails at a key that belongs to ports of another kind.
+    fn foreign(&self, keys: &[&str], theirs: &str, ours: &str) -> Result<(), ConfigError> {
+        let found = self.table.keys().filter(|key| keys.contains(&key.get_ref().as_ref()));
+        let Some(key) = found.min_by_key(|key| key.span().start) else { return Ok(()) };
+        let message = format!("only for kind {theirs:?}, and this port is of kind {ours:?}; remove it");
+        Err(self.error(key.get_ref(), key.span().start, &message))
+    }
+
+    fn text<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        convert: impl FnOnce(&str) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let converted = value.get_ref().as_str().and_then(convert);
+        converted.map(Some).ok_or_else(|| self.wrong(key, value, expected))
+    }
+
+    /// One of some texts; those without a value are not available yet.
+    fn one_of<T: Copy>(&self, key: &str, choices: &[(&str, Option<T>)]) -> Result<Option<T>, ConfigError> {
+        let available = choices.iter().filter(|(_, value)| value.is_some()).map(|&(name, _)| name);
+        let expected = list(&available.collect::<Vec<_>>(), '"', "or");
+        let choice = self.text(key, &expected, |text| choices.iter().find(|(name, _)| *name == text))?;
+        match (choice, self.get(key)) {
+            (Some((name, None)), Some(value)) => {
+                let message = format!("expected {expected}, found {name:?}, which is not available yet");
+                Err(self.error(key, value.span().start, &message))
+            }
+            (choice, _) => Ok(choice.and_then(|&(_, value)| value)),
+        }
+    }
+
+    fn number(&self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, ConfigError> {
+        self.get(key).map(|value| self.integer(key, value, range)).transpose()
+    }
+
+    fn integer(&self, key: &str, value: &Spanned<DeValue>, range: RangeInclusive<u64>) -> Result<u64, ConfigError> {
+        let number = value.get_ref().as_integer();
+        let number = number.and_then(|number| u64::from_str_radix(number.as_str(), number.radix()).ok());
+        number
+            .filter(|number| range.contains(number))
+            .ok_or_else(|| self.wrong(key, value, &format!("{} to {}", range.start(), range.end())))
+    }
+
+    fn boolean(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        value.get_ref().as_bool().ok_or_else(|| self.wrong(key, value, "true or false"))
+    }
+
+    fn poll(&self) -> Result<Option<Poll>, ConfigError> {
+        self.text("poll", "\"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\"", parse_poll)
+    }
+
+    /// Fails if an earlier port has the same `value`.
+    fn unique<K: Clone + Eq + Hash>(
+        &self,
+        key: &str,
+        value: &K,
+        taken: &mut HashMap<K, usize>,
+    ) -> Result<(), ConfigError> {
+        let Some(found) = self.get(key) else { return Ok(()) };
+        let at = found.span().start;
+        let Some(first) = taken.insert(value.clone(), at) else { return Ok(()) };
+        let first = line(self.source.text.as_bytes(), first);
+        let found = describe(found.get_ref());
+        Err(self.error(key, at, &format!("expected no other port to have it, found {found} in line {first} too")))
+    }
+}
+
+/// The line, from 1, of the byte at `at`.
+fn line(text: &[u8], at: usize) -> usize {
+    1 + text.iter().take(at).filter(|&&byte| byte == b'\n').count()
+}
+
+/// A value as a message says it.
+fn describe(value: &DeValue) -> String {
+    match value {
+        DeValue::String(text) => quote(text),
+        DeValue::Integer(number) => shorten(&number.to_string()),
+        DeValue::Float(number) => shorten(number.as_str()),
+        DeValue::Boolean(value) => value.to_string(),
+        DeValue::Datetime(time) => time.to_string(),
+        DeValue::Array(list) if list.is_empty() => "an empty list".to_owned(),
+        DeValue::Array(_) => "a list".to_owned(),
+        DeValue::Table(_) => "a table".to_owned(),
+    }
+}
+
+fn quote(text: &str) -> String {
+    format!("{:?}", shorten(text))
+}
+
+/// Not more than a message should hold.
+fn shorten(text: &str) -> String {
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// `a`, `b` and `c`.
+fn list(names: &[&str], quote: char, last: &str) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("{quote}{name}{quote}")).collect();
+    match quoted.split_last() {
+        Some((end, rest)) if !rest.is_empty() => format!("{} {last} {end}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}
+
+/// How many letters to add, drop or change from `a` to `b` (Levenshtein).
+fn distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.chars().count()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.chars().enumerate() {
+            let changed = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[row.len() - 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EXAMPLE: &str = r#"
+[workers]
+model = "shared"
+cpus = [1]
+poll = "50us"
+[switch]
+ageing = "60s"
+entries = 1_000
+[[port]]
+name = "vm1"
+kind = "vhost-user"         # vhost-user | tap
+socket = "/run/ringroad/vm1.sock"
+role = "client"
+mode = "reflect"
+hairpin = true
+features = { packed = true, in_order = false, mrg_rxbuf = true, event_idx = true, indirect = true, mtu = false }
+queues = 2
+mac = "52:54:00:12:34:56"
+mtu = 1500
+poll = "unlimited"
+[[port]]
+name = "uplink"
+kind = "tap"
+interface = "rr0"
+"#;
+
+    /// A sound vhost-user port in lines 1 to 4, then `rest` from line 5 on.
+    fn vm1(rest: &str) -> String {
+        format!("[[port]]\nname = \"vm1\"\nkind = \"vhost-user\"\nsocket = \"/run/1\"\n{rest}")
+    }
+
+    /// A sound TAP port in lines 1 to 4, then `rest` from line 5 on.
+    fn rr0(rest: &str) -> String {
+        format!("[[port]]\nname = \"up\"\nkind = \"tap\"\ninterface = \"rr0\"\n{rest}")
+    }
+
+    fn parse(text: &str) -> Config {
+        Config::parse(text, "rr.toml").unwrap()
+    }
+
+    fn error(text: &str) -> String {
+        Config::parse(text, "rr.toml").expect_err(text).to_string()
+    }
+
+    #[test]
+    fn example() {
+        let config = parse(EXAMPLE);
+        assert_eq!(config.workers, Workers { cpus: vec![1], poll: Poll::For(Duration::from_micros(50)) });
+        assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(60), entries: 1000 });
+        let vm1 = Port {
+            name: "vm1".into(),
+            mode: Mode::Reflect,
+            hairpin: true,
+            mtu: Some(1500),
+            poll: Some(Poll::Unlimited),
+            kind: Kind::VhostUser {
+                socket: "/run/ringroad/vm1.sock".into(),
+                role: Role::Client,
+                features: Features { in_order: false, mtu: false, ..Features::default() },
+                queues: 2,
+                mac: Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56])),
+            },
+        };
+        let uplink = Port {
+            name: "uplink".into(),
+            mode: Mode::Switch,
+            hairpin: false,
+            mtu: None,
+            poll: None,
+            kind: Kind::Tap { interface: "rr0".into(), queues: 1 },
+        };
+        assert_eq!(config.ports, [vm1, uplink]);
+    }
+
+    #[test]
+    fn defaults() {
+        let config = parse(&vm1(""));
+        assert_eq!(config.workers, Workers { cpus: vec![], poll: Poll::For(Duration::ZERO) });
+        assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 });
+        let port = &config.ports[0];
+        assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
+        let (role, features) = (Role::Server, Features::default());
+        let kind = Kind::VhostUser { socket: "/run/1".into(), role, features, queues: 1, mac: None };
+        assert_eq!(port.kind, kind);
+        assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
+    }
+
+    #[test]
+    fn each_feature_has_its_key() {
+        let keys = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"];
+        for (index, key) in keys.iter().enumerate() {
+            let config = parse(&vm1(&format!("features.{key} = false")));
+            let Kind::VhostUser { features: f, .. } = config.ports[0].kind else { panic!("not vhost-user") };
+            let found = [f.packed, f.in_order, f.mrg_rxbuf, f.event_idx, f.indirect, f.mac, f.status, f.mtu];
+            assert_eq!(found, std::array::from_fn(|other| other != index), "{key}");
+        }
+    }
+
+    #[test]
+    fn values_at_their_bounds() {
+        for rest in [
+            "queues = 16",
+            "mtu = 68",
+            "mtu = 65535",
+            "mtu = 0xffff",
+            "poll = \"0\"",
+            "poll = \"0us\"",
+            "poll = \"10000ms\"",
+            "mode = \"drop\"",
+            "[switch]\nentries = 1\nageing = \"1s\"",
+            "[switch]\nentries = 1048576\nageing = \"1000000s\"",
+            "[workers]\ncpus = []",
+            "[workers]\ncpus = [1023]",
+            // Only servers need a socket of their own, and a port may be named after another's interface.
+            "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/1\"\nrole = \"client\"",
+            "[[port]]\nname = \"rr0\"\nkind = \"tap\"\ninterface = \"fifteen-bytes.x\"",
+        ] {
+            parse(&vm1(rest));
+        }
+        let long = "s".repeat(MAX_SOCKET);
+        parse(&format!("[[port]]\nname = \"a-b_c.9\"\nkind = \"vhost-user\"\nsocket = \"{long}\""));
+    }
+
+    #[test]
+    fn broken_files() {
+        let tap = |name: &str| format!("[[port]]\nname = \"x\"\nkind = \"tap\"\ninterface = \"{name}\"");
+        let server =
+            |path: &str| vm1(&format!("[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"{path}\"\n"));
+        let socket = |path: &str| server(path).replace("/run/1", "/run/0");
+        let rows: Vec<(String, &str)> = vec![
+            // The file as a whole.
+            ("".into(), "1: key `port`: expected at least one port, written [[port]], found no such key"),
+            ("\n\nport = []".into(), "3: key `port`: expected at least one port, written [[port]], found an empty"),
+            ("[port]\nname = \"vm1\"".into(), "1: key `port`: expected at least one port, written [[port]], found a"),
+            ("port = [\n{},\n7]".into(), "2: port 1: key `name`: expected 1 to 32 letters"),
+            ("port = [\n7]".into(), "2: key `port`: expected at least one port, written [[port]], found 7"),
+            (vm1("[wrokers]"), "5: key `wrokers`: unknown key, did you mean `workers`?"),
+            (vm1("[ports]"), "5: key `ports`: unknown key, did you mean `port`?"),
+            (vm1("[bridge]"), "5: key `bridge`: unknown key, known ones are `workers`, `switch` and `port`"),
+            (vm1("[[vsock]]\ncid = 3"), "5: key `vsock`: not available yet in this version"),
+            (vm1("[[e1000]]"), "5: key `e1000`: not available yet in this version"),
+            // Syntax.
+            (vm1("queues 2"), "5: not valid TOML: "),
+            (vm1("queues = "), "5: not valid TOML: "),
+            (vm1("mode = \"drop"), "5: not valid TOML: invalid basic string"),
+            (vm1("mode = \"drop\nmtu = 1500\""), "5: not valid TOML: invalid basic string"),
+            (vm1("mtu = 1500\nmtu = 1500"), "6: not valid TOML: duplicate key, found \"mtu\""),
+            (vm1("[workers]\n[switch]\n[workers]"), "7: not valid TOML: duplicate key, found \"workers\""),
+            (format!("a = {}", "[".repeat(100_000)), "1: not valid TOML: cannot recurse further"),
+            (format!("a{} = 1", ".a".repeat(100_000)), "1: not valid TOML: recursion limit"),
+            // [workers].
+            (vm1("workers = 3"), "5: port \"vm1\": key `workers`: unknown key, known ones are `name`, `kind`"),
+            (vm1("[[workers]]"), "5: key `workers`: expected a table, found a list"),
+            (vm1("[workers]\n\nspin = true"), "7: key `workers.spin`: unknown key, known ones are `model`, `cpus`"),
+            (
+                vm1("[workers]\nmodel = \"per-queue\""),
+                "6: key `workers.model`: expected \"shared\", found \"per-queue\", which is not available yet",
+            ),
+            (vm1("[workers]\nmodel = \"per-device\""), "6: key `workers.model`: expected \"shared\", found \"per-d"),
+            (
+                vm1("[workers]\nmodel = \"dynamic\""),
+                "6: key `workers.model`: expected \"shared\", found \"dynamic\", w",
+            ),
+            (vm1("[workers]\nmodel = \"one\""), "6: key `workers.model`: expected \"shared\", found \"one\""),
+            (vm1("[workers]\nmodel = 1"), "6: key `workers.model`: expected \"shared\", found 1"),
+            (vm1("[workers]\ncpus = 1"), "6: key `workers.cpus`: expected a list of at most one CPU (this version has"),
+            (vm1("[workers]\ncpus = [\n1,\n2]"), "8: key `workers.cpus`: expected a list of at most one CPU (this ve"),
+            (vm1("[workers]\ncpus = [1024]"), "6: key `workers.cpus`: expected 0 to 1023, found 1024"),
+            (vm1("[workers]\ncpus = [\"1\"]"), "6: key `workers.cpus`: expected 0 to 1023, found \"1\""),
+            (vm1("[workers]\ncpus = [-1]"), "6: key `workers.cpus`: expected 0 to 1023, found -1"),
+            (
+                vm1("[workers]\npoll = 50"),
+                "6: key `workers.poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\", found 50",
+            ),
+            (vm1("[workers]\npoll = \"50\""), "6: key `workers.poll`: expected \"0\", "),
+            (vm1("[workers]\npoll = \"us\""), "6: key `workers.poll`: expected \"0\", "),
+            (vm1("[workers]\npoll = \"-1us\""), "6: key `workers.poll`: expected \"0\", "),
+            (vm1("[workers]\npoll = \"+1us\""), "6: key `workers.poll`: expected \"0\", "),
+            (vm1("[workers]\npoll = \"10001ms\""), "6: key `workers.poll`: expected \"0\", "),
+            (vm1("[workers]\npoll = \"99999999999999999999ms\""), "6: key `workers.poll`: expected \"0\", "),
+            // [switch].
+            (vm1("[switch]\nageing = 300"), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found 300"),
+            (vm1("[switch]\nageing = \"0s\""), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found \"0s\""),
+            (vm1("[switch]\nageing = \"5m\""), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found \"5m\""),
+            (vm1("[switch]\naging = \"5s\""), "6: key `switch.aging`: unknown key, did you mean `ageing`?"),
+            (vm1("[switch]\nentries = 0"), "6: key `switch.entries`: expected 1 to 1048576, found 0"),
+            (vm1("[switch]\nentries = 1048577"), "6: key `switch.entries`: expected 1 to 1048576, found 1048577"),
+            // Any port.
+            (vm1("queue = 1"), "5: port \"vm1\": key `queue`: unknown key, did you mean `queues`?"),
+            (vm1("zone = 1\ncolour = 2"), "5: port \"vm1\": key `zone`: unknown key, known ones are `name`, `kind`, "),
+            (vm1("xdp = {}"), "5: port \"vm1\": key `xdp`: not available yet in this version"),
+            ("[[port]]\nkind = \"tap\"".into(), "1: port 1: key `name`: expected 1 to 32 letters, digits, `_`, `.` or"),
+            (
+                vm1("\n[[port]]"),
+                "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, found no su",
+            ),
+            (
+                vm1("[[port]]\nname = \"\""),
+                "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, ",
+            ),
+            (vm1("[[port]]\nname = \"a b\""), "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `"),
+            (
+                vm1("[[port]]\nname = 5"),
+                "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, fou",
+            ),
+            (
+                vm1("[[port]]\nkind = \"tap\"\nname = \"vm1\""),
+                "7: port \"vm1\": key `name`: expected no other port to have it, found \"vm1\" in line 2 too",
+            ),
+            (
+                "[[port]]\nname = \"vm1\"".into(),
+                "1: port \"vm1\": key `kind`: expected \"vhost-user\" or \"tap\", found no such key",
+            ),
+            (
+                "[[port]]\nname = \"x\"\nkind = \"af-xdp\"".into(),
+                "3: port \"x\": key `kind`: expected \"vhost-user\" or \"tap\", found \"af-xdp\", which is not available yet",
+            ),
+            (
+                "[[port]]\nname = \"x\"\nkind = \"veth\"".into(),
+                "3: port \"x\": key `kind`: expected \"vhost-user\" or \"tap\", found \"veth\"",
+            ),
+            (
+                vm1("mode = \"hub\""),
+                "5: port \"vm1\": key `mode`: expected \"switch\", \"reflect\" or \"drop\", found \"hub\"",
+            ),
+            (vm1("hairpin = 1"), "5: port \"vm1\": key `hairpin`: expected true or false, found 1"),
+            (vm1("queues = 99"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 99"),
+            (vm1("queues = 0"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 0"),
+            (vm1("queues = 1.5"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 1.5"),
+            (vm1("queues = \"2\""), "5: port \"vm1\": key `queues`: expected 1 to 16, found \"2\""),
+            (vm1("queues = 99999999999999999999"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 9999"),
+            (vm1("mtu = 67"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 67"),
+            (vm1("mtu = 0x10000"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 0x10000"),
+            (vm1("mtu = 1979-05-27"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 1979-05-27"),
+            (vm1("poll = \"1s\""), "5: port \"vm1\": key `poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s)"),
+            // vhost-user.
+            (
+                vm1("\ninterface = \"x\""),
+                "6: port \"vm1\": key `interface`: only for kind \"tap\", and this port is of",
+            ),
+            (
+                vm1("role = \"master\""),
+                "5: port \"vm1\": key `role`: expected \"server\" or \"client\", found \"master\"",
+            ),
+            (vm1("mac = \"52:54:00:12:34\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero address su"),
+            (vm1("mac = \"01:00:5e:00:00:01\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),
+            (vm1("mac = \"00:00:00:00:00:00\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),
+            (vm1("features = true"), "5: port \"vm1\": key `features`: expected a table, found true"),
+            (vm1("features.packed = 1"), "5: port \"vm1\": key `features.packed`: expected true or false, found 1"),
+            (
+                vm1("features = {\n  packed = true,\n  in-order = true\n}"),
+                "7: port \"vm1\": key `features.in-order`: unknown key, did you mean `in_order`?",
+            ),
+            (
+                "[[port]]\nname = \"x\"\nkind = \"vhost-user\"".into(),
+                "1: port \"x\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, found no such key",
+            ),
+            (
+                socket(""),
+                "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, found \"\"",
+            ),
+            (
+                socket("a\\u0000b"),
+                "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, f",
+            ),
+            (socket(&"s".repeat(108)), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 "),
+            (
+                server("/run//1"),
+                "8: port \"vm2\": key `socket`: expected no other port to have it, found \"/run//1\" in line 4 too",
+            ),
+            // tap.
+            (
+                rr0("socket = \"x\""),
+                "5: port \"up\": key `socket`: only for kind \"vhost-user\", and this port is of k",
+            ),
+            (rr0("role = \"server\""), "5: port \"up\": key `role`: only for kind \"vhost-user\""),
+            (rr0("mtu = 1500\nmac = \"52:54:00:12:34:56\""), "6: port \"up\": key `mac`: only for kind \"vhost-user\""),
+            (rr0("[port.features]"), "5: port \"up\": key `features`: only for kind \"vhost-user\""),
+            (
+                "[[port]]\nname = \"x\"\nkind = \"tap\"".into(),
+                "1: port \"x\": key `interface`: expected the name of an interface, 1 to 15 bytes without `/`, `:`, `%` ",
+            ),
+            (tap(""), "4: port \"x\": key `interface`: expected the name of an interface"),
+            (tap("sixteen-bytes.xx"), "4: port \"x\": key `interface`: expected the name of an interface"),
+            (tap("a/b"), "4: port \"x\": key `interface`: expected the name of an interface"),
+            (tap("a b"), "4: port \"x\": key `interface`: expected the name of an interface"),
+            (tap("rr%d"), "4: port \"x\": key `interface`: expected the name of an interface"),
+            (tap(".."), "4: port \"x\": key `interface`: expected the name of an interface"),
+            (
+                rr0(&tap("rr0")),
+                "8: port \"x\": key `interface`: expected no other port to have it, found \"rr0\" in line 4 too",
+            ),
+        ];
+        for (text, expected) in &rows {
+            let found = error(text);
+            assert!(found.starts_with(&format!("rr.toml:{expected}")), "{text}\nexpected {expected}\nfound {found}");
+            assert!(!found.contains('\n') && found.len() < 600, "not one short line: {found}");
+        }
+    }
+
+    #[test]
+    fn a_whole_message() {
+        assert_eq!(error(&vm1("queues = 99")), "rr.toml:5: port \"vm1\": key `queues`: expected 1 to 16, found 99");
+    }
+
+    #[test]
+    fn nothing_panics() {
+        for end in 0..EXAMPLE.len() {
+            let _ = Config::parse(&EXAMPLE[..end], "rr.toml");
+            for other in ["", "\"", "=", "[", "\n", "\0", "é"] {
+                let _ = Config::parse(&format!("{}{other}{}", &EXAMPLE[..end], &EXAMPLE[end + 1..]), "rr.toml");
+            }
+        }
+    }
+
+    #[test]
+    fn files_that_cannot_be_read() {
+        let load = |path: &str| Config::load(Path::new(path)).unwrap_err().to_string();
+        assert_eq!(load("/nonexistent/rr.toml"), "/nonexistent/rr.toml: No such file or directory (os error 2)");
+        assert_eq!(load("/"), "/: Is a directory (os error 21)");
+        let large = "/dev/zero: expected a configuration file of at most 1048576 bytes, found more";
+        assert_eq!(load("/dev/zero"), large);
+    }
+
+    #[test]
+    fn files() {
+        let path = std::env::temp_dir().join(format!("ringroad-config-{}.toml", std::process::id()));
+        std::fs::write(&path, EXAMPLE).unwrap();
+        let good = Config::load(&path);
+        std::fs::write(&path, b"[workers]\n# caf\xe9\n").unwrap();
+        let other = Config::load(&path);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(good.unwrap(), parse(EXAMPLE));
+        let expected = format!("{}:2: expected UTF-8, found other bytes", path.display());
+        assert_eq!(other.unwrap_err().to_string(), expected);
+    }
+}
