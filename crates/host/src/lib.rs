@@ -1,1 +1,17 @@
-//! All that touches the kernel: vhost-user sockets, TAP, threads, epoll
+//! All that touches the kernel: vhost-user sockets at both ends, TAP interfaces, threads, epoll.
+//!
+//! `unsafe` stands in `sys` only.
+#![deny(unsafe_code)]
+
+mod gate;
+mod port;
+#[allow(unsafe_code, reason = "the second of the two rooms with unsafe code: system calls")]
+mod sys;
+mod tap;
+pub mod vhost_user;
+mod worker;
+
+pub use port::{Port, PortReport};
+pub use sys::{cpu_time, pin_current_thread};
+pub use tap::{Tap, TapError};
+pub use worker::{PortHandle, Worker, WorkerConfig};

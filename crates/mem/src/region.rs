@@ -25,7 +25,9 @@ pub enum Error {
         guest: u64,
     },
     /// An address range that does not fit into 64 bits.
-    #[error("memory region at guest address {guest:#x}, user address {user:#x}, offset {offset:#x}: {len:#x} bytes run past the end of the address space")]
+    #[error(
+        "memory region at guest address {guest:#x}, user address {user:#x}, offset {offset:#x}: {len:#x} bytes run past the end of the address space"
+    )]
     Overflow {
         /// Its guest address.
         guest: u64,

@@ -178,7 +178,8 @@ impl Pieces {
         let before = self.list.len();
         let mut left = len as usize;
         while left > 0 {
-            let piece = if self.list.len() == self.limit { Err(Outside::List) } else { memory.longest(address, left, hit) };
+            let piece =
+                if self.list.len() == self.limit { Err(Outside::List) } else { memory.longest(address, left, hit) };
             match piece {
                 Ok(span) => {
                     // SAFETY: as in `push`.

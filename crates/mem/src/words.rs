@@ -66,8 +66,14 @@ unsafe impl<T: Word> Sync for Words<T> {}
 
 /// Under loom: an array of loom's atomics, shared by clones.
 #[cfg(loom)]
-#[derive(Clone)]
 pub struct Words<T: Word>(std::sync::Arc<Vec<T>>);
+
+#[cfg(loom)]
+impl<T: Word> Clone for Words<T> {
+    fn clone(&self) -> Self {
+        Words(self.0.clone())
+    }
+}
 
 #[cfg(loom)]
 impl<T: Word> Words<T> {

@@ -98,7 +98,9 @@ pub enum Fault {
         needed: u32,
     },
     /// INDIRECT without the feature, inside an indirect table, or together with NEXT (2.7.5.3.1).
-    #[error("descriptor {index} is indirect where it may not be (not negotiated, inside an indirect table, or with NEXT)")]
+    #[error(
+        "descriptor {index} is indirect where it may not be (not negotiated, inside an indirect table, or with NEXT)"
+    )]
     Indirect {
         /// Its index in the ring or table.
         index: u16,
@@ -201,6 +203,14 @@ impl Chains {
         self.pieces.list().get(chain.middle as usize..chain.end as usize).unwrap_or_default()
     }
 
+    /// Adds a chain of one readable buffer that no driver made: memory of a port's own. `false`: there is no room, or the
+    /// buffer is not inside.
+    pub fn push_private(&mut self, memory: &Table, address: u64, len: u32) -> bool {
+        let mut chain = self.begin(0);
+        let buffer = Descriptor { index: 0, address, len, flags: 0, tail: 0 };
+        self.room() > 0 && self.add(&mut chain, memory, &mut Hit::default(), buffer).is_ok() && self.end(chain)
+    }
+
     /// Forgets the chains from the `len`th on.
     pub(crate) fn truncate(&mut self, len: usize) {
         if let Some(chain) = self.list.get(len) {
@@ -298,7 +308,8 @@ pub(crate) fn indirect(
         }
         let Some(words) = table.skip(at * DESCRIPTOR).read_once::<16>() else { return Err(outside) };
         let (address, word) = halves(words);
-        let (len, flags, next) = (word as u32, if linked { word >> 32 } else { word >> 48 } as u16, (word >> 48) as u16);
+        let (len, flags, next) =
+            (word as u32, if linked { word >> 32 } else { word >> 48 } as u16, (word >> 48) as u16);
         if flags & INDIRECT != 0 {
             return Err(Fault::Indirect { index: at as u16 });
         }

@@ -188,11 +188,18 @@ impl IndirectTables {
     /// `size * entries * 16` bytes for them.
     pub fn new(region: std::sync::Arc<ringroad_mem::Region>, offset: usize, size: u32, entries: usize) -> Option<Self> {
         region.span(offset, size as usize * entries * crate::DESCRIPTOR)?;
+        // A chain may not be longer than the queue, in a table either (2.7.5.3.1).
+        let entries = entries.min(size as usize);
         Some(IndirectTables { region, offset, entries })
     }
 
     /// Writes the table of `id`; returns what the ring's descriptor refers to. `linked`: as split rings have it.
-    pub(crate) fn write(&self, id: u16, chain: impl ExactSizeIterator<Item = (Buffer, u16)>, linked: bool) -> Option<Buffer> {
+    pub(crate) fn write(
+        &self,
+        id: u16,
+        chain: impl ExactSizeIterator<Item = (Buffer, u16)>,
+        linked: bool,
+    ) -> Option<Buffer> {
         let count = chain.len();
         if count == 0 || count > self.entries {
             return None;

@@ -14,6 +14,8 @@ pub mod split;
 
 pub use chain::{BURST, Chain, Chains, Fault};
 pub use device::DeviceRing;
+#[cfg(not(loom))]
+pub use driver::IndirectTables;
 pub use driver::{Buffer, DriverFault, DriverRing, Full, Used};
 
 /// What of a ring's behaviour was negotiated. The names are those of the feature bits (virtio 1.3, 6).

@@ -1,1 +1,14 @@
-//! The switch: forwarding table, forwarding, workers, statistics
+//! The switch: which frame goes where, and who does the work.
+//!
+//! [`Switch`] carries bursts from one port's queue to others; what a port is, it knows by the trait [`Port`] alone.
+//! [`Schedule`] says which queues to look at and when to sleep; the loop that asks it, with the clock and epoll, is in
+//! `host`. A queue belongs to exactly one worker, and so does a `Switch`.
+#![forbid(unsafe_code)]
+
+mod fdb;
+mod forward;
+mod schedule;
+
+pub use fdb::Fdb;
+pub use forward::{Mode, Port, Switch};
+pub use schedule::{Poll, Schedule};

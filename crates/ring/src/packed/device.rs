@@ -29,7 +29,15 @@ impl Device {
     /// Starts at `base`.
     pub fn new(ring: Layout, features: Features, base: Base) -> Device {
         let start = base.position(&ring);
-        Device { ring, features, next_available: start, next_used: start, outstanding: 0, since: 0, hit: Hit::default() }
+        Device {
+            ring,
+            features,
+            next_available: start,
+            next_used: start,
+            outstanding: 0,
+            since: 0,
+            hit: Hit::default(),
+        }
     }
 
     /// Where to go on after a stop.
@@ -135,8 +143,9 @@ impl Device {
         let Some((first, rest)) = chains.split_first() else { return };
         let start = self.next_used;
         let slots: u16;
-        if self.features.in_order && chains.iter().all(|chain| chain.written == 0) {
-            // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7).
+        if self.features.in_order && chains.iter().all(|chain| chain.writable_len == 0) {
+            // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable
+            // ones the driver would have to believe that they were written in full (2.7.9).
             slots = chains.iter().map(|chain| chain.slots).sum();
             self.next_used.advance(slots, self.ring.size);
             let last = rest.last().unwrap_or(first);

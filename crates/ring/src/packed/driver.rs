@@ -27,6 +27,8 @@ pub struct Driver {
     next_available: Position,
     /// Where the first chain since the last `publish` starts, and the word that makes it available.
     first: Option<(u16, u64)>,
+    /// `next_available` at the last `publish`.
+    published: Position,
     /// Entries published since the device was last considered for a notification.
     since: u32,
     added: u32,
@@ -49,6 +51,7 @@ impl Driver {
             free_slots: size,
             next_available: Position::START,
             first: None,
+            published: Position::START,
             since: 0,
             added: 0,
             next_used: Position::START,
@@ -80,7 +83,10 @@ impl Driver {
     /// Adds a chain; returns its id.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         let count = readable.len() + writable.len();
-        let chain = || (0..count).map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) });
+        let chain = || {
+            (0..count)
+                .map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) })
+        };
         let room = writable.iter().fold(0, |sum: u32, buffer| sum.saturating_add(buffer.len));
         let id = self.free.peek(0).filter(|_| self.free_slots > 0).ok_or(Full)?;
         #[cfg(not(loom))]
@@ -147,6 +153,7 @@ impl Driver {
             // Pairs with the device's acquire of this word: addresses, the descriptors after it, and the buffers are
             // written before it.
             self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
+            self.published = self.next_available;
             self.since += std::mem::take(&mut self.added);
         }
     }
@@ -162,33 +169,17 @@ impl Driver {
         (flags == used_flags(wrap) && self.free_slots < self.ring.size).then_some(word)
     }
 
-    /// Takes back up to `out.len()` chains that the device has used; says how many.
+    /// Takes back up to `out.len()` chains that the device has used; says how many. A fault is reported when it comes
+    /// first; chains before it are good.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let mut count = 0;
         while count < out.len() {
-            let end = match self.batch {
-                Some(end) => end,
-                None => {
-                    let Some(word) = self.used() else { break };
-                    let (id, len) = ((word >> 32) as u16, word as u32);
-                    let state = self.states.get(id as usize).filter(|state| state.slots > 0);
-                    let Some(state) = state else { return Err(DriverFault::Id { id: id.into() }) };
-                    if len > state.room {
-                        return Err(DriverFault::Length { id, len, room: state.room });
-                    }
-                    Used { id, len }
-                }
+            let used = match self.next() {
+                Ok(Some(used)) => used,
+                Err(fault) if count == 0 => return Err(fault),
+                _ => break,
             };
-            let mut used = end;
-            if self.features.in_order {
-                // The oldest one first, up to the one that the descriptor names, which is under way, so that it comes.
-                let Some(oldest) = self.order.pop() else { return Err(DriverFault::Id { id: end.id.into() }) };
-                self.batch = (oldest != end.id).then_some(end);
-                if oldest != end.id {
-                    used = Used { id: oldest, len: 0 };
-                }
-            }
             let slots = std::mem::take(&mut self.states[used.id as usize].slots);
             self.next_used.advance(slots, self.ring.size);
             self.free_slots += slots;
@@ -197,6 +188,34 @@ impl Driver {
             count += 1;
         }
         Ok(count)
+    }
+
+    /// The next chain that was used, if there is one.
+    #[inline(always)]
+    fn next(&mut self) -> Result<Option<Used>, DriverFault> {
+        let end = match self.batch {
+            Some(end) => end,
+            None => {
+                let Some(word) = self.used() else { return Ok(None) };
+                let (id, len) = ((word >> 32) as u16, word as u32);
+                let state = self.states.get(id as usize).filter(|state| state.slots > 0);
+                let Some(state) = state else { return Err(DriverFault::Id { id: id.into() }) };
+                if len > state.room {
+                    return Err(DriverFault::Length { id, len, room: state.room });
+                }
+                Used { id, len }
+            }
+        };
+        if self.features.in_order {
+            // The oldest one first, up to the one that the descriptor names, which is under way, so that it comes. Those
+            // before it count as written in full (2.7.9).
+            let Some(id) = self.order.pop() else { return Err(DriverFault::Id { id: end.id.into() }) };
+            self.batch = (id != end.id).then_some(end);
+            if id != end.id {
+                return Ok(Some(Used { id, len: self.states[id as usize].room }));
+            }
+        }
+        Ok(Some(end))
     }
 
     /// Whether the device wants to be notified of what was published since the last call.
@@ -210,16 +229,13 @@ impl Driver {
         // without it both sides sleep.
         fence(Ordering::SeqCst);
         let event = Event::from_word(self.ring.device_event[0].load(Ordering::Relaxed));
-        event.wanted(self.next_available.slot, self.next_available.wrap, since, self.ring.size)
+        event.wanted(self.published.slot, self.published.wrap, since, self.ring.size)
     }
 
     /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
     pub fn enable_notification(&mut self) -> bool {
-        let event = if self.features.event_idx {
-            Event::at(self.next_used.slot, self.next_used.wrap)
-        } else {
-            Event::ENABLED
-        };
+        let event =
+            if self.features.event_idx { Event::at(self.next_used.slot, self.next_used.wrap) } else { Event::ENABLED };
         self.ring.driver_event[0].store(event.to_word(), Ordering::Relaxed);
         // Pairs with the device's fence between publishing used descriptors and reading what was stored here.
         fence(Ordering::SeqCst);

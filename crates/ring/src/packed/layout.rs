@@ -100,14 +100,17 @@ impl Base {
     ///
     /// Some frontends carry only the available half (DPDK: 0x8000 for a fresh ring), some nothing at all (User-Mode
     /// Linux: 0 for a fresh ring). 0 is also the base of a ring at the start of an even pass; the ring itself tells the
-    /// two apart: there, the descriptor at the start has its USED bit set, from the pass before or because it is
-    /// available in this one.
+    /// two apart: in a fresh one nothing was used, and what is available has its USED bit clear; at the start of an even
+    /// pass some descriptor has it set, as used in the pass before or as available in this one. Not always the first
+    /// one: the pass before may have begun in the middle of a chain, or of a batch that was used in order.
     pub(super) fn position(self, ring: &Layout) -> Position {
         let (available, used) = (self.0 as u16, (self.0 >> 16) as u16);
         if self.0 == 0 {
-            let first = u64::from_le(ring.descriptors[1].load(Ordering::Acquire));
-            let even = (first >> 48) as u16 & USED != 0;
-            return Position { slot: 0, wrap: !even };
+            let has_used = |descriptor: &[AtomicU64]| {
+                let word = u64::from_le(descriptor[1].load(Ordering::Acquire));
+                (word >> 48) as u16 & USED != 0
+            };
+            return Position { slot: 0, wrap: !ring.descriptors.chunks_exact(2).any(has_used) };
         }
         Position::from_bits(if used == 0 { available } else { used }, ring.size)
     }

@@ -3,11 +3,7 @@
 use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 #[cfg(not(loom))]
 use crate::driver::IndirectTables;
-use crate::{
-    Buffer, DriverFault, Features, Full, INDIRECT, NEXT, Used, WRITE,
-    driver::Fifo,
-    notify,
-};
+use crate::{Buffer, DriverFault, Features, Full, INDIRECT, NEXT, Used, WRITE, driver::Fifo, notify};
 use ringroad_mem::sync::{Ordering, fence};
 
 /// What the driver remembers of a descriptor. The ring's own copy is the device's to spoil.
@@ -31,12 +27,16 @@ pub struct Driver {
     features: Features,
     states: Box<[State]>,
     free: Fifo,
+    /// Heads under way, oldest first: with IN_ORDER one used entry may stand for several.
+    order: Fifo,
     next_available: u16,
     published: u16,
     /// `published` when the device was last considered for a notification.
     considered: u16,
     next_used: u16,
     outstanding: u16,
+    /// In the middle of an in-order batch: the chain that ends it.
+    batch: Option<Used>,
     #[cfg(not(loom))]
     tables: Option<IndirectTables>,
 }
@@ -50,11 +50,13 @@ impl Driver {
             features,
             states: vec![State::default(); size.into()].into(),
             free: Fifo::new(size, true),
+            order: Fifo::new(size, false),
             next_available: 0,
             published: 0,
             considered: 0,
             next_used: 0,
             outstanding: 0,
+            batch: None,
             ring,
             #[cfg(not(loom))]
             tables: None,
@@ -82,7 +84,10 @@ impl Driver {
     /// Adds a chain; returns its id.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         let count = readable.len() + writable.len();
-        let chain = || (0..count).map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) });
+        let chain = || {
+            (0..count)
+                .map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) })
+        };
         let head = self.free.peek(0).ok_or(Full)?;
         #[cfg(not(loom))]
         if count > 1
@@ -143,6 +148,9 @@ impl Driver {
         }
         self.next_available = self.next_available.wrapping_add(1);
         self.outstanding += 1;
+        if self.features.in_order {
+            self.order.push(head);
+        }
     }
 
     /// Makes available all that was added.
@@ -167,29 +175,56 @@ impl Driver {
         Ok(ahead)
     }
 
-    /// Takes back up to `out.len()` chains that the device has used; says how many.
+    /// Takes back up to `out.len()` chains that the device has used; says how many. A fault is reported when it comes
+    /// first; chains before it are good.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let count = (self.used()? as usize).min(out.len());
-        for used in &mut out[..count] {
-            let at = 2 * (self.next_used & self.mask) as usize;
-            let id = u32::from_le(self.ring.elements[at].load(Ordering::Relaxed));
-            let len = u32::from_le(self.ring.elements[at + 1].load(Ordering::Relaxed));
-            let state = self.states.get_mut(id as usize).filter(|state| state.chain > 0);
-            let Some(state) = state else { return Err(DriverFault::Id { id }) };
-            if len > state.room {
-                return Err(DriverFault::Length { id: id as u16, len, room: state.room });
-            }
-            *used = Used { id: id as u16, len };
-            let (mut index, descriptors) = (id as u16, std::mem::take(&mut state.chain));
+        for taken in 0..count {
+            let used = match self.next() {
+                Ok(used) => used,
+                Err(fault) if taken == 0 => return Err(fault),
+                Err(_) => return Ok(taken),
+            };
+            let (mut index, descriptors) = (used.id, std::mem::take(&mut self.states[used.id as usize].chain));
             for _ in 0..descriptors {
                 self.free.push(index);
                 index = (self.states[index as usize].word >> 48) as u16;
             }
             self.next_used = self.next_used.wrapping_add(1);
             self.outstanding -= 1;
+            out[taken] = used;
         }
         Ok(count)
+    }
+
+    /// The next chain that was used.
+    #[inline(always)]
+    fn next(&mut self) -> Result<Used, DriverFault> {
+        let end = match self.batch {
+            Some(end) => end,
+            None => {
+                let at = 2 * (self.next_used & self.mask) as usize;
+                let id = u32::from_le(self.ring.elements[at].load(Ordering::Relaxed));
+                let len = u32::from_le(self.ring.elements[at + 1].load(Ordering::Relaxed));
+                let state = self.states.get(id as usize).filter(|state| state.chain > 0);
+                let Some(state) = state else { return Err(DriverFault::Id { id }) };
+                if len > state.room {
+                    return Err(DriverFault::Length { id: id as u16, len, room: state.room });
+                }
+                Used { id: id as u16, len }
+            }
+        };
+        if self.features.in_order {
+            // The oldest one first, up to the one that the entry names, which is under way, so that it comes. Those
+            // before it count as written in full (2.7.9).
+            let Some(id) = self.order.pop() else { return Err(DriverFault::Id { id: end.id.into() }) };
+            self.batch = (id != end.id).then_some(end);
+            if id != end.id {
+                return Ok(Used { id, len: self.states[id as usize].room });
+            }
+        }
+        Ok(end)
     }
 
     /// Whether the device wants to be notified of what was published since the last call.

@@ -2,12 +2,12 @@
 
 #[cfg(not(loom))]
 use crate::{Addresses, DESCRIPTOR, MAX_SIZE, SetupError};
+#[cfg(not(loom))]
+use ringroad_mem::{Region, Table};
 use ringroad_mem::{
     Words,
     sync::{AtomicU16, AtomicU32, AtomicU64},
 };
-#[cfg(not(loom))]
-use ringroad_mem::{Region, Table};
 #[cfg(not(loom))]
 use std::sync::Arc;
 

@@ -1,0 +1,162 @@
+//! The ports of this program: guests and TAP interfaces.
+
+use crate::{
+    tap::{Tap, TapSink, TapSource},
+    vhost_user::VhostPort,
+};
+use ringroad_net::{Burst, Sink, Snapshot, Source};
+use ringroad_switch::{Mode, Poll};
+
+/// What a port is made of.
+pub(crate) enum Kind {
+    Vhost(VhostPort),
+    Tap(Tap),
+}
+
+/// A port of the switch.
+pub struct Port {
+    pub(crate) kind: Kind,
+    pub(crate) mode: Mode,
+    pub(crate) hairpin: bool,
+    pub(crate) poll: Poll,
+}
+
+/// What happened at a port, seen from outside: `received` came from it, `sent` went to it.
+#[derive(Clone, Debug, Default)]
+pub struct PortReport {
+    /// Its name in the configuration.
+    pub name: String,
+    /// Frames from the guest or interface.
+    pub received: Snapshot,
+    /// Frames to the guest or interface.
+    pub sent: Snapshot,
+}
+
+impl Port {
+    /// A guest.
+    pub fn vhost(port: VhostPort, mode: Mode, hairpin: bool, poll: Poll) -> Port {
+        Port { kind: Kind::Vhost(port), mode, hairpin, poll }
+    }
+
+    /// An interface of the host.
+    pub fn tap(tap: Tap, mode: Mode, hairpin: bool, poll: Poll) -> Port {
+        Port { kind: Kind::Tap(tap), mode, hairpin, poll }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match &self.kind {
+            Kind::Vhost(port) => port.name(),
+            Kind::Tap(tap) => tap.name(),
+        }
+    }
+
+    /// How often what has happened.
+    pub fn report(&self) -> PortReport {
+        let (received, sent) = match &self.kind {
+            Kind::Vhost(port) => (&port.tx_counters, &port.rx_counters),
+            Kind::Tap(tap) => (&tap.received, &tap.sent),
+        };
+        let mut report = PortReport { name: self.name().to_owned(), ..PortReport::default() };
+        received.iter().for_each(|counters| report.received += counters.snapshot());
+        sent.iter().for_each(|counters| report.sent += counters.snapshot());
+        report
+    }
+
+    /// Turns a queue's notifications on. `true`: its worker may wait for one.
+    pub(crate) fn sleep(&self, queue: usize) -> bool {
+        match &self.kind {
+            Kind::Vhost(port) => port.sleep(queue),
+            // Edge-triggered: what comes after the interface was found empty is an event.
+            Kind::Tap(_) => true,
+        }
+    }
+
+    /// Turns a queue's notifications off.
+    pub(crate) fn awake(&self, queue: usize) {
+        if let Kind::Vhost(port) = &self.kind {
+            port.awake(queue);
+        }
+    }
+
+    pub(crate) fn check_memory(&self) {
+        if let Kind::Vhost(port) = &self.kind {
+            port.check_memory();
+        }
+    }
+}
+
+impl ringroad_switch::Port for Port {
+    type Source<'a> = PortSource<'a>;
+    type Sink<'a> = PortSink<'a>;
+
+    #[inline]
+    fn source(&self, queue: usize) -> Option<PortSource<'_>> {
+        match &self.kind {
+            Kind::Vhost(port) => port.source(queue).map(PortSource::Vhost),
+            Kind::Tap(tap) => tap.source(queue).map(PortSource::Tap),
+        }
+    }
+
+    #[inline]
+    fn sink(&self, hint: usize, frames: usize) -> Option<PortSink<'_>> {
+        match &self.kind {
+            Kind::Vhost(port) => port.sink(hint, frames).map(PortSink::Vhost),
+            Kind::Tap(tap) => tap.sink(hint, frames).map(PortSink::Tap),
+        }
+    }
+
+    #[inline]
+    fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    #[inline]
+    fn hairpin(&self) -> bool {
+        self.hairpin
+    }
+}
+
+/// A queue that frames come from, told apart once per burst.
+pub enum PortSource<'a> {
+    #[doc(hidden)]
+    Vhost(crate::vhost_user::VhostSource<'a>),
+    #[doc(hidden)]
+    Tap(TapSource<'a>),
+}
+
+impl Source for PortSource<'_> {
+    #[inline]
+    fn take(&mut self, burst: &mut Burst) -> usize {
+        match self {
+            PortSource::Vhost(source) => source.take(burst),
+            PortSource::Tap(source) => source.take(burst),
+        }
+    }
+
+    #[inline]
+    fn done(&mut self, burst: &mut Burst) {
+        match self {
+            PortSource::Vhost(source) => source.done(burst),
+            PortSource::Tap(source) => source.done(burst),
+        }
+    }
+}
+
+/// A queue that frames go to, told apart once per burst.
+pub enum PortSink<'a> {
+    #[doc(hidden)]
+    Vhost(crate::vhost_user::VhostSink<'a>),
+    #[doc(hidden)]
+    Tap(TapSink<'a>),
+}
+
+impl Sink for PortSink<'_> {
+    #[inline]
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        match self {
+            PortSink::Vhost(sink) => sink.put(burst, which),
+            PortSink::Tap(sink) => sink.put(burst, which),
+        }
+    }
+}

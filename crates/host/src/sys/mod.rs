@@ -1,0 +1,112 @@
+//! System calls that no library offers safely, or not for memory that is shared with a guest.
+
+mod tun;
+
+pub(crate) use tun::{open_tap, set_link};
+
+use ringroad_mem::Span;
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+    time::Duration,
+};
+
+/// Pieces of one `readv` or `writev`: a frame's head and what follows it.
+pub(crate) const IOVECS: usize = 64;
+
+/// Runs the calling thread on one CPU only.
+pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
+    if cpu >= libc::CPU_SETSIZE as usize {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: a zeroed cpu_set_t is the empty set, `cpu` is within it, and the call reads just that.
+    let result = unsafe {
+        let mut set = std::mem::zeroed::<libc::cpu_set_t>();
+        libc::CPU_SET(cpu, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &set)
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The CPU time that this process has used so far, user and system together.
+pub fn cpu_time() -> Duration {
+    // SAFETY: the call fills the structure that it is given.
+    let usage = unsafe {
+        let mut usage = std::mem::zeroed::<libc::rusage>();
+        libc::getrusage(libc::RUSAGE_SELF, &mut usage);
+        usage
+    };
+    let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
+/// Waits until one of up to four descriptors can be read or has hung up, or until the time is over (`None`: for ever).
+/// Says which.
+pub(crate) fn wait_readable<const N: usize>(
+    fds: [Option<BorrowedFd<'_>>; N],
+    timeout: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    let mut list = fds.map(|fd| libc::pollfd {
+        // The kernel ignores negative descriptors.
+        fd: fd.map_or(-1, |fd| fd.as_raw_fd()),
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    let timeout = timeout.map_or(-1, |time| time.as_millis().min(i32::MAX as u128) as i32);
+    // SAFETY: the list is an array of N entries that outlives the call.
+    let result = unsafe { libc::poll(list.as_mut_ptr(), N as libc::nfds_t, timeout) };
+    if result < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+        return Ok([false; N]);
+    }
+    Ok(list.map(|entry| entry.revents != 0))
+}
+
+/// Makes reading from and writing to a descriptor return instead of waiting.
+pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: flags of an open descriptor are read and written; no memory is involved.
+    let result = unsafe {
+        let flags = libc::fcntl(fd.as_raw_fd(), libc::F_GETFL);
+        if flags < 0 { flags } else { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) }
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Writes a private head and then spans as one message. `None` as an error: too many pieces.
+#[inline]
+pub(crate) fn write_message<'a>(
+    fd: BorrowedFd<'_>,
+    head: &[u8],
+    rest: impl Iterator<Item = Span<'a>>,
+) -> Result<usize, Option<io::Error>> {
+    let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+    let mut list = [empty; IOVECS];
+    list[0] = libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() };
+    let mut count = 1;
+    for span in rest {
+        let Some(place) = list.get_mut(count) else { return Err(None) };
+        *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
+        count += 1;
+    }
+    // SAFETY: the entries describe the borrowed head and spans, whose bounds were checked when they were made and whose
+    // memory lives for `'a`; the kernel only reads them, and answers EFAULT where a peer has truncated the file.
+    let result = unsafe { libc::writev(fd.as_raw_fd(), list.as_ptr(), count as libc::c_int) };
+    if result < 0 { Err(Some(io::Error::last_os_error())) } else { Ok(result as usize) }
+}
+
+/// Reads one message into a span.
+#[inline]
+pub(crate) fn read_message(fd: BorrowedFd<'_>, target: Span<'_>) -> io::Result<usize> {
+    // SAFETY: a span is writable memory of its length.
+    let result = unsafe { libc::read(fd.as_raw_fd(), target.as_ptr().cast(), target.len()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+/// An eventfd as a borrowed descriptor; its library has only the raw form.
+pub(crate) fn borrow(fd: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor is open as long as its owner, which is borrowed for as long.
+    unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
+}

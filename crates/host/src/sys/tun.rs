@@ -1,0 +1,61 @@
+//! TAP interfaces (Linux, Documentation/networking/tuntap.rst).
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
+};
+
+const HEADER: libc::c_int = 12;
+
+fn request(name: &str) -> io::Result<libc::ifreq> {
+    let bytes = name.as_bytes();
+    if bytes.is_empty() || bytes.len() >= libc::IFNAMSIZ || bytes.contains(&0) {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: ifreq is plain data, for which zeros are a valid value.
+    let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
+    for (place, &byte) in request.ifr_name.iter_mut().zip(bytes) {
+        *place = byte as libc::c_char;
+    }
+    Ok(request)
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Opens a TAP interface, which is made if there is none of that name: frames with a 12-byte virtio-net header, without
+/// packet information, without offloads, never waiting. With `multiqueue` each further call is one more queue of it.
+pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
+    let mut request = request(name)?;
+    let queues = if multiqueue { libc::IFF_MULTI_QUEUE } else { 0 };
+    request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | queues) as libc::c_short;
+    // SAFETY: each request reads (TUNSETIFF also writes) the argument of the type that it is defined with.
+    unsafe {
+        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &mut request))?;
+        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETVNETHDRSZ, &HEADER))?;
+        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD, 0 as libc::c_ulong))?;
+    }
+    Ok(file)
+}
+
+/// Sets the MTU, if one is given, and brings the interface up.
+pub(crate) fn set_link(name: &str, mtu: Option<u16>) -> io::Result<()> {
+    // Any socket will do for interface requests.
+    let socket = std::os::unix::net::UnixDatagram::unbound()?;
+    let fd = socket.as_raw_fd();
+    // SAFETY: the requests read and write an ifreq, and the union fields are those that they are defined with.
+    unsafe {
+        if let Some(mtu) = mtu {
+            let mut request = request(name)?;
+            request.ifr_ifru.ifru_mtu = mtu.into();
+            check(libc::ioctl(fd, libc::SIOCSIFMTU, &mut request))?;
+        }
+        let mut request = request(name)?;
+        check(libc::ioctl(fd, libc::SIOCGIFFLAGS, &mut request))?;
+        request.ifr_ifru.ifru_flags |= libc::IFF_UP as libc::c_short;
+        check(libc::ioctl(fd, libc::SIOCSIFFLAGS, &mut request))
+    }
+}

@@ -1,0 +1,212 @@
+//! TAP ports: the host's own network.
+
+use crate::{gate::Gate, sys};
+use ringroad_mem::{Region, Table};
+use ringroad_net::{Burst, Counters, MAX_FRAME, Sink, Source};
+use ringroad_ring::BURST;
+use ringroad_wire::{ethernet, vnet_hdr};
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    path::Path,
+    sync::{Arc, MutexGuard},
+};
+
+/// Why there is no TAP port.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    /// The kernel has no TUN/TAP driver, or it is not visible here.
+    #[error(
+        "TAP interface {name}: /dev/net/tun does not exist; load the module (modprobe tun) or pass the device to the container"
+    )]
+    NoDevice {
+        /// The interface.
+        name: String,
+    },
+    /// Making an interface, or opening somebody else's, is not allowed.
+    #[error(
+        "TAP interface {name}: not permitted; run as root or with CAP_NET_ADMIN, or let the administrator prepare it: ip tuntap add {name} mode tap vnet_hdr user {user}"
+    )]
+    Permission {
+        /// The interface.
+        name: String,
+        /// Who we are.
+        user: String,
+    },
+    /// Somebody else has it open.
+    #[error("TAP interface {name} is in use by another program")]
+    Busy {
+        /// The interface.
+        name: String,
+    },
+    /// Anything else.
+    #[error("TAP interface {name}: {error}")]
+    Other {
+        /// The interface.
+        name: String,
+        /// What the kernel says.
+        error: io::Error,
+    },
+}
+
+/// Room for one frame.
+const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
+
+struct Queue {
+    file: File,
+    /// Frames that came from the interface, one buffer each.
+    pool: Arc<Table>,
+}
+
+/// A TAP interface as a port.
+pub struct Tap {
+    name: String,
+    queues: Vec<Gate<Queue>>,
+    /// Descriptors of the queues, to wait for frames.
+    files: Vec<File>,
+    /// Frames that came from the interface.
+    pub(crate) received: Vec<Arc<Counters>>,
+    /// Frames that went to it.
+    pub(crate) sent: Vec<Arc<Counters>>,
+}
+
+impl Tap {
+    /// Opens or makes the interface and brings it up.
+    pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<Tap, TapError> {
+        let name = interface;
+        let explain = |error: io::Error| {
+            let name = name.to_owned();
+            match error.raw_os_error() {
+                Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) if !Path::new("/dev/net/tun").exists() => {
+                    TapError::NoDevice { name }
+                }
+                Some(libc::EPERM | libc::EACCES) => {
+                    TapError::Permission { name, user: std::env::var("USER").unwrap_or_else(|_| "NAME".into()) }
+                }
+                Some(libc::EBUSY) => TapError::Busy { name },
+                _ => TapError::Other { name, error },
+            }
+        };
+        let mut tap = Tap {
+            name: port.to_owned(),
+            queues: Vec::new(),
+            files: Vec::new(),
+            received: Vec::new(),
+            sent: Vec::new(),
+        };
+        for _ in 0..queues {
+            let file = sys::open_tap(name, queues > 1).map_err(explain)?;
+            let region = Region::private(BURST * BUFFER, 0).map_err(|error| explain(io::Error::other(error)))?;
+            let pool = Table::default().with(region).map_err(|error| explain(io::Error::other(error)))?;
+            tap.files.push(file.try_clone().map_err(explain)?);
+            tap.queues.push(Gate::new(Queue { file, pool: Arc::new(pool) }));
+            tap.received.push(Arc::default());
+            tap.sent.push(Arc::default());
+        }
+        match sys::set_link(name, mtu) {
+            // An interface that was prepared for us is brought up by whoever prepared it.
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                log::warn!(
+                    "port {port}: not permitted to bring the TAP interface up; do it with: ip link set {name} up"
+                );
+            }
+            result => result.map_err(explain)?,
+        }
+        Ok(tap)
+    }
+
+    /// Its name in the configuration.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The descriptors that become readable when frames have come, one for each queue.
+    pub(crate) fn files(&self) -> &[File] {
+        &self.files
+    }
+
+    pub(crate) fn source(&self, index: usize) -> Option<TapSource<'_>> {
+        Some(TapSource { queue: self.queues.get(index)?.try_enter()?, counters: &self.received[index] })
+    }
+
+    pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
+        let index = hint % self.queues.len().max(1);
+        let counters = self.sent.get(index)?;
+        match self.queues.get(index)?.try_enter() {
+            Some(queue) => Some(TapSink { queue, counters }),
+            None => {
+                counters.busy.add(frames as u64);
+                None
+            }
+        }
+    }
+}
+
+/// Exclusive use of one queue that frames come from.
+pub struct TapSource<'a> {
+    queue: MutexGuard<'a, Queue>,
+    counters: &'a Counters,
+}
+
+impl Source for TapSource<'_> {
+    fn take(&mut self, burst: &mut Burst) -> usize {
+        let Queue { file, pool } = &*self.queue;
+        burst.start(pool);
+        let mut taken = 0;
+        for index in 0..BURST {
+            let Some(buffer) = pool.regions()[0].span(index * BUFFER, BUFFER) else { break };
+            // Nothing there (EAGAIN), or the interface is down or gone: it becomes readable when that changes.
+            let Ok(len) = sys::read_message(file.as_fd(), buffer) else { break };
+            taken += 1;
+            let address = (index * BUFFER) as u64;
+            if len < vnet_hdr::SIZE + ethernet::HEADER || !burst.push_private(pool, address, len as u32) {
+                self.counters.runt.add(1);
+            }
+        }
+        if taken > 0 {
+            let bytes: usize = burst.frames().iter().map(|frame| frame.len()).sum();
+            self.counters.frames.add(burst.frames().len() as u64);
+            self.counters.bytes.add(bytes as u64);
+            self.counters.bursts.add(1);
+        }
+        taken
+    }
+
+    fn done(&mut self, burst: &mut Burst) {
+        burst.clear();
+    }
+}
+
+/// Exclusive use of one queue that frames go to.
+pub struct TapSink<'a> {
+    queue: MutexGuard<'a, Queue>,
+    counters: &'a Counters,
+}
+
+impl Sink for TapSink<'_> {
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let file: BorrowedFd<'_> = self.queue.file.as_fd();
+        let counters = self.counters;
+        let (mut frames, mut bytes) = (0, 0);
+        for frame in which.iter().filter_map(|&index| burst.frames().get(index as usize)) {
+            // num_buffers means nothing to the kernel.
+            match sys::write_message(file, frame.head(), burst.rest(frame)) {
+                Ok(_) => {
+                    frames += 1;
+                    bytes += frame.len();
+                }
+                Err(None) => counters.oversize.add(1),
+                Err(Some(error)) => match error.raw_os_error() {
+                    Some(libc::EAGAIN | libc::ENOBUFS) => counters.full.add(1),
+                    Some(libc::EINVAL | libc::EMSGSIZE) => counters.oversize.add(1),
+                    _ => counters.stopped.add(1),
+                },
+            }
+        }
+        counters.frames.add(frames as u64);
+        counters.bytes.add(bytes as u64);
+        counters.bursts.add(1);
+        frames
+    }
+}

@@ -1,0 +1,223 @@
+//! A guest as a port of the switch: its queues, where they are running, behind a gate each.
+
+use crate::gate::Gate;
+use ringroad_mem::Table;
+use ringroad_net::{Burst, Counters, RxQueue, Sink, Source, TxQueue};
+use ringroad_ring::Fault;
+use std::{
+    fs::File,
+    io::Write,
+    sync::{
+        Arc, MutexGuard,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+use vmm_sys_util::eventfd::EventFd;
+
+/// A queue and the descriptors that go with it.
+pub(crate) struct Slot<Q> {
+    pub queue: Option<Q>,
+    /// Where to go on when it is started again.
+    pub base: u32,
+    /// Notifies the driver.
+    pub call: Option<File>,
+    /// Tells the frontend that the queue has stopped by a fault.
+    pub err: Option<File>,
+    /// The fault that stopped it.
+    pub fault: Option<Fault>,
+}
+
+impl<Q> Default for Slot<Q> {
+    fn default() -> Self {
+        Slot { queue: None, base: 0, call: None, err: None, fault: None }
+    }
+}
+
+impl<Q> Slot<Q> {
+    /// Adds one to an eventfd, or to whatever the frontend has sent in its place. It does not wait; a peer that does not
+    /// take its notifications misses them.
+    fn signal(file: &Option<File>) {
+        if let Some(file) = file {
+            let _ = (&*file).write(&1u64.to_ne_bytes());
+        }
+    }
+
+    /// Stops the queue for a fault of its driver.
+    #[cold]
+    fn fail(&mut self, port: &str, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
+        log::error!("port {port} queue {vring}: {fault}; queue stopped, reset the device to continue");
+        self.base = base.unwrap_or(self.base);
+        self.queue = None;
+        self.fault = Some(fault);
+        counters.faults.add(1);
+        Self::signal(&self.err);
+    }
+}
+
+/// A guest, connected or not.
+pub struct VhostPort {
+    name: String,
+    pub(crate) rx: Vec<Gate<Slot<RxQueue>>>,
+    pub(crate) tx: Vec<Gate<Slot<TxQueue>>>,
+    pub(crate) rx_counters: Vec<Arc<Counters>>,
+    pub(crate) tx_counters: Vec<Arc<Counters>>,
+    /// Pairs of queues of which the receive queue runs: 0 up to this one.
+    pub(crate) pairs_running: AtomicUsize,
+    /// Wakes the thread of its socket: the worker has found that the guest's memory is gone.
+    pub(crate) attention: EventFd,
+}
+
+impl VhostPort {
+    pub(crate) fn new(name: &str, queue_pairs: u16, attention: EventFd) -> VhostPort {
+        VhostPort {
+            name: name.to_owned(),
+            rx: (0..queue_pairs).map(|_| Gate::default()).collect(),
+            tx: (0..queue_pairs).map(|_| Gate::default()).collect(),
+            rx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
+            tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
+            pairs_running: AtomicUsize::new(0),
+            attention,
+        }
+    }
+
+    /// Its name in the configuration.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[inline]
+    pub(crate) fn source(&self, index: usize) -> Option<VhostSource<'_>> {
+        let slot = self.tx.get(index)?.try_enter()?;
+        slot.queue.is_some().then_some(VhostSource { slot, port: self, index })
+    }
+
+    #[inline]
+    pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<VhostSink<'_>> {
+        let index = hint % self.pairs_running.load(Ordering::Relaxed).max(1);
+        let counters = self.rx_counters.get(index)?;
+        let Some(slot) = self.rx.get(index)?.try_enter() else {
+            counters.busy.add(frames as u64);
+            return None;
+        };
+        if slot.queue.is_none() {
+            counters.stopped.add(frames as u64);
+            return None;
+        }
+        Some(VhostSink { slot, port: self, index })
+    }
+
+    /// Asks for a notification when the driver sends. `true`: the worker may leave the queue alone until then.
+    pub(crate) fn sleep(&self, index: usize) -> bool {
+        let Some(gate) = self.tx.get(index) else { return true };
+        // Control is in: it will wake the worker itself if it starts something, but has perhaps not taken it away yet.
+        let Some(mut slot) = gate.try_enter() else { return false };
+        !slot.queue.as_mut().is_some_and(|queue| queue.enable_notification())
+    }
+
+    /// Asks for no more notifications: the worker looks by itself.
+    pub(crate) fn awake(&self, index: usize) {
+        if let Some(mut slot) = self.tx.get(index).and_then(Gate::try_enter)
+            && let Some(queue) = &mut slot.queue
+        {
+            queue.disable_notification();
+        }
+    }
+
+    /// Stops all queues if the frontend has truncated the guest's memory.
+    pub(crate) fn check_memory(&self) {
+        let mut lost = false;
+        for gate in &self.tx {
+            let mut slot = gate.enter();
+            lost |= stop_lost(&mut slot, |queue| queue.memory());
+        }
+        for gate in &self.rx {
+            let mut slot = gate.enter();
+            lost |= stop_lost(&mut slot, |queue| queue.memory());
+        }
+        if lost {
+            log::error!(
+                "port {}: the frontend has truncated the guest's memory; port stopped and disconnected",
+                self.name
+            );
+            if let Some(counters) = self.tx_counters.first() {
+                counters.faults.add(1);
+            }
+            let _ = self.attention.write(1);
+        }
+    }
+}
+
+fn stop_lost<Q>(slot: &mut Slot<Q>, memory: impl Fn(&Q) -> &Arc<Table>) -> bool {
+    let lost = slot.queue.as_ref().is_some_and(|queue| memory(queue).is_lost());
+    if lost {
+        slot.queue = None;
+        Slot::<Q>::signal(&slot.err);
+    }
+    lost
+}
+
+/// Exclusive use of a guest's transmit queue for one burst.
+pub struct VhostSource<'a> {
+    slot: MutexGuard<'a, Slot<TxQueue>>,
+    port: &'a VhostPort,
+    index: usize,
+}
+
+impl Source for VhostSource<'_> {
+    #[inline]
+    fn take(&mut self, burst: &mut Burst) -> usize {
+        let Some(queue) = &mut self.slot.queue else { return 0 };
+        match queue.take(burst) {
+            Ok(taken) => taken,
+            Err(fault) => {
+                let base = queue.base();
+                let counters = &self.port.tx_counters[self.index];
+                self.slot.fail(&self.port.name, 2 * self.index + 1, Some(base), fault, counters);
+                burst.clear();
+                0
+            }
+        }
+    }
+
+    #[inline]
+    fn done(&mut self, burst: &mut Burst) {
+        let slot = &mut *self.slot;
+        if let Some(queue) = &mut slot.queue
+            && queue.done(burst)
+        {
+            Slot::<TxQueue>::signal(&slot.call);
+            self.port.tx_counters[self.index].notifications.add(1);
+        }
+    }
+}
+
+/// Exclusive use of a guest's receive queue for one burst.
+pub struct VhostSink<'a> {
+    slot: MutexGuard<'a, Slot<RxQueue>>,
+    port: &'a VhostPort,
+    index: usize,
+}
+
+impl Sink for VhostSink<'_> {
+    #[inline]
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let slot = &mut *self.slot;
+        let Some(queue) = &mut slot.queue else { return 0 };
+        let counters = &self.port.rx_counters[self.index];
+        match queue.put(burst, which) {
+            Ok(count) => {
+                if queue.wants_notification() {
+                    Slot::<RxQueue>::signal(&slot.call);
+                    counters.notifications.add(1);
+                }
+                count
+            }
+            Err(fault) => {
+                let base = queue.base();
+                slot.fail(&self.port.name, 2 * self.index, Some(base), fault, counters);
+                counters.stopped.add(which.len() as u64);
+                0
+            }
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! The thread of a vhost-user port: waits for a frontend, or for a socket to connect to, and lives with one connection at a
+//! time.
+
+use super::{
+    port::VhostPort,
+    session::{Session, explain},
+};
+use crate::{
+    port::{Kind, Port},
+    sys,
+    worker::{PortHandle, Worker},
+};
+use ringroad_net::{Config, Features};
+use ringroad_switch::{Mode, Poll};
+use std::{
+    fs, io,
+    os::{
+        fd::AsFd,
+        unix::{
+            fs::FileTypeExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+use vhost::vhost_user::BackendReqHandler;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// Which end of the socket is ours.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Role {
+    /// We make the socket, frontends connect to it.
+    #[default]
+    Server,
+    /// The frontend makes it, we connect, again and again until it is there.
+    Client,
+}
+
+/// How a vhost-user port is set up.
+#[derive(Clone, Debug)]
+pub struct VhostConfig {
+    /// Its name in the configuration.
+    pub name: String,
+    /// Where the socket is.
+    pub socket: PathBuf,
+    /// Which end of it is ours.
+    pub role: Role,
+    /// What is offered.
+    pub features: Features,
+    /// What the driver reads in the configuration space.
+    pub config: Config,
+    /// What becomes of its frames.
+    pub mode: Mode,
+    /// Whether frames may go back out of it.
+    pub hairpin: bool,
+    /// For how long its worker polls it.
+    pub poll: Poll,
+}
+
+/// Why there is no socket.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// A program answers there.
+    #[error("port {name}: socket {path} is in use by a running program; stop that or choose another path")]
+    InUse {
+        /// The port.
+        name: String,
+        /// The socket.
+        path: PathBuf,
+    },
+    /// Something else has that name.
+    #[error("port {name}: {path} exists and is not a socket; remove it or choose another path")]
+    NotASocket {
+        /// The port.
+        name: String,
+        /// The path.
+        path: PathBuf,
+    },
+    /// The directory is missing, not writable, …
+    #[error("port {name}: cannot make socket {path}: {error}")]
+    Bind {
+        /// The port.
+        name: String,
+        /// The socket.
+        path: PathBuf,
+        /// What the kernel says.
+        error: io::Error,
+    },
+    /// No thread, no eventfd.
+    #[error("port {name}: {error}")]
+    Start {
+        /// The port.
+        name: String,
+        /// What the kernel says.
+        error: io::Error,
+    },
+}
+
+/// How often a client tries.
+const RETRY: Duration = Duration::from_millis(250);
+
+/// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
+pub struct Server {
+    port: Arc<Port>,
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+    socket: Option<PathBuf>,
+}
+
+impl Server {
+    /// Makes the socket (as a server), adds the port to the worker's switch, and starts its thread.
+    pub fn start(config: VhostConfig, worker: &Worker) -> Result<Server, SocketError> {
+        let failed = |error: io::Error| SocketError::Start { name: config.name.clone(), error };
+        let listener = match config.role {
+            Role::Server => Some(bind(&config.name, &config.socket)?),
+            Role::Client => None,
+        };
+        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed);
+        let (stop, attention) = (eventfd()?, eventfd()?);
+        let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
+        let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
+        let handle = Arc::new(worker.add(port.clone()).map_err(failed)?);
+        let socket = listener.is_some().then(|| config.socket.clone());
+        let name = format!("vhost {}", config.name);
+        let thread = {
+            let stop = stop.try_clone().map_err(failed)?;
+            let config = config.clone();
+            thread::Builder::new().name(name).stack_size(256 << 10).spawn(move || {
+                Thread { config, handle, stop, listener }.run();
+            })
+        };
+        Ok(Server { port, stop, thread: Some(thread.map_err(failed)?), socket })
+    }
+
+    /// What the switch sees.
+    pub fn port(&self) -> &Arc<Port> {
+        &self.port
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        if let Some(socket) = &self.socket {
+            let _ = fs::remove_file(socket);
+        }
+    }
+}
+
+/// Makes a listening socket. One that a dead program has left is removed.
+fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
+    let (name, path) = (name.to_owned(), path.to_owned());
+    if let Ok(metadata) = fs::symlink_metadata(&path) {
+        if !metadata.file_type().is_socket() {
+            return Err(SocketError::NotASocket { name, path });
+        }
+        match UnixStream::connect(&path) {
+            Ok(_) => return Err(SocketError::InUse { name, path }),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                log::info!("port {name}: removing the stale socket {}", path.display());
+                if let Err(error) = fs::remove_file(&path) {
+                    return Err(SocketError::Bind { name, path, error });
+                }
+            }
+            Err(error) => return Err(SocketError::Bind { name, path, error }),
+        }
+    }
+    match UnixListener::bind(&path).and_then(|listener| listener.set_nonblocking(true).map(|()| listener)) {
+        Ok(listener) => Ok(listener),
+        Err(error) => Err(SocketError::Bind { name, path, error }),
+    }
+}
+
+struct Thread {
+    config: VhostConfig,
+    handle: Arc<PortHandle>,
+    stop: EventFd,
+    listener: Option<UnixListener>,
+}
+
+impl Thread {
+    fn run(&self) {
+        while let Some(stream) = self.next_frontend() {
+            log::info!("port {}: frontend connected", self.config.name);
+            let why = self.serve(stream);
+            log::info!("port {}: frontend gone: {why}", self.config.name);
+        }
+    }
+
+    /// Waits for a frontend. `None`: to stop.
+    fn next_frontend(&self) -> Option<UnixStream> {
+        loop {
+            let timeout = self.listener.is_none().then_some(RETRY);
+            let connected = match &self.listener {
+                Some(listener) => listener.accept().map(|(stream, _)| stream),
+                None => UnixStream::connect(&self.config.socket),
+            };
+            if let Ok(stream) = connected
+                && stream.set_nonblocking(false).is_ok()
+            {
+                return Some(stream);
+            }
+            let listener = self.listener.as_ref().map(|listener| listener.as_fd());
+            match sys::wait_readable([Some(sys::borrow(&self.stop)), listener], timeout) {
+                Ok([false, _]) => {}
+                Ok([true, _]) => return None,
+                Err(error) => {
+                    log::error!("port {}: {error}; port stopped", self.config.name);
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// One connection, to its end. Says why it ended.
+    fn serve(&self, stream: UnixStream) -> String {
+        let Kind::Vhost(port) = &self.handle.port().kind else { return "not a vhost-user port".into() };
+        let session = Session::new(self.handle.clone(), self.config.features, self.config.config);
+        let session = Arc::new(Mutex::new(session));
+        let socket = match stream.try_clone() {
+            Ok(socket) => socket,
+            Err(error) => return error.to_string(),
+        };
+        let _ = port.attention.read();
+        let mut handler = BackendReqHandler::from_stream(stream, session.clone());
+        loop {
+            let listener = self.listener.as_ref().map(|listener| listener.as_fd());
+            let fds =
+                [Some(sys::borrow(&self.stop)), Some(sys::borrow(&port.attention)), Some(socket.as_fd()), listener];
+            match sys::wait_readable(fds, None) {
+                Ok([true, ..]) => return "the port is going down".into(),
+                Ok([_, true, ..]) => return "its memory is gone".into(),
+                Ok([.., second]) if second => self.turn_away(),
+                Ok([_, _, true, _]) => {}
+                Ok(_) => continue,
+                Err(error) => return error.to_string(),
+            }
+            if !matches!(sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)), Ok([true])) {
+                continue;
+            }
+            if let Err(error) = handler.handle_request() {
+                let mut session = session.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let refused = std::mem::take(&mut session.refused);
+                if !(refused && session.can_refuse()) {
+                    return explain(&error);
+                }
+            }
+        }
+    }
+
+    /// A second frontend while there is one: the socket has one device behind it.
+    fn turn_away(&self) {
+        if let Some(listener) = &self.listener
+            && listener.accept().is_ok()
+        {
+            log::warn!(
+                "port {}: a second frontend was turned away; the first one is still connected",
+                self.config.name
+            );
+        }
+    }
+}

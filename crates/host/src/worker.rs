@@ -1,0 +1,295 @@
+//! A worker: the thread that carries frames. It owns a [`Switch`] and asks its [`Schedule`] what to look at; control sends
+//! it commands, which it takes up between bursts.
+
+use crate::{
+    port::{Kind, Port},
+    sys,
+};
+use ringroad_switch::{Fdb, Schedule, Switch};
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsRawFd, RawFd},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+    time::Instant,
+};
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
+};
+
+/// How a worker is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkerConfig {
+    /// The CPU that it runs on; `None`: any.
+    pub cpu: Option<usize>,
+    /// Addresses that the forwarding table holds.
+    pub addresses: usize,
+    /// Seconds for which an address is remembered.
+    pub ageing: u32,
+}
+
+/// A queue of a port, by their numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Key {
+    port: u32,
+    queue: u16,
+}
+
+impl Key {
+    const WAKE: u64 = u64::MAX;
+
+    fn to_data(self) -> u64 {
+        u64::from(self.port) << 16 | u64::from(self.queue)
+    }
+
+    fn from_data(data: u64) -> Key {
+        Key { port: (data >> 16) as u32, queue: data as u16 }
+    }
+}
+
+enum Command {
+    Add(Arc<Port>, mpsc::Sender<u32>),
+    Remove(u32, mpsc::Sender<()>),
+    Wake(Key),
+    Rest(Key),
+    Stop,
+}
+
+struct Shared {
+    epoll: Epoll,
+    wake: EventFd,
+    commands: Mutex<Vec<Command>>,
+    /// There are commands: what the worker looks at between bursts.
+    pending: AtomicBool,
+}
+
+impl Shared {
+    fn commands(&self) -> MutexGuard<'_, Vec<Command>> {
+        self.commands.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn send(&self, command: Command) {
+        self.commands().push(command);
+        self.pending.store(true, Ordering::Release);
+        let _ = self.wake.write(1);
+    }
+}
+
+/// A running worker.
+pub struct Worker {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts the thread.
+    pub fn start(config: WorkerConfig) -> io::Result<Worker> {
+        let shared = Arc::new(Shared {
+            epoll: Epoll::new()?,
+            wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            commands: Mutex::default(),
+            pending: AtomicBool::new(false),
+        });
+        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, Key::WAKE);
+        shared.epoll.ctl(ControlOperation::Add, shared.wake.as_raw_fd(), event)?;
+        let (started, result) = mpsc::channel();
+        let thread = {
+            let shared = shared.clone();
+            thread::Builder::new().name("worker".into()).spawn(move || {
+                let pinned = config.cpu.map_or(Ok(()), sys::pin_current_thread);
+                let go = pinned.is_ok();
+                let _ = started.send(pinned);
+                if go {
+                    Loop::new(&shared, config).run();
+                }
+            })?
+        };
+        result.recv().unwrap_or_else(|_| Err(io::Error::other("the worker has ended")))?;
+        Ok(Worker { shared, thread: Some(thread) })
+    }
+
+    /// Adds a port; a TAP interface is watched from now on, a guest's queues when they are started.
+    pub fn add(&self, port: Arc<Port>) -> io::Result<PortHandle> {
+        let (sender, number) = mpsc::channel();
+        self.shared.send(Command::Add(port.clone(), sender));
+        let number = number.recv().map_err(|_| io::Error::other("the worker has ended"))?;
+        let handle = PortHandle { shared: self.shared.clone(), port: port.clone(), number };
+        if let Kind::Tap(tap) = &port.kind {
+            for (queue, file) in tap.files().iter().enumerate() {
+                handle.watch(queue as u16, file.as_raw_fd())?;
+            }
+        }
+        Ok(handle)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.shared.send(Command::Stop);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A port that a worker serves. Dropped, it is removed.
+pub struct PortHandle {
+    shared: Arc<Shared>,
+    port: Arc<Port>,
+    number: u32,
+}
+
+impl PortHandle {
+    /// The port.
+    pub fn port(&self) -> &Arc<Port> {
+        &self.port
+    }
+
+    /// From now on a readable descriptor means that the queue has something.
+    pub(crate) fn watch(&self, queue: u16, fd: RawFd) -> io::Result<()> {
+        let key = Key { port: self.number, queue };
+        // Edge-triggered: each notification is one event, and nobody need read the counter back to zero.
+        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, key.to_data());
+        self.shared.epoll.ctl(ControlOperation::Add, fd, event)
+    }
+
+    /// To be called before the descriptor is closed: the peer still has the same file open, so that closing does not end
+    /// the watch.
+    pub(crate) fn unwatch(&self, file: &File) {
+        let _ = self.shared.epoll.ctl(ControlOperation::Delete, file.as_raw_fd(), EpollEvent::default());
+    }
+
+    /// The queue has stopped: it is not polled any more.
+    pub(crate) fn rest(&self, queue: u16) {
+        self.shared.send(Command::Rest(Key { port: self.number, queue }));
+    }
+
+    /// The queue may have something now.
+    pub(crate) fn wake(&self, queue: u16) {
+        self.shared.send(Command::Wake(Key { port: self.number, queue }));
+    }
+}
+
+impl Drop for PortHandle {
+    fn drop(&mut self) {
+        if let Kind::Tap(tap) = &self.port.kind {
+            tap.files().iter().for_each(|file| self.unwatch(file));
+        }
+        let (sender, removed) = mpsc::channel();
+        self.shared.send(Command::Remove(self.number, sender));
+        let _ = removed.recv();
+    }
+}
+
+/// Rounds between looks at the clock and at the events of queues that are not polled.
+const ROUNDS: u32 = 64;
+
+struct Loop<'a> {
+    shared: &'a Shared,
+    switch: Switch<Port>,
+    schedule: Schedule<Key>,
+    ports: Vec<Option<Arc<Port>>>,
+    start: Instant,
+    faults: u64,
+}
+
+impl<'a> Loop<'a> {
+    fn new(shared: &'a Shared, config: WorkerConfig) -> Self {
+        Loop {
+            shared,
+            switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
+            schedule: Schedule::default(),
+            ports: Vec::new(),
+            start: Instant::now(),
+            faults: ringroad_mem::faults(),
+        }
+    }
+
+    fn run(mut self) {
+        let mut events = [EpollEvent::default(); 64];
+        let mut rounds = 0;
+        let mut seconds = 0;
+        loop {
+            if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
+                return;
+            }
+            let idle = self.schedule.is_idle();
+            if idle || rounds == 0 {
+                self.wait(if idle { -1 } else { 0 }, &mut events);
+                seconds = self.start.elapsed().as_secs() as u32;
+                if ringroad_mem::faults() != self.faults {
+                    self.check_memory();
+                }
+            }
+            rounds = (rounds + 1) % ROUNDS;
+            let Loop { switch, schedule, ports, .. } = &mut self;
+            let port = |key: Key| ports.get(key.port as usize).and_then(Option::as_ref);
+            let any = schedule.round(
+                Instant::now,
+                |key| switch.carry(key.port, key.queue.into(), seconds),
+                |key| port(key).is_none_or(|port| port.sleep(key.queue.into())),
+            );
+            if !any {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn wait(&mut self, timeout: i32, events: &mut [EpollEvent]) {
+        // Interrupted by a signal: the caller comes back.
+        let count = self.shared.epoll.wait(timeout, events).unwrap_or(0);
+        for event in events.iter().take(count) {
+            if event.data() != Key::WAKE {
+                self.wake(Key::from_data(event.data()));
+            }
+        }
+    }
+
+    fn wake(&mut self, key: Key) {
+        if let Some(Some(port)) = self.ports.get(key.port as usize)
+            && self.schedule.wake(key, port.poll)
+        {
+            port.awake(key.queue.into());
+        }
+    }
+
+    /// Takes up what control wants. `false`: to stop.
+    fn obey(&mut self) -> bool {
+        self.shared.pending.store(false, Ordering::Relaxed);
+        let commands = std::mem::take(&mut *self.shared.commands());
+        for command in commands {
+            match command {
+                Command::Add(port, reply) => {
+                    let number = self.switch.add(port.clone());
+                    let index = number as usize;
+                    self.ports.resize_with(self.ports.len().max(index + 1), || None);
+                    self.ports[index] = Some(port);
+                    let _ = reply.send(number);
+                }
+                Command::Remove(number, reply) => {
+                    self.switch.remove(number);
+                    if let Some(port) = self.ports.get_mut(number as usize) {
+                        *port = None;
+                    }
+                    self.schedule.forget(|key| key.port == number);
+                    let _ = reply.send(());
+                }
+                Command::Wake(key) => self.wake(key),
+                Command::Rest(key) => self.schedule.forget(|other| other == key),
+                Command::Stop => return false,
+            }
+        }
+        true
+    }
+
+    fn check_memory(&mut self) {
+        self.faults = ringroad_mem::faults();
+        self.ports.iter().flatten().for_each(|port| port.check_memory());
+    }
+}

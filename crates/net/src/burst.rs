@@ -1,0 +1,211 @@
+//! Bursts of frames on their way from one port to others, and what a port is to a switch.
+
+use ringroad_mem::{Span, Table};
+use ringroad_ring::{BURST, Chain, Chains};
+use ringroad_wire::{ethernet, vnet_hdr};
+use std::sync::Arc;
+
+/// How much of each frame is copied to private memory, the virtio-net header included: 20 bytes of the frame itself, up
+/// to the type of a frame with a VLAN tag. What decides is this copy, and this copy is what is forwarded.
+pub const HEAD: usize = 32;
+
+/// The largest frame: what an MTU of 65535 and two VLAN tags make.
+pub const MAX_FRAME: usize = 65535 + ethernet::HEADER + 8;
+
+/// Spans that a burst can have. A frame in more pieces is dropped.
+const PIECES: u16 = 1024;
+
+/// A frame: its head in private memory, the rest still where the sender has it.
+#[derive(Clone, Copy)]
+pub struct Frame {
+    head: [u8; HEAD],
+    /// Bytes of the chain, the virtio-net header included.
+    total: u32,
+    chain: u16,
+    head_len: u8,
+}
+
+impl Frame {
+    /// Bytes from the destination address to the end of the payload.
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.total as usize - vnet_hdr::SIZE
+    }
+
+    /// Whether there is nothing in it. A burst has no such frame.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// With the virtio-net header, as it lies in a receive buffer.
+    #[inline(always)]
+    pub fn total(&self) -> usize {
+        self.total as usize
+    }
+
+    /// The first bytes of the frame itself, at least an Ethernet header.
+    #[inline(always)]
+    pub fn ethernet(&self) -> &[u8] {
+        self.head.get(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
+    }
+
+    /// The same, to change what is forwarded.
+    #[inline(always)]
+    pub fn ethernet_mut(&mut self) -> &mut [u8] {
+        self.head.get_mut(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
+    }
+
+    /// Header and first bytes as they go to the receiver: a header that promises nothing (no offload is negotiated, so
+    /// whatever the sender wrote there does not count) and names one buffer.
+    #[inline(always)]
+    pub fn head(&self) -> &[u8] {
+        self.head.get(..self.head_len as usize).unwrap_or_default()
+    }
+
+    /// All of `head()`, when the frame has that much.
+    #[inline(always)]
+    pub(crate) fn full_head(&self) -> Option<&[u8; HEAD]> {
+        (self.head_len as usize == HEAD).then_some(&self.head)
+    }
+}
+
+/// A virtio-net header without offloads, for one receive buffer (5.1.6).
+const HEADER: [u8; vnet_hdr::SIZE] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+
+/// Up to 32 frames from one source. One for each worker, reused for ever.
+pub struct Burst {
+    /// What the frames consist of; a source fills it and gives it back.
+    pub chains: Chains,
+    frames: Vec<Frame>,
+}
+
+impl Default for Burst {
+    fn default() -> Self {
+        Burst { chains: Chains::new(BURST, PIECES), frames: Vec::with_capacity(BURST) }
+    }
+}
+
+/// Why a chain is no frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoFrame {
+    /// Shorter than an Ethernet header.
+    Runt,
+    /// Longer than any frame, or in more pieces than a burst holds.
+    Oversize,
+}
+
+impl Burst {
+    /// Empties it, for chains in this memory.
+    #[inline]
+    pub fn start(&mut self, memory: &Arc<Table>) {
+        self.frames.clear();
+        self.chains.start(memory);
+    }
+
+    /// Empties it and lets the memory go.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.frames.clear();
+        self.chains.clear();
+    }
+
+    /// The frames.
+    #[inline(always)]
+    pub fn frames(&self) -> &[Frame] {
+        &self.frames
+    }
+
+    /// The frames, to change their heads.
+    #[inline(always)]
+    pub fn frames_mut(&mut self) -> &mut [Frame] {
+        &mut self.frames
+    }
+
+    /// What comes after a frame's head, piece by piece.
+    #[inline(always)]
+    pub fn rest(&self, frame: &Frame) -> Rest<'_> {
+        let chain = self.chains.list().get(frame.chain as usize);
+        let pieces = chain.map_or(&[][..], |chain| self.chains.readable(chain));
+        Rest { pieces, skip: frame.head_len.into() }
+    }
+
+    /// Adds a frame that lies in the burst's own memory, a buffer of a TAP port. `false`: it is no frame.
+    pub fn push_private(&mut self, memory: &Table, address: u64, len: u32) -> bool {
+        let index = self.chains.list().len();
+        self.chains.push_private(memory, address, len)
+            && self.chains.list().get(index).copied().is_some_and(|chain| self.read_frame(index, &chain).is_ok())
+    }
+
+    /// Reads the head of the chain with this index and makes a frame of it.
+    #[inline(always)]
+    pub(crate) fn read_frame(&mut self, index: usize, chain: &Chain) -> Result<usize, NoFrame> {
+        let total = chain.readable_len as usize;
+        if total < vnet_hdr::SIZE + ethernet::HEADER {
+            return Err(NoFrame::Runt);
+        }
+        if chain.clipped || total > vnet_hdr::SIZE + MAX_FRAME {
+            return Err(NoFrame::Oversize);
+        }
+        let pieces = self.chains.readable(chain);
+        let (mut head, head_len) = match pieces.first().and_then(|piece| piece.read_once::<HEAD>()) {
+            Some(head) => (head, HEAD),
+            None => gather(pieces),
+        };
+        head[..vnet_hdr::SIZE].copy_from_slice(&HEADER);
+        self.frames.push(Frame { head, total: total as u32, chain: index as u16, head_len: head_len as u8 });
+        Ok(total - vnet_hdr::SIZE)
+    }
+}
+
+/// A head that is cut across pieces, or all of a frame that is shorter.
+#[cold]
+fn gather(pieces: &[Span<'_>]) -> ([u8; HEAD], usize) {
+    let mut head = [0; HEAD];
+    let mut len = 0;
+    for piece in pieces {
+        len += piece.read(&mut head[len..]);
+    }
+    (head, len)
+}
+
+/// See [`Burst::rest`].
+#[derive(Clone)]
+pub struct Rest<'a> {
+    pieces: &'a [Span<'a>],
+    skip: usize,
+}
+
+impl<'a> Iterator for Rest<'a> {
+    type Item = Span<'a>;
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<Span<'a>> {
+        loop {
+            let (first, others) = self.pieces.split_first()?;
+            self.pieces = others;
+            let skip = self.skip.min(first.len());
+            self.skip -= skip;
+            let rest = first.skip(skip);
+            if !rest.is_empty() {
+                return Some(rest);
+            }
+        }
+    }
+}
+
+/// Where frames come from. The frames of a burst stay the sender's until `done`.
+pub trait Source {
+    /// Takes up to a burst of frames and says how many chains that were, frames or not: what `done` gives back. 0: there
+    /// is nothing now.
+    fn take(&mut self, burst: &mut Burst) -> usize;
+
+    /// Gives the buffers of the burst back to the sender, and notifies it where it wants that.
+    fn done(&mut self, burst: &mut Burst);
+}
+
+/// Where frames go to.
+pub trait Sink {
+    /// Copies the named frames of a burst to the receiver, and notifies it where it wants that. Says how many it took; the
+    /// rest are dropped and counted by the sink.
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize;
+}

@@ -1,0 +1,322 @@
+//! Device end of virtio-net: transmit queues, which frames come from, and receive queues, which they go to. Called by
+//! `host`, which has their memory, sockets and notifications.
+
+use crate::{
+    Burst, Counters, Features,
+    burst::{Frame, NoFrame},
+    features::{bits, ring_features},
+};
+use ringroad_mem::{Span, Table};
+use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, SetupError};
+use ringroad_wire::vnet_hdr;
+use std::sync::Arc;
+
+/// Chains that one burst of receive buffers can have, so that a large frame may be merged from many small ones.
+const RX_CHAINS: usize = 256;
+/// Spans of them.
+const RX_PIECES: u16 = 1024;
+
+impl Features {
+    /// Whether a set of acknowledged feature bits is possible for a device that offers `self`: the bits that should not
+    /// be there, or VERSION_1 if that is missing.
+    pub fn check(self, acked: u64) -> Result<(), u64> {
+        let wrong = acked & !(self.bits() | bits::PROTOCOL_FEATURES) | !acked & bits::VERSION_1;
+        if wrong == 0 { Ok(()) } else { Err(wrong) }
+    }
+}
+
+/// A transmit queue: the driver sends, we take.
+pub struct TxQueue {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    counters: Arc<Counters>,
+}
+
+impl TxQueue {
+    /// Starts it with the feature bits that the driver has acknowledged.
+    pub fn start(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        counters: Arc<Counters>,
+    ) -> Result<Self, SetupError> {
+        let ring = DeviceRing::start(&memory, ring_features(acked), size, at, base)?;
+        Ok(TxQueue { ring, memory, counters })
+    }
+
+    /// Takes up to a burst of chains and reads the heads of their frames. Says how many chains there are to be given back
+    /// by [`TxQueue::done`]. After a fault the queue is of no use.
+    #[inline]
+    pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
+        burst.start(&self.memory);
+        let taken = self.ring.take(&self.memory, &mut burst.chains, BURST)?;
+        if taken == 0 {
+            return Ok(0);
+        }
+        for chain in burst.chains.list() {
+            if let Some(piece) = burst.chains.readable(chain).first() {
+                piece.prefetch();
+                piece.skip(64).prefetch();
+            }
+        }
+        let (mut bytes, mut runts, mut oversize) = (0, 0, 0);
+        for index in 0..taken {
+            let Some(&chain) = burst.chains.list().get(index) else { break };
+            if chain.writable_len > 0 || chain.readable_len < vnet_hdr::SIZE as u32 {
+                // What came before it is good; at the next burst it comes first.
+                self.ring.untake(&mut burst.chains, index);
+                if index == 0 {
+                    return Err(fault(&chain));
+                }
+                break;
+            }
+            match burst.read_frame(index, &chain) {
+                Ok(len) => bytes += len as u64,
+                Err(NoFrame::Runt) => runts += 1,
+                Err(NoFrame::Oversize) => oversize += 1,
+            }
+        }
+        self.counters.frames.add(burst.frames().len() as u64);
+        self.counters.bytes.add(bytes);
+        self.counters.runt.add(runts);
+        self.counters.oversize.add(oversize);
+        self.counters.bursts.add(1);
+        Ok(burst.chains.list().len())
+    }
+
+    /// Gives the burst's chains back. `true`: the driver wants to be notified.
+    #[inline]
+    pub fn done(&mut self, burst: &mut Burst) -> bool {
+        self.ring.give(burst.chains.list());
+        burst.clear();
+        self.ring.wants_notification()
+    }
+
+    /// Asks to be notified when the driver sends. `true`: it already has.
+    pub fn enable_notification(&mut self) -> bool {
+        self.ring.enable_notification()
+    }
+
+    /// Asks not to be notified.
+    pub fn disable_notification(&mut self) {
+        self.ring.disable_notification()
+    }
+
+    /// Where to go on after a stop.
+    pub fn base(&self) -> u32 {
+        self.ring.base()
+    }
+
+    /// The driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+}
+
+#[cold]
+fn fault(chain: &Chain) -> Fault {
+    let id = chain.id;
+    if chain.writable_len > 0 {
+        Fault::Writable { id }
+    } else {
+        Fault::Header { id, len: chain.readable_len, needed: vnet_hdr::SIZE as u32 }
+    }
+}
+
+/// A receive queue: we put, the driver receives.
+pub struct RxQueue {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    chains: Chains,
+    mergeable: bool,
+    counters: Arc<Counters>,
+}
+
+impl RxQueue {
+    /// Starts it with the feature bits that the driver has acknowledged.
+    pub fn start(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        counters: Arc<Counters>,
+    ) -> Result<Self, SetupError> {
+        let mut ring = DeviceRing::start(&memory, ring_features(acked), size, at, base)?;
+        // New buffers are found when there is something to put into them.
+        ring.disable_notification();
+        let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
+        Ok(RxQueue { ring, memory, chains: Chains::new(RX_CHAINS, RX_PIECES), mergeable, counters })
+    }
+
+    /// Copies frames to the driver and publishes them. What does not fit is dropped and counted. After a fault the queue
+    /// is of no use.
+    #[inline]
+    pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        self.chains.start(&self.memory);
+        self.ring.take(&self.memory, &mut self.chains, which.len())?;
+        let frame = |index: u8| burst.frames().get(index as usize);
+        for (chain, &index) in self.chains.list().iter().zip(which) {
+            if let (Some(piece), Some(frame)) = (self.chains.writable(chain).first(), frame(index)) {
+                piece.prefetch_write(frame.total().min(256));
+            }
+        }
+        let (mut frames, mut bytes, mut full, mut oversize) = (0u64, 0u64, 0u64, 0u64);
+        let mut used = 0;
+        let mut fault = None;
+        for (done, &index) in which.iter().enumerate() {
+            let Some(frame) = frame(index) else { continue };
+            if used == self.chains.list().len() {
+                let more = self.ring.take(&self.memory, &mut self.chains, which.len() - done);
+                if more.unwrap_or(0) == 0 {
+                    fault = more.err();
+                    full += 1;
+                    continue;
+                }
+            }
+            match self.place(burst, frame, used) {
+                Ok(count) => {
+                    used += count;
+                    frames += 1;
+                    bytes += frame.len() as u64;
+                }
+                Err(Refusal::Full) => full += 1,
+                Err(Refusal::Oversize) => oversize += 1,
+                Err(Refusal::Fault(found)) => {
+                    fault = Some(found);
+                    break;
+                }
+            }
+        }
+        self.ring.untake(&mut self.chains, used);
+        self.ring.give(self.chains.list());
+        self.chains.clear();
+        let counters = &self.counters;
+        counters.frames.add(frames);
+        counters.bytes.add(bytes);
+        counters.full.add(full);
+        counters.oversize.add(oversize);
+        counters.bursts.add(1);
+        match fault {
+            Some(fault) if frames == 0 => Err(fault),
+            // It will come first at the next burst.
+            _ => Ok(frames as usize),
+        }
+    }
+
+    /// Copies one frame into the chain with this index, or into that and as many after it as it needs; says how many.
+    #[inline(always)]
+    fn place(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
+        let chains = &mut self.chains;
+        let Some(&chain) = chains.list().get(first) else { return Err(Refusal::Full) };
+        if chain.readable_len == 0
+            && let &[target] = chains.writable(&chain)
+            && target.len() >= frame.total()
+            && let Some(head) = frame.full_head()
+        {
+            target.write(head);
+            let mut at = head.len();
+            for piece in burst.rest(frame) {
+                at += piece.copy_to(target.skip(at));
+            }
+            chains.list_mut()[first].written = at as u32;
+            return Ok(1);
+        }
+        self.place_anyhow(burst, frame, first)
+    }
+
+    /// The normal way: chains of any shape, as many as the frame needs.
+    fn place_anyhow(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
+        // First see that there are enough, then copy: what is not given back must stay untouched.
+        let (mut count, mut room) = (0, 0);
+        while room < frame.total() {
+            if count > 0 && !self.mergeable {
+                return Err(Refusal::Oversize);
+            }
+            if first + count == self.chains.list().len() {
+                match self.ring.take(&self.memory, &mut self.chains, 1) {
+                    Ok(0) if self.chains.room() == 0 => return Err(Refusal::Oversize),
+                    Ok(0) => return Err(Refusal::Full),
+                    Ok(_) => {}
+                    Err(fault) => return Err(Refusal::Fault(fault)),
+                }
+            }
+            let chain = self.chains.list()[first + count];
+            let (id, len, needed) = (chain.id, chain.writable_len, vnet_hdr::SIZE as u32);
+            if chain.readable_len > 0 {
+                return Err(Refusal::Fault(Fault::Readable { id }));
+            }
+            if len < needed {
+                return Err(Refusal::Fault(Fault::Header { id, len, needed }));
+            }
+            room += if chain.clipped { 0 } else { len as usize };
+            count += 1;
+        }
+        let mut head = [0; crate::HEAD];
+        let head = &mut head[..frame.head().len()];
+        head.copy_from_slice(frame.head());
+        // num_buffers (5.1.6.4.1)
+        head[10..12].copy_from_slice(&(count as u16).to_le_bytes());
+
+        let mut source = Pieces { head, rest: burst.rest(frame), current: None };
+        for index in first..first + count {
+            let chain = self.chains.list()[index];
+            let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
+            self.chains.list_mut()[index].written = written as u32;
+        }
+        Ok(count)
+    }
+
+    /// Whether the driver wants to be notified of what was put.
+    #[inline]
+    pub fn wants_notification(&mut self) -> bool {
+        self.ring.wants_notification()
+    }
+
+    /// Where to go on after a stop.
+    pub fn base(&self) -> u32 {
+        self.ring.base()
+    }
+
+    /// The driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+}
+
+/// Why a frame was not placed.
+enum Refusal {
+    /// Not enough buffers now.
+    Full,
+    /// It never fits.
+    Oversize,
+    /// The driver has broken the queue.
+    Fault(Fault),
+}
+
+/// A frame as a stream of bytes: its private head, then the sender's pieces.
+struct Pieces<'a> {
+    head: &'a [u8],
+    rest: crate::burst::Rest<'a>,
+    current: Option<Span<'a>>,
+}
+
+impl Pieces<'_> {
+    /// Copies as much as the target holds; says how much that was.
+    fn fill(&mut self, mut target: Span<'_>) -> usize {
+        let head = target.write(self.head);
+        self.head = &self.head[head..];
+        target = target.skip(head);
+        let mut done = head;
+        while !target.is_empty() {
+            let Some(piece) = self.current.take().or_else(|| self.rest.next()) else { break };
+            let copied = piece.copy_to(target);
+            target = target.skip(copied);
+            done += copied;
+            self.current = Some(piece.skip(copied)).filter(|rest| !rest.is_empty());
+        }
+        done
+    }
+}

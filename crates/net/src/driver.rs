@@ -1,0 +1,272 @@
+//! Driver end of virtio-net: fixed buffers, each used for one direction and one queue for ever. Called by `host`, which
+//! connects it to a vhost-user device, and by whoever sends and receives with it.
+
+use crate::features::{bits, ring_features};
+use ringroad_mem::{Error as MemoryError, Region, Span};
+use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, SetupError, Used, packed, split};
+use ringroad_wire::vnet_hdr;
+use std::{fs::File, sync::Arc};
+
+/// How a driver is set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriverConfig {
+    /// The feature bits that device and driver have in common.
+    pub acked: u64,
+    /// Pairs of a receive and a transmit queue.
+    pub queue_pairs: u16,
+    /// Entries of each queue.
+    pub queue_size: u32,
+    /// The largest frame, in bytes, that one buffer should hold.
+    pub frame: usize,
+    /// Hugepages, where there are any.
+    pub huge: bool,
+}
+
+/// Why a driver cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// No memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// A ring that is not possible.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
+}
+
+/// Guest address of the driver's memory: any but 0, so that a forgotten address is noticed.
+const GUEST: u64 = 0x1_0000_0000;
+
+/// A driver's memory and queues.
+pub struct Driver {
+    /// All of its memory: rings and buffers.
+    pub region: Arc<Region>,
+    /// The file that it is in, for the device to map.
+    pub file: File,
+    /// Receive queues; vring 0, 2, 4, …
+    pub rx: Vec<DriverRx>,
+    /// Transmit queues; vring 1, 3, 5, …
+    pub tx: Vec<DriverTx>,
+}
+
+impl Driver {
+    /// Lays out memory, rings and buffers. The receive queues are filled when they are first published.
+    pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
+        let packed = config.acked & bits::RING_PACKED != 0;
+        let size = config.queue_size;
+        if size == 0 || size > ringroad_ring::MAX_SIZE || !packed && !size.is_power_of_two() {
+            return Err(SetupError::Size { size, packed }.into());
+        }
+        let ring = if packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        // An odd number of cache lines: else the first lines of all buffers would compete for the same few cache sets.
+        let stride = ((vnet_hdr::SIZE + config.frame).div_ceil(64) | 1) * 64;
+        let queue = (ring + size as usize * stride).next_multiple_of(4096);
+        let (region, file) = Region::create(2 * queue * config.queue_pairs as usize, GUEST, config.huge)?;
+        let (mut rx, mut tx) = (Vec::new(), Vec::new());
+        for index in 0..2 * config.queue_pairs {
+            let offset = queue * index as usize;
+            let features = ring_features(config.acked);
+            let (driver, addresses) = if packed {
+                let (layout, at) = packed::Layout::place(&region, offset, size)?;
+                (DriverRing::Packed(packed::Driver::new(layout, features)), at)
+            } else {
+                let (layout, at) = split::Layout::place(&region, offset, size)?;
+                (DriverRing::Split(split::Driver::new(layout, features)), at)
+            };
+            let queue = Queue {
+                ring: driver,
+                addresses,
+                buffers: Buffers { region: region.clone(), offset: offset + ring, stride },
+                used: [Used::default(); BURST],
+            };
+            if index % 2 == 0 {
+                let mergeable = config.acked & bits::NET_F_MRG_RXBUF != 0;
+                rx.push(DriverRx { queue, mergeable, size: size as usize, pieces: Vec::new() });
+            } else {
+                tx.push(DriverTx { queue, under_way: 0, size: size as usize });
+            }
+        }
+        Ok(Driver { region, file, rx, tx })
+    }
+}
+
+/// One buffer for each id, in the driver's memory.
+struct Buffers {
+    region: Arc<Region>,
+    offset: usize,
+    stride: usize,
+}
+
+impl Buffers {
+    #[inline(always)]
+    fn span(&self, id: u16) -> Option<Span<'_>> {
+        self.region.span(self.offset + id as usize * self.stride, self.stride)
+    }
+
+    #[inline(always)]
+    fn buffer(&self, id: u16, len: usize) -> Buffer {
+        let address = self.region.guest() + (self.offset + id as usize * self.stride) as u64;
+        Buffer { address, len: len as u32 }
+    }
+}
+
+struct Queue {
+    ring: DriverRing,
+    addresses: Addresses,
+    buffers: Buffers,
+    used: [Used; BURST],
+}
+
+macro_rules! queue_calls {
+    () => {
+        /// Where the ring lies.
+        pub fn addresses(&self) -> Addresses {
+            self.queue.addresses
+        }
+
+        /// Whether the device wants to be notified of what was published since the last call.
+        #[inline]
+        pub fn wants_notification(&mut self) -> bool {
+            self.queue.ring.wants_notification()
+        }
+
+        /// Asks the device to notify us of the next buffer that it uses. `true`: there is one already.
+        pub fn enable_notification(&mut self) -> bool {
+            self.queue.ring.enable_notification()
+        }
+
+        /// Asks the device not to notify us.
+        pub fn disable_notification(&mut self) {
+            self.queue.ring.disable_notification()
+        }
+    };
+}
+
+/// A transmit queue of a driver.
+pub struct DriverTx {
+    queue: Queue,
+    under_way: usize,
+    size: usize,
+}
+
+impl DriverTx {
+    queue_calls!();
+
+    /// Takes back buffers that the device has sent, at most a burst; says how many.
+    #[inline]
+    pub fn reclaim(&mut self) -> Result<usize, DriverFault> {
+        let Queue { ring, used, .. } = &mut self.queue;
+        let count = ring.take_used(used)?;
+        self.under_way -= count;
+        Ok(count)
+    }
+
+    /// How many frames can be sent now.
+    #[inline]
+    pub fn free(&self) -> usize {
+        self.queue.ring.free()
+    }
+
+    /// How many frames the device has not given back yet.
+    pub fn under_way(&self) -> usize {
+        self.under_way
+    }
+
+    /// Adds up to `count` frames; says how many there was room for. `fill` gets a buffer's id and the place for the frame
+    /// in it, where what was there last still stands, and returns the frame's length. The device sees them at `publish`.
+    #[inline]
+    pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
+        let Queue { ring, buffers, .. } = &mut self.queue;
+        let added = ring.add_single(count, false, |id| {
+            let len = buffers.span(id).map_or(0, |span| fill(id, span.skip(vnet_hdr::SIZE)));
+            buffers.buffer(id, (vnet_hdr::SIZE + len).min(buffers.stride))
+        });
+        self.under_way += added;
+        added
+    }
+
+    /// Shows the device what was added.
+    #[inline]
+    pub fn publish(&mut self) {
+        self.queue.ring.publish();
+    }
+
+    /// Writes to each buffer before any of them is sent.
+    pub fn prepare(&mut self, mut fill: impl FnMut(u16, Span<'_>)) {
+        let mut id = 0;
+        while let Some(span) = self.queue.buffers.span(id).filter(|_| (id as usize) < self.size) {
+            fill(id, span.skip(vnet_hdr::SIZE));
+            id += 1;
+        }
+    }
+}
+
+/// A receive queue of a driver.
+pub struct DriverRx {
+    queue: Queue,
+    mergeable: bool,
+    size: usize,
+    /// Ids and lengths of the buffers of a frame that is spread over several.
+    pieces: Vec<Used>,
+}
+
+impl DriverRx {
+    queue_calls!();
+
+    /// Makes all free buffers available.
+    #[inline]
+    pub fn refill(&mut self) -> usize {
+        let Queue { ring, buffers, .. } = &mut self.queue;
+        let added = ring.add_single(usize::MAX, true, |id| buffers.buffer(id, buffers.stride));
+        ring.publish();
+        added
+    }
+
+    /// Receives at most a burst of buffers and makes them available again; says how many buffers that were. `frame` gets
+    /// each frame in one piece or, where the device has spread it over several buffers, in several.
+    #[inline]
+    pub fn receive(&mut self, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
+        let Queue { ring, buffers, used, .. } = &mut self.queue;
+        let count = ring.take_used(used)?;
+        for used in &used[..count] {
+            let Some(span) = buffers.span(used.id) else { continue };
+            span.prefetch();
+        }
+        for &used in &used[..count] {
+            let Some(span) = buffers.span(used.id) else { continue };
+            let span = span.first(used.len as usize);
+            if !self.mergeable {
+                frame(&[span.skip(vnet_hdr::SIZE)]);
+                continue;
+            }
+            if self.pieces.is_empty() && num_buffers(span) <= 1 {
+                frame(&[span.skip(vnet_hdr::SIZE)]);
+                continue;
+            }
+            // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
+            self.pieces.push(used);
+            let span = |used: &Used| buffers.span(used.id).map(|span| span.first(used.len as usize));
+            let parts: Vec<Span<'_>> = self.pieces.iter().filter_map(span).collect();
+            if let Some((&first, rest)) = parts.split_first()
+                // More than the ring has can only be a lie; what has come is all that will.
+                && parts.len() >= (num_buffers(first) as usize).min(self.size)
+            {
+                frame(&[&[first.skip(vnet_hdr::SIZE)], rest].concat());
+                self.pieces.clear();
+            }
+        }
+        if count > 0 {
+            // Free ids come in the order in which they were used, so that those of an incomplete frame are the last.
+            ring.add_single(ring.free() - self.pieces.len(), true, |id| buffers.buffer(id, buffers.stride));
+            ring.publish();
+        }
+        Ok(count)
+    }
+}
+
+/// The field of a virtio-net header that says how many buffers a frame takes.
+#[inline(always)]
+fn num_buffers(span: Span<'_>) -> u16 {
+    let mut bytes = [0; 2];
+    span.skip(10).read(&mut bytes);
+    u16::from_le_bytes(bytes)
+}

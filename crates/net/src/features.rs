@@ -1,0 +1,112 @@
+//! Feature bits and the configuration space of a network device (virtio 1.3, 5.1.3, 5.1.4 and 6).
+
+use ringroad_wire::ethernet::MacAddr;
+
+/// Feature bits by their names in the specification.
+pub mod bits {
+    /// The maximum MTU is in the configuration space.
+    pub const NET_F_MTU: u64 = 1 << 3;
+    /// The MAC address is in the configuration space.
+    pub const NET_F_MAC: u64 = 1 << 5;
+    /// A frame may be spread over several receive buffers.
+    pub const NET_F_MRG_RXBUF: u64 = 1 << 15;
+    /// The link status is in the configuration space.
+    pub const NET_F_STATUS: u64 = 1 << 16;
+    /// Descriptors may refer to tables of descriptors.
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    /// Notifications from an index on.
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// vhost-user: there are protocol features (not a virtio feature).
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    /// Virtio 1.0 or later.
+    pub const VERSION_1: u64 = 1 << 32;
+    /// The packed layout.
+    pub const RING_PACKED: u64 = 1 << 34;
+    /// Buffers are used in the order in which they were made available.
+    pub const IN_ORDER: u64 = 1 << 35;
+}
+
+/// Which optional features a port offers. Each can be turned off, so that every path can be forced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// VIRTIO_F_RING_PACKED.
+    pub packed: bool,
+    /// VIRTIO_F_IN_ORDER.
+    pub in_order: bool,
+    /// VIRTIO_NET_F_MRG_RXBUF.
+    pub mrg_rxbuf: bool,
+    /// VIRTIO_F_EVENT_IDX.
+    pub event_idx: bool,
+    /// VIRTIO_F_INDIRECT_DESC.
+    pub indirect: bool,
+    /// VIRTIO_NET_F_MAC.
+    pub mac: bool,
+    /// VIRTIO_NET_F_STATUS.
+    pub status: bool,
+    /// VIRTIO_NET_F_MTU.
+    pub mtu: bool,
+}
+
+impl Features {
+    /// All that there are.
+    pub const ALL: Features = Features {
+        packed: true,
+        in_order: true,
+        mrg_rxbuf: true,
+        event_idx: true,
+        indirect: true,
+        mac: true,
+        status: true,
+        mtu: true,
+    };
+
+    /// As feature bits, with VERSION_1, without which nothing goes.
+    pub fn bits(self) -> u64 {
+        let set = [
+            (self.packed, bits::RING_PACKED),
+            (self.in_order, bits::IN_ORDER),
+            (self.mrg_rxbuf, bits::NET_F_MRG_RXBUF),
+            (self.event_idx, bits::EVENT_IDX),
+            (self.indirect, bits::INDIRECT_DESC),
+            (self.mac, bits::NET_F_MAC),
+            (self.status, bits::NET_F_STATUS),
+            (self.mtu, bits::NET_F_MTU),
+        ];
+        set.iter().fold(bits::VERSION_1, |all, &(on, bit)| if on { all | bit } else { all })
+    }
+}
+
+/// What of negotiated feature bits concerns the rings.
+pub(crate) fn ring_features(acked: u64) -> ringroad_ring::Features {
+    ringroad_ring::Features {
+        packed: acked & bits::RING_PACKED != 0,
+        indirect: acked & bits::INDIRECT_DESC != 0,
+        event_idx: acked & bits::EVENT_IDX != 0,
+        in_order: acked & bits::IN_ORDER != 0,
+    }
+}
+
+/// The configuration space of a network device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// The driver's address.
+    pub mac: MacAddr,
+    /// Whether the link is up.
+    pub link_up: bool,
+    /// Pairs of a receive and a transmit queue.
+    pub queue_pairs: u16,
+    /// The largest payload of a frame.
+    pub mtu: u16,
+}
+
+impl Config {
+    /// struct virtio_net_config up to and with `mtu`.
+    pub fn bytes(&self) -> [u8; 12] {
+        let mut bytes = [0; 12];
+        bytes[..6].copy_from_slice(&self.mac.0);
+        bytes[6..8].copy_from_slice(&u16::from(self.link_up).to_le_bytes());
+        bytes[8..10].copy_from_slice(&self.queue_pairs.to_le_bytes());
+        bytes[10..12].copy_from_slice(&self.mtu.to_le_bytes());
+        bytes
+    }
+}

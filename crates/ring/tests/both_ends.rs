@@ -1,0 +1,731 @@
+//! Device end and driver end against each other over one shared memory, on random schedules. A model beside them knows
+//! what each has to see: every chain once, in order, with its bytes; every used one back once with its length and bytes;
+//! nobody asleep while there is work.
+#![cfg(not(loom))]
+
+mod common;
+
+use common::{Memory, all_features};
+use proptest::prelude::*;
+use ringroad_mem::Region;
+use ringroad_ring::{BURST, Buffer, Chain, Chains, DeviceRing, DriverRing, Features, IndirectTables, Used};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+    time::Duration,
+};
+
+/// The longest chain that is sent, in buffers.
+const LONGEST: usize = 6;
+/// The longest buffer.
+const BUFFER: usize = 128;
+
+#[derive(Clone, Debug)]
+struct Config {
+    features: Features,
+    size: u32,
+    /// Entries of each indirect table, if there are any.
+    tables: Option<usize>,
+    /// Chains and pieces of a burst.
+    burst: (usize, u16),
+    /// Where in the arena one of the device's regions ends and the next one begins.
+    cut: usize,
+}
+
+/// What happens next. `ask`: and the other side is notified if it wants to be.
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Add { readable: usize, writable: usize },
+    AddSingle { count: usize, writable: bool },
+    Publish { ask: bool },
+    DriverAsk,
+    TakeUsed { max: usize },
+    DriverSleep { only_look: bool },
+    Take { max: usize },
+    Untake { count: usize },
+    Give { count: usize, order: usize, ask: bool },
+    DeviceAsk,
+    DeviceSleep { only_look: bool },
+    Restart,
+}
+
+impl Op {
+    fn from_word(word: u32) -> Op {
+        let (a, b, flag) = ((word >> 8 & 0xff) as usize, (word >> 16 & 0xff) as usize, word >> 31 != 0);
+        match word & 0x1f {
+            0..=5 => {
+                let readable = a % (LONGEST + 1);
+                let writable = b % (LONGEST + 1 - readable);
+                Op::Add { readable, writable: if readable == 0 { writable.max(1) } else { writable } }
+            }
+            6..=7 => Op::AddSingle { count: a % 40, writable: flag },
+            8..=11 => Op::Publish { ask: flag },
+            12 => Op::DriverAsk,
+            13..=15 => Op::TakeUsed { max: a % 40 },
+            16 => Op::DriverSleep { only_look: flag },
+            17..=21 => Op::Take { max: a % 40 },
+            22..=23 => Op::Untake { count: a % 4 },
+            24..=27 => Op::Give { count: a % 40, order: b, ask: flag },
+            28 => Op::DeviceAsk,
+            29 => Op::DeviceSleep { only_look: flag },
+            _ => Op::Restart,
+        }
+    }
+}
+
+/// A chain that the driver has added and not got back.
+struct Sent {
+    serial: u64,
+    cell: usize,
+    buffers: Vec<Buffer>,
+    readable: usize,
+    slots: usize,
+}
+
+impl Sent {
+    fn len(&self, buffers: std::ops::Range<usize>) -> u32 {
+        self.buffers[buffers].iter().map(|buffer| buffer.len).sum()
+    }
+}
+
+/// One side as the other one's notifications see it.
+#[derive(Default)]
+struct Sleeper {
+    asleep: bool,
+    /// It has said that it wants no notification, and nothing else since.
+    disabled: bool,
+}
+
+struct Pair {
+    config: Config,
+    memory: Memory,
+    driver: DriverRing,
+    device: DeviceRing,
+    burst: Chains,
+    /// How many chains were added so far.
+    serial: u64,
+    /// How many ring entries they took.
+    entries: usize,
+    cells: Vec<usize>,
+    sent: HashMap<u16, Sent>,
+    /// Ids that the device has not taken, oldest first; the first `visible` are published.
+    waiting: VecDeque<u16>,
+    visible: usize,
+    held: Vec<Chain>,
+    given: VecDeque<Used>,
+    returned: u64,
+    driver_state: Sleeper,
+    device_state: Sleeper,
+}
+
+fn byte(serial: u64, at: usize) -> u8 {
+    (serial as usize).wrapping_mul(31).wrapping_add(at.wrapping_mul(7)).wrapping_add(serial as usize >> 6) as u8
+}
+
+fn pattern(serial: u64, len: usize) -> Vec<u8> {
+    (0..len).map(|at| byte(serial, at)).collect()
+}
+
+impl Pair {
+    fn new(config: Config) -> Pair {
+        let (features, size) = (config.features, config.size);
+        let tables = size as usize * config.tables.unwrap_or(0) * 16;
+        let arena = size as usize * LONGEST * BUFFER;
+        let memory = Memory::new(features, size, arena + tables, Some(config.cut % arena));
+        let mut driver = memory.driver();
+        if let Some(entries) = config.tables {
+            let tables = IndirectTables::new(memory.driver.clone(), memory.arena + arena, size, entries).unwrap();
+            match &mut driver {
+                DriverRing::Split(ring) => ring.set_indirect(tables),
+                DriverRing::Packed(ring) => ring.set_indirect(tables),
+            }
+        }
+        let mut burst = Chains::new(config.burst.0, config.burst.1);
+        burst.start(&memory.device);
+        Pair {
+            device: memory.device(),
+            driver,
+            burst,
+            serial: 0,
+            entries: 0,
+            cells: (0..size as usize).rev().collect(),
+            sent: HashMap::new(),
+            waiting: VecDeque::new(),
+            visible: 0,
+            held: Vec::new(),
+            given: VecDeque::new(),
+            returned: 0,
+            driver_state: Sleeper::default(),
+            device_state: Sleeper::default(),
+            memory,
+            config,
+        }
+    }
+
+    fn step(&mut self, op: Op) {
+        match op {
+            Op::Add { readable, writable } => self.add(readable, writable),
+            Op::AddSingle { count, writable } => self.add_single(count, writable),
+            Op::Publish { ask } => {
+                self.driver.publish();
+                self.visible = self.waiting.len();
+                if ask {
+                    self.driver_ask();
+                }
+            }
+            Op::DriverAsk => self.driver_ask(),
+            Op::TakeUsed { max } => self.take_used(max),
+            Op::DriverSleep { only_look } => self.driver_sleep(only_look),
+            Op::Take { max } => self.take(max),
+            Op::Untake { count } => self.untake(count),
+            Op::Give { count, order, ask } => {
+                self.give(count, order);
+                if ask {
+                    self.device_ask();
+                }
+            }
+            Op::DeviceAsk => self.device_ask(),
+            Op::DeviceSleep { only_look } => self.device_sleep(only_look),
+            Op::Restart => self.restart(),
+        }
+        let used: usize = self.sent.values().map(|sent| sent.slots).sum();
+        assert_eq!(self.driver.free(), self.config.size as usize - used);
+    }
+
+    fn buffers(&self, serial: u64, cell: usize, count: usize) -> Vec<Buffer> {
+        let buffer = |i: usize| {
+            let mix = (serial * 8 + i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let len = 1 + (mix >> 32) as usize % BUFFER;
+            let shift = (mix >> 48) as usize % (BUFFER - len + 1);
+            Buffer { address: self.memory.address((cell * LONGEST + i) * BUFFER + shift), len: len as u32 }
+        };
+        (0..count).map(buffer).collect()
+    }
+
+    fn fill(&self, serial: u64, buffers: &[Buffer]) {
+        let mut at = 0;
+        for buffer in buffers {
+            let bytes: Vec<u8> = (at..at + buffer.len as usize).map(|at| byte(serial, at)).collect();
+            self.memory.write(buffer.address, &bytes);
+            at += bytes.len();
+        }
+    }
+
+    fn added(&mut self, id: u16, sent: Sent) {
+        if self.config.features.in_order && !self.config.features.packed {
+            assert_eq!(id as usize, self.entries % self.config.size as usize, "in ring order (2.7.5)");
+        }
+        self.serial += 1;
+        self.entries += sent.slots;
+        assert!(self.sent.insert(id, sent).is_none(), "id {id} was under way already");
+        self.waiting.push_back(id);
+    }
+
+    fn add(&mut self, readable: usize, writable: usize) {
+        let (count, size, free) = (readable + writable, self.config.size as usize, self.driver.free());
+        let tables = self.config.tables.filter(|_| self.config.features.indirect).unwrap_or(0);
+        let slots = if count > 1 && count <= tables.min(size) { 1 } else { count };
+        let expected = self.driver.next_id(0);
+        let Some(&cell) = self.cells.last() else {
+            assert_eq!(free, 0);
+            return;
+        };
+        let buffers = self.buffers(self.serial, cell, count);
+        let (to_read, to_write) = buffers.split_at(readable);
+        self.fill(self.serial, to_read);
+        let added = self.driver.add(to_read, to_write);
+        assert_eq!(added.is_ok(), slots <= free, "{slots} of {free}");
+        if let Ok(id) = added {
+            assert_eq!(Some(id), expected);
+            self.cells.pop();
+            self.added(id, Sent { serial: self.serial, cell, buffers, readable, slots });
+        }
+    }
+
+    fn add_single(&mut self, count: usize, writable: bool) {
+        let possible = count.min(self.driver.free());
+        let expected: Vec<_> = (0..possible).map(|ahead| self.driver.next_id(ahead).unwrap()).collect();
+        let cells = self.cells.split_off(self.cells.len() - possible);
+        let prepared: Vec<_> =
+            cells.iter().zip(self.serial..).map(|(&cell, serial)| self.buffers(serial, cell, 1)[0]).collect();
+        let mut ids = Vec::new();
+        let added = self.driver.add_single(count, writable, |id| {
+            ids.push(id);
+            prepared[ids.len() - 1]
+        });
+        assert_eq!(added, possible);
+        assert_eq!(ids, expected);
+        for ((id, buffer), cell) in ids.into_iter().zip(prepared).zip(cells) {
+            let readable = usize::from(!writable);
+            self.fill(self.serial, &[buffer][..readable]);
+            self.added(id, Sent { serial: self.serial, cell, buffers: vec![buffer], readable, slots: 1 });
+        }
+    }
+
+    fn driver_ask(&mut self) {
+        let wanted = self.driver.wants_notification();
+        check_suppressed(&self.config, &self.device_state, wanted);
+        self.device_state.asleep &= !wanted;
+        assert!(!self.device_state.asleep || self.visible == 0, "the device sleeps, {} chains wait", self.visible);
+    }
+
+    fn device_ask(&mut self) {
+        let wanted = self.device.wants_notification();
+        check_suppressed(&self.config, &self.driver_state, wanted);
+        self.driver_state.asleep &= !wanted;
+        let given = self.given.len();
+        assert!(!self.driver_state.asleep || given == 0, "the driver sleeps, {given} used chains wait");
+    }
+
+    fn driver_sleep(&mut self, only_look: bool) {
+        if only_look {
+            self.driver.disable_notification();
+            self.driver_state = Sleeper { asleep: false, disabled: true };
+        } else {
+            let ready = self.driver.enable_notification();
+            assert_eq!(ready, !self.given.is_empty());
+            self.driver_state = Sleeper { asleep: !ready, disabled: false };
+        }
+    }
+
+    fn device_sleep(&mut self, only_look: bool) {
+        self.process(0);
+        if only_look {
+            self.device.disable_notification();
+            self.device_state = Sleeper { asleep: false, disabled: true };
+        } else {
+            let ready = self.device.enable_notification();
+            assert_eq!(ready, self.visible > 0);
+            self.device_state = Sleeper { asleep: !ready, disabled: false };
+        }
+    }
+
+    /// How many pieces a chain becomes: one more for each buffer that crosses into the other region.
+    fn pieces(&self, id: u16) -> usize {
+        let regions = self.memory.device.regions();
+        let crosses = |buffer: &&Buffer| {
+            let end = buffer.address + u64::from(buffer.len);
+            regions.get(1).is_some_and(|region| buffer.address < region.guest() && end > region.guest())
+        };
+        let buffers = &self.sent[&id].buffers;
+        buffers.len() + buffers.iter().filter(crosses).count()
+    }
+
+    fn take(&mut self, max: usize) {
+        if self.device_state.asleep {
+            return;
+        }
+        let before = self.burst.list().len();
+        let spans = |chain: &Chain| self.burst.readable(chain).len() + self.burst.writable(chain).len();
+        let mut room = usize::from(self.config.burst.1) - self.burst.list().iter().map(spans).sum::<usize>();
+        let fits = |id: &&u16| {
+            let left = room.checked_sub(self.pieces(**id));
+            room = left.unwrap_or(0);
+            left.is_some()
+        };
+        let most = max.min(self.visible).min(self.burst.room());
+        let expected = self.waiting.iter().take(most).take_while(fits).count();
+        assert_eq!(self.device.take(&self.memory.device, &mut self.burst, max), Ok(expected));
+        assert_eq!(self.burst.list().len(), before + expected);
+        for chain in &self.burst.list()[before..] {
+            let id = self.waiting.pop_front().unwrap();
+            let sent = &self.sent[&id];
+            assert_eq!(chain.id, id);
+            assert!(!chain.clipped && chain.written == 0);
+            let slots = if self.config.features.packed { sent.slots } else { 1 };
+            assert_eq!(chain.slots as usize, slots);
+            assert_eq!(chain.readable_len, sent.len(0..sent.readable));
+            assert_eq!(chain.writable_len, sent.len(sent.readable..sent.buffers.len()));
+        }
+        self.visible -= expected;
+    }
+
+    fn untake(&mut self, count: usize) {
+        if self.device_state.asleep {
+            return;
+        }
+        let keep = self.burst.list().len().saturating_sub(count);
+        for chain in self.burst.list()[keep..].iter().rev() {
+            self.waiting.push_front(chain.id);
+            self.visible += 1;
+        }
+        self.device.untake(&mut self.burst, keep);
+        assert_eq!(self.burst.list().len(), keep);
+    }
+
+    /// Reads and writes what the burst holds, and empties it.
+    fn process(&mut self, how: usize) {
+        for i in 0..self.burst.list().len() {
+            let chain = self.burst.list()[i];
+            let serial = self.sent[&chain.id].serial;
+            let mut got = Vec::new();
+            for span in self.burst.readable(&chain) {
+                let mut bytes = vec![0; span.len()];
+                span.read(&mut bytes);
+                got.extend(bytes);
+            }
+            assert_eq!(got, pattern(serial, chain.readable_len as usize));
+            let len = match (how + i) % 5 {
+                0..=2 => 0,
+                3 => chain.writable_len,
+                _ => serial as u32 % (chain.writable_len + 1),
+            };
+            let reply = pattern(!serial, len as usize);
+            let mut at = 0;
+            for span in self.burst.writable(&chain) {
+                at += span.write(&reply[at..]);
+            }
+            assert_eq!(at, reply.len());
+            self.burst.list_mut()[i].written = len;
+        }
+        self.held.extend_from_slice(self.burst.list());
+        self.burst.start(&self.memory.device);
+    }
+
+    fn give(&mut self, count: usize, order: usize) {
+        self.process(order);
+        let count = count.min(self.held.len());
+        if !self.config.features.in_order && order % 3 != 0 {
+            let len = self.held.len().max(1);
+            self.held.rotate_left(order % len);
+            self.held[..count].reverse();
+        }
+        self.device.give(&self.held[..count]);
+        self.given.extend(self.held.drain(..count).map(|chain| Used { id: chain.id, len: chain.written }));
+    }
+
+    fn take_used(&mut self, max: usize) {
+        if self.driver_state.asleep {
+            return;
+        }
+        let mut out = vec![Used::default(); max];
+        let count = self.driver.take_used(&mut out).unwrap();
+        assert_eq!(count, max.min(self.given.len()));
+        for used in &out[..count] {
+            assert_eq!(Some(*used), self.given.pop_front());
+            let sent = self.sent.remove(&used.id).unwrap();
+            let mut got = Vec::new();
+            for buffer in &sent.buffers[sent.readable..] {
+                let mut bytes = vec![0; buffer.len as usize];
+                let offset = (buffer.address - common::GUEST) as usize;
+                self.memory.driver.span(offset, bytes.len()).unwrap().read(&mut bytes);
+                got.extend(bytes);
+            }
+            assert_eq!(got[..used.len as usize], pattern(!sent.serial, used.len as usize));
+            self.cells.push(sent.cell);
+            self.returned += 1;
+        }
+    }
+
+    fn restart(&mut self) {
+        if !self.burst.list().is_empty() || !self.held.is_empty() {
+            return;
+        }
+        // A device that stops tells the driver of what it gave before.
+        self.device_ask();
+        self.device = self.memory.device_at(self.device.base());
+        self.device_state.asleep = false;
+    }
+
+    /// Until all is back; only those that are awake do anything.
+    fn drain(&mut self) {
+        let mut rounds = 0;
+        loop {
+            rounds += 1;
+            assert!(rounds < 100_000, "no end");
+            self.step(Op::Publish { ask: true });
+            self.step(Op::Take { max: usize::MAX });
+            self.step(Op::Give { count: usize::MAX, order: rounds, ask: true });
+            if !self.device_state.asleep && self.visible == 0 {
+                self.step(Op::DeviceSleep { only_look: false });
+            }
+            self.step(Op::TakeUsed { max: 100 });
+            if !self.driver_state.asleep && self.given.is_empty() {
+                self.step(Op::DriverSleep { only_look: false });
+            }
+            if self.driver_state.asleep && self.device_state.asleep {
+                break;
+            }
+        }
+        assert!(self.sent.is_empty() && self.waiting.is_empty() && self.held.is_empty() && self.given.is_empty());
+        assert_eq!(self.returned, self.serial);
+        assert_eq!(self.cells.len(), self.config.size as usize);
+        assert_eq!(self.driver.free(), self.config.size as usize);
+    }
+}
+
+/// Flags and packed event structures can say that no notification is wanted; a split ring's event index cannot quite.
+fn check_suppressed(config: &Config, other: &Sleeper, wanted: bool) {
+    if config.features.packed || !config.features.event_idx {
+        assert!(!(other.disabled && wanted), "a notification that nobody wants");
+    }
+}
+
+fn config() -> impl Strategy<Value = Config> {
+    let split = prop_oneof![6 => 0..5u32, 4 => 5..=10u32, 1 => Just(15)].prop_map(|log| 1 << log);
+    let packed = prop_oneof![6 => 1..=9u32, 4 => 10..=1000u32, 1 => Just(32768)];
+    let size = prop_oneof![split.prop_map(|size| (false, size)), packed.prop_map(|size| (true, size))];
+    let tables = prop::option::of(2..=8usize);
+    let burst = (1..=40usize, prop_oneof![7..=40u16, Just(512)]);
+    (size, any::<[bool; 3]>(), tables, burst, any::<usize>()).prop_map(
+        |((packed, size), [indirect, event_idx, in_order], tables, burst, cut)| Config {
+            features: Features { packed, indirect, event_idx, in_order },
+            size,
+            tables,
+            burst,
+            cut: cut % 5000,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_schedule(config in config(), words in prop::collection::vec(any::<u32>(), 1..300)) {
+        let mut pair = Pair::new(config);
+        for word in words {
+            pair.step(Op::from_word(word));
+        }
+        pair.drain();
+    }
+}
+
+/// Long enough for a split ring's 16-bit indices to wrap, and for packed rings to go round in every alignment.
+#[test]
+fn long_schedules() {
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut next = || {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random >> 16) as u32
+    };
+    for features in all_features() {
+        for size in if features.packed { [3, 21] } else { [4, 64] } {
+            let tables = (size > 4).then_some(3);
+            let config = Config { features, size, tables, burst: (BURST, 80), cut: 777 };
+            let mut pair = Pair::new(config);
+            let chains = if size == 64 { 80_000 } else { 5_000 };
+            while pair.serial < chains {
+                pair.step(Op::from_word(next()));
+                // The random schedule alone spends most of its time asleep.
+                if next() % 16 == 0 {
+                    pair.drain();
+                    pair.driver_state.asleep = false;
+                    pair.device_state.asleep = false;
+                }
+            }
+            pair.drain();
+        }
+    }
+}
+
+/// With EVENT_IDX one sleep costs one notification, however many chains come.
+#[test]
+fn one_notification_for_one_sleep() {
+    for features in all_features().filter(|features| features.event_idx) {
+        let memory = Memory::new(features, 64, 4096, None);
+        let (mut driver, mut device) = (memory.driver(), memory.device());
+        let mut burst = Chains::new(64, 64);
+        burst.start(&memory.device);
+        let buffer = Buffer { address: memory.address(0), len: 8 };
+        assert!(!device.enable_notification() && !driver.enable_notification());
+        let mut wanted = [0, 0];
+        for _ in 0..60 {
+            assert_eq!(driver.add_single(1, false, |_| buffer), 1);
+            driver.publish();
+            wanted[0] += usize::from(driver.wants_notification());
+            assert_eq!(device.take(&memory.device, &mut burst, 1), Ok(1));
+            device.give(&burst.list()[burst.list().len() - 1..]);
+            wanted[1] += usize::from(device.wants_notification());
+        }
+        assert_eq!(wanted, [1, 1], "{features:?}");
+        assert!(!driver.wants_notification() && !device.wants_notification(), "nothing new");
+    }
+}
+
+/// In order and with nothing to write, a packed ring's device writes one descriptor for a whole burst (2.8.7).
+#[test]
+fn in_order_batches_take_one_descriptor() {
+    let features = Features { packed: true, in_order: true, ..Features::default() };
+    let memory = Memory::new(features, 7, 4096, None);
+    let (mut driver, mut device) = (memory.driver(), memory.device());
+    let mut burst = Chains::new(BURST, 64);
+    let buffer = Buffer { address: memory.address(0), len: 8 };
+    let words = |region: &Arc<Region>| {
+        let mut bytes = [0; 7 * 16];
+        region.span(0, bytes.len()).unwrap().read(&mut bytes);
+        bytes
+    };
+    for _ in 0..20 {
+        let ids = [
+            driver.add(&[buffer; 2], &[]).unwrap(),
+            driver.add(&[buffer], &[]).unwrap(),
+            driver.add(&[buffer; 3], &[]).unwrap(),
+        ];
+        driver.publish();
+        burst.start(&memory.device);
+        assert_eq!(device.take(&memory.device, &mut burst, BURST), Ok(3));
+        let before = words(&memory.driver);
+        device.give(burst.list());
+        let changed = before.chunks(16).zip(words(&memory.driver).chunks(16)).filter(|(a, b)| a != b).count();
+        assert_eq!(changed, 1);
+        let mut used = [Used::default(); 2];
+        assert_eq!(driver.take_used(&mut used), Ok(2));
+        assert_eq!(used.map(|used| used.id), ids[..2]);
+        assert!(driver.enable_notification(), "the rest of the batch");
+        assert_eq!(driver.take_used(&mut used), Ok(1));
+        assert_eq!(used[0].id, ids[2]);
+        assert_eq!(driver.free(), 7);
+    }
+}
+
+/// What a driver has to assume of buffers that an in-order device skips is that they were used completely (2.7.9), so
+/// that a device must not skip one that it has not written.
+#[test]
+fn in_order_batches_have_nothing_writable() {
+    let features = Features { packed: true, in_order: true, ..Features::default() };
+    let memory = Memory::new(features, 8, 4096, None);
+    let (mut driver, mut device) = (memory.driver(), memory.device());
+    let mut burst = Chains::new(BURST, 64);
+    burst.start(&memory.device);
+    driver.add_single(4, true, |_| Buffer { address: memory.address(0), len: 8 });
+    driver.publish();
+    assert_eq!(device.take(&memory.device, &mut burst, BURST), Ok(4));
+    device.give(burst.list());
+    for slot in 0..4 {
+        let mut flags = [0; 2];
+        memory.driver.span(slot * 16 + 14, 2).unwrap().read(&mut flags);
+        assert_eq!(u16::from_le_bytes(flags), 0x8080, "slot {slot}");
+    }
+}
+
+/// A device of another make may skip buffers in order; they count as written in full.
+#[test]
+fn drivers_understand_in_order_batches() {
+    for packed in [false, true] {
+        let features = Features { packed, in_order: true, ..Features::default() };
+        let memory = Memory::new(features, 8, 4096, None);
+        let mut driver = memory.driver();
+        let buffer = Buffer { address: memory.address(0), len: 100 };
+        for round in 0..40u16 {
+            let ids = [
+                driver.add(&[buffer], &[buffer]).unwrap(),
+                driver.add(&[], &[buffer; 2]).unwrap(),
+                driver.add(&[], &[buffer]).unwrap(),
+            ];
+            driver.publish();
+            // Two batches: the first two chains, and the third one alone.
+            if packed {
+                let put = |position: u16, id: u16, len: u32| {
+                    let flags: u16 = if (position / 8).is_multiple_of(2) { 0x8082 } else { 2 };
+                    let mut bytes = len.to_le_bytes().to_vec();
+                    bytes.extend(id.to_le_bytes());
+                    bytes.extend(flags.to_le_bytes());
+                    memory.write_user(memory.at.descriptor + u64::from(position % 8) * 16 + 8, &bytes);
+                };
+                put(round * 5 + 4, ids[2], 7);
+                put(round * 5, ids[1], 50);
+            } else {
+                let put = |index: u16, id: u16, len: u32| {
+                    let mut bytes = u32::from(id).to_le_bytes().to_vec();
+                    bytes.extend(len.to_le_bytes());
+                    memory.write_user(memory.at.device + 4 + u64::from(index % 8) * 8, &bytes);
+                };
+                put(round * 3, ids[1], 50);
+                put(round * 3 + 2, ids[2], 7);
+                memory.write_user(memory.at.device + 2, &(round * 3 + 3).to_le_bytes());
+            }
+            let mut used = [Used::default(); 8];
+            assert_eq!(driver.take_used(&mut used[..1]), Ok(1));
+            assert!(driver.enable_notification());
+            assert_eq!(driver.take_used(&mut used[1..]), Ok(2));
+            let expected = [(ids[0], 100), (ids[1], 50), (ids[2], 7)].map(|(id, len)| Used { id, len });
+            assert_eq!(used[..3], expected, "packed: {packed}, round {round}");
+            assert!(!driver.enable_notification());
+            assert_eq!(driver.free(), 8);
+        }
+    }
+}
+
+/// A bell that one thread rings and the other one sleeps by.
+#[derive(Default)]
+struct Bell {
+    rung: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Bell {
+    fn ring(&self) {
+        *self.rung.lock().unwrap() = true;
+        self.changed.notify_one();
+    }
+
+    fn sleep(&self) {
+        let rung = self.rung.lock().unwrap();
+        let (mut rung, timeout) =
+            self.changed.wait_timeout_while(rung, Duration::from_secs(10), |rung| !*rung).unwrap();
+        assert!(!timeout.timed_out(), "slept for ever");
+        *rung = false;
+    }
+}
+
+/// On two real threads: nothing is lost or reordered, and nobody sleeps for ever.
+#[test]
+fn in_threads() {
+    const COUNT: u64 = 20_000;
+    for features in all_features().filter(|features| !features.indirect) {
+        let memory = Memory::new(features, 16, 16 * 8, None);
+        let (mut driver, mut device) = (memory.driver(), memory.device());
+        let bells = [Bell::default(), Bell::default()];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut burst = Chains::new(BURST, 64);
+                let mut seen = 0;
+                while seen < COUNT {
+                    burst.start(&memory.device);
+                    if device.take(&memory.device, &mut burst, 5).unwrap() == 0 {
+                        if !device.enable_notification() {
+                            bells[0].sleep();
+                        }
+                        device.disable_notification();
+                        continue;
+                    }
+                    for chain in burst.list() {
+                        let bytes = burst.readable(chain)[0].read_once::<8>().unwrap();
+                        assert_eq!(u64::from_le_bytes(bytes), seen);
+                        seen += 1;
+                    }
+                    device.give(burst.list());
+                    if device.wants_notification() {
+                        bells[1].ring();
+                    }
+                }
+            });
+            let (mut sent, mut back) = (0, 0);
+            let mut used = [Used::default(); 7];
+            while back < COUNT {
+                let added = driver.add_single((COUNT - sent).min(6) as usize, false, |id| {
+                    let buffer = Buffer { address: memory.address(usize::from(id) * 8), len: 8 };
+                    memory.write(buffer.address, &sent.to_le_bytes());
+                    sent += 1;
+                    buffer
+                });
+                driver.publish();
+                if driver.wants_notification() {
+                    bells[0].ring();
+                }
+                let count = driver.take_used(&mut used).unwrap();
+                back += count as u64;
+                if count == 0 && added == 0 {
+                    if !driver.enable_notification() {
+                        bells[1].sleep();
+                    }
+                    driver.disable_notification();
+                }
+            }
+        });
+    }
+}

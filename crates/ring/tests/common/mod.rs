@@ -1,0 +1,88 @@
+//! A ring in a driver's memory, and the device's own mapping of that memory.
+
+use ringroad_mem::{Region, Table};
+use ringroad_ring::{Addresses, DeviceRing, DriverRing, Features, packed, split};
+use std::sync::Arc;
+
+/// Guest address of the driver's memory.
+pub const GUEST: u64 = 0x1_0000_0000;
+
+/// The driver's memory: a ring at its start, an arena behind it.
+pub struct Memory {
+    pub driver: Arc<Region>,
+    pub device: Arc<Table>,
+    pub at: Addresses,
+    pub features: Features,
+    pub size: u32,
+    /// Offset of what follows the ring.
+    pub arena: usize,
+}
+
+impl Memory {
+    /// With `cut`, the device maps the file in two regions, which meet that many bytes into the arena.
+    pub fn new(features: Features, size: u32, arena: usize, cut: Option<usize>) -> Memory {
+        let start = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        let (driver, file) = Region::create(start + arena, GUEST, false).unwrap();
+        let at = if features.packed {
+            packed::Layout::place(&driver, 0, size).unwrap().1
+        } else {
+            split::Layout::place(&driver, 0, size).unwrap().1
+        };
+        let end = driver.len() as u64;
+        let cut = cut.map(|cut| (start + cut) as u64).unwrap_or(end);
+        let mut device = Table::default();
+        for (from, to) in [(0, cut), (cut, end)] {
+            if from < to {
+                let region = Region::map(&file, from, to - from, GUEST + from, driver.user() + from).unwrap();
+                device = device.with(region).unwrap();
+            }
+        }
+        Memory { driver, device: Arc::new(device), at, features, size, arena: start }
+    }
+
+    /// A driver end for the ring, whose memory must be zeros.
+    pub fn driver(&self) -> DriverRing {
+        if self.features.packed {
+            let (layout, _) = packed::Layout::place(&self.driver, 0, self.size).unwrap();
+            DriverRing::Packed(packed::Driver::new(layout, self.features))
+        } else {
+            let (layout, _) = split::Layout::place(&self.driver, 0, self.size).unwrap();
+            DriverRing::Split(split::Driver::new(layout, self.features))
+        }
+    }
+
+    /// A device end for a fresh ring.
+    pub fn device(&self) -> DeviceRing {
+        self.device_at(if self.features.packed { packed::Base::FRESH.0 } else { 0 })
+    }
+
+    /// A device end that goes on at `base`.
+    pub fn device_at(&self, base: u32) -> DeviceRing {
+        DeviceRing::start(&self.device, self.features, self.size, self.at, base).unwrap()
+    }
+
+    /// Guest address of a byte of the arena.
+    pub fn address(&self, offset: usize) -> u64 {
+        GUEST + (self.arena + offset) as u64
+    }
+
+    /// Writes as the driver, at a guest address.
+    pub fn write(&self, address: u64, bytes: &[u8]) {
+        assert_eq!(self.driver.span((address - GUEST) as usize, bytes.len()).unwrap().write(bytes), bytes.len());
+    }
+
+    /// Writes as the driver, at a user address: what a ring's areas are named by.
+    pub fn write_user(&self, user: u64, bytes: &[u8]) {
+        self.write(user - self.driver.user() + GUEST, bytes);
+    }
+}
+
+/// All layouts and features.
+pub fn all_features() -> impl Iterator<Item = Features> {
+    (0..16).map(|bits| Features {
+        packed: bits & 1 != 0,
+        indirect: bits & 2 != 0,
+        event_idx: bits & 4 != 0,
+        in_order: bits & 8 != 0,
+    })
+}

@@ -1,0 +1,982 @@
+//! Rings that lie: each end has to answer with exactly the fault that fits, and never with a panic, a hang or more work
+//! than the ring has entries.
+#![cfg(not(loom))]
+
+mod common;
+
+use common::{GUEST, Memory, all_features};
+use proptest::prelude::*;
+use ringroad_mem::{Region, Table};
+use ringroad_ring::{
+    Addresses, BURST, Buffer, Chain, Chains, DeviceRing, DriverFault, DriverRing, Fault, Features, SetupError, Used,
+    packed, split,
+};
+use std::sync::Arc;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+const AVAILABLE: u16 = 1 << 7;
+const USED: u16 = 1 << 15;
+
+const SIZE: u16 = 8;
+const ARENA: usize = 65536;
+
+const SPLIT: Features = Features { packed: false, indirect: true, event_idx: false, in_order: false };
+const PACKED: Features = Features { packed: true, ..SPLIT };
+
+/// A ring that a test writes by hand.
+struct Raw(Memory);
+
+impl Raw {
+    fn new(features: Features, size: u16) -> Raw {
+        Raw(Memory::new(features, size.into(), ARENA, None))
+    }
+
+    /// Descriptor `index` of the ring; in a packed one it is available in the first pass. `tail`: `next` or the id.
+    fn descriptor(&self, index: u16, address: u64, len: u32, flags: u16, tail: u16) {
+        let at = self.0.at.descriptor + u64::from(index) * 16;
+        if self.0.features.packed {
+            self.0.write_user(at, &packed_bytes(address, len, flags | AVAILABLE, tail));
+        } else {
+            self.0.write_user(at, &split_bytes(address, len, flags, tail));
+        }
+    }
+
+    /// A chain of descriptors from `index` on, which follow each other; the last one as it is, the others with NEXT.
+    fn chain(&self, index: u16, descriptors: &[(u64, u32, u16)]) {
+        for (i, &(address, len, flags)) in (0..).zip(descriptors) {
+            let more = if i as usize + 1 < descriptors.len() { NEXT } else { 0 };
+            let tail = if self.0.features.packed { index } else { index + i + 1 };
+            self.descriptor(index + i, address, len, flags | more, tail);
+        }
+    }
+
+    /// A table in the arena at `offset`; returns its address. Like `chain` otherwise.
+    fn table(&self, offset: usize, descriptors: &[(u64, u32, u16)]) -> u64 {
+        let address = self.0.address(offset);
+        for (i, &(buffer, len, flags)) in (0..).zip(descriptors) {
+            let more = i as usize + 1 < descriptors.len();
+            let bytes = if self.0.features.packed {
+                packed_bytes(buffer, len, flags, 0)
+            } else {
+                split_bytes(buffer, len, flags | if more { NEXT } else { 0 }, if more { i + 1 } else { 0 })
+            };
+            self.0.write(address + u64::from(i) * 16, &bytes);
+        }
+        address
+    }
+
+    /// Makes heads available (split; a packed ring's descriptors say it themselves).
+    fn publish(&self, heads: &[u16]) {
+        if !self.0.features.packed {
+            for (slot, head) in (0..).zip(heads) {
+                self.0.write_user(self.0.at.driver + 4 + 2 * slot, &head.to_le_bytes());
+            }
+            self.index(heads.len() as u16);
+        }
+    }
+
+    fn index(&self, index: u16) {
+        self.0.write_user(self.0.at.driver + 2, &index.to_le_bytes());
+    }
+
+    fn data(&self) -> u64 {
+        self.0.address(0)
+    }
+}
+
+fn split_bytes(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
+    (u128::from(address) | u128::from(len) << 64 | u128::from(flags) << 96 | u128::from(next) << 112).to_le_bytes()
+}
+
+fn packed_bytes(address: u64, len: u32, flags: u16, id: u16) -> [u8; 16] {
+    (u128::from(address) | u128::from(len) << 64 | u128::from(id) << 96 | u128::from(flags) << 112).to_le_bytes()
+}
+
+/// Descriptor 0 is a good chain, descriptor 1 the head of what `write` makes. The good one must come, then the fault, again
+/// and again.
+#[track_caller]
+fn expect(features: Features, write: impl FnOnce(&Raw), fault: Fault, text: &str) {
+    let raw = Raw::new(features, SIZE);
+    raw.descriptor(0, raw.data(), 77, 0, 0);
+    write(&raw);
+    raw.publish(&[0, 1]);
+    faults_after(&raw, 1, fault, text);
+}
+
+/// `good` chains come, then the fault.
+#[track_caller]
+fn faults_after(raw: &Raw, good: usize, fault: Fault, text: &str) {
+    let mut ring = vec![0; raw.0.arena];
+    raw.0.driver.span(0, ring.len()).unwrap().read(&mut ring);
+    let mut device = raw.0.device();
+    let mut burst = Chains::new(BURST, 64);
+    burst.start(&raw.0.device);
+    if good > 0 {
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(good), "what comes before the fault");
+    }
+    for _ in 0..3 {
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
+        assert!(device.enable_notification(), "a driver that is at fault must not be waited for");
+    }
+    assert_eq!(burst.list().len(), good);
+    if let Some(chain) = burst.list().first() {
+        assert_eq!((chain.id, chain.readable_len, burst.readable(chain).len()), (0, 77, 1));
+    }
+    device.give(burst.list());
+    assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
+    // Without the chains beside it the fault is the same. (Giving wrote to the ring.)
+    raw.0.driver.span(0, ring.len()).unwrap().write(&ring);
+    if good > 0 {
+        let mut device = raw.0.device();
+        burst.start(&raw.0.device);
+        assert_eq!(device.take(&raw.0.device, &mut burst, 1), Ok(1));
+        assert_eq!(device.take(&raw.0.device, &mut burst, 1), Err(fault));
+    }
+    let got = fault.to_string();
+    assert!(got.contains(text), "{got:?} does not contain {text:?}");
+}
+
+#[test]
+fn addresses_outside_memory() {
+    for features in [SPLIT, PACKED] {
+        let end = GUEST + Raw::new(features, SIZE).0.driver.len() as u64;
+        let cases = [
+            (0, 1),
+            (0xdead, 100),
+            (GUEST - 1, 2),
+            (end, 1),
+            (end - 1, 2),
+            (GUEST, u32::MAX),
+            (u64::MAX, 1),
+            (u64::MAX, u32::MAX),
+            (u64::MAX - 98, 100),
+            (u64::MAX - u64::from(u32::MAX) + 1, u32::MAX),
+        ];
+        for (address, len) in cases {
+            let fault = |index| Fault::Outside { index, address, len, regions: 1 };
+            let text = format!("at {address:#x} + {len} lies outside guest memory (1 regions)");
+            for flags in [0, WRITE] {
+                expect(features, |raw| raw.chain(1, &[(address, len, flags)]), fault(1), &text);
+                if len == u32::MAX {
+                    // Behind another buffer it would be too long for a chain anyway.
+                    continue;
+                }
+                let chained = |raw: &Raw| raw.chain(1, &[(raw.data(), 1, 0), (address, len, flags)]);
+                expect(features, chained, fault(2), &format!("descriptor 2 {text}"));
+                let in_table = |raw: &Raw| {
+                    let table = raw.table(4096, &[(raw.data(), 1, 0), (address, len, flags)]);
+                    raw.descriptor(1, table, 32, INDIRECT, 1);
+                };
+                expect(features, in_table, fault(1), &format!("descriptor 1 {text}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn chains_of_more_than_4_gib() {
+    const HALF: u32 = 1 << 31;
+    for features in [SPLIT, PACKED] {
+        // Sparse: nothing of it is touched.
+        let raw = Raw(Memory::new(features, SIZE.into(), HALF as usize, None));
+        raw.descriptor(0, raw.data(), 77, 0, 0);
+        raw.chain(1, &[(raw.data(), HALF, 0), (raw.data(), HALF - 1, WRITE), (raw.data(), 1, WRITE)]);
+        raw.publish(&[0, 1]);
+        faults_after(&raw, 1, Fault::Length { index: 3 }, "descriptor 3 is longer than 4 GiB");
+        let table = raw.table(4096, &[(raw.data(), HALF, 0), (raw.data(), HALF, 0)]);
+        raw.descriptor(1, table, 32, INDIRECT, 1);
+        faults_after(&raw, 1, Fault::Length { index: 1 }, "descriptor 1 is longer than 4 GiB");
+        // One byte less is allowed.
+        raw.chain(1, &[(raw.data(), HALF, 0), (raw.data(), HALF - 1, WRITE)]);
+        let mut burst = Chains::new(BURST, 64);
+        burst.start(&raw.0.device);
+        assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, 2), Ok(2));
+        assert_eq!((burst.list()[1].readable_len, burst.list()[1].writable_len), (HALF, HALF - 1));
+    }
+}
+
+#[test]
+fn loops_and_chains_longer_than_the_queue() {
+    let text = "loops or has more than 8 descriptors";
+    // A descriptor that is its own next, two that are each other's, and one that leads back to the good chain.
+    for nexts in [[1, 1], [2, 1], [2, 2], [0, 0]] {
+        let write = |raw: &Raw| {
+            raw.descriptor(1, raw.data(), 10, NEXT, nexts[0]);
+            raw.descriptor(2, raw.data(), 10, NEXT, nexts[1]);
+            if nexts == [0, 0] {
+                raw.descriptor(0, raw.data(), 77, NEXT, 1);
+            }
+        };
+        let raw = Raw::new(SPLIT, SIZE);
+        write(&raw);
+        raw.publish(&[1]);
+        let mut device = raw.0.device();
+        let mut burst = Chains::new(BURST, 64);
+        burst.start(&raw.0.device);
+        for _ in 0..3 {
+            let fault = device.take(&raw.0.device, &mut burst, BURST).unwrap_err();
+            assert!(matches!(fault, Fault::Loop { size: 8, .. }), "{fault:?}");
+            assert!(fault.to_string().contains(text));
+        }
+    }
+    // All descriptors of a packed ring belong to one chain that does not end; and those of a ring of one.
+    for size in [1, SIZE] {
+        let raw = Raw::new(PACKED, size);
+        (0..size).for_each(|index| raw.descriptor(index, raw.data(), 10, NEXT, 3));
+        let text = format!("with descriptor 0 loops or has more than {size} descriptors");
+        faults_after(&raw, 0, Fault::Loop { index: 0, size }, &text);
+    }
+    let raw = Raw::new(SPLIT, 1);
+    raw.descriptor(0, raw.data(), 10, NEXT, 0);
+    raw.publish(&[0]);
+    faults_after(&raw, 0, Fault::Loop { index: 0, size: 1 }, "more than 1 descriptors");
+    for features in [SPLIT, PACKED] {
+        // As long as the queue is as long as it gets, directly and in a table.
+        for (count, good) in [(8, true), (9, false)] {
+            let raw = Raw::new(features, SIZE);
+            let table = raw.table(4096, &vec![(raw.data(), 1, 0); count]);
+            raw.descriptor(0, table, count as u32 * 16, INDIRECT, 0);
+            raw.publish(&[0]);
+            if !good {
+                faults_after(&raw, 0, Fault::Loop { index: 8, size: 8 }, "descriptor 8 loops or has more than 8");
+                continue;
+            }
+            let mut burst = Chains::new(BURST, 64);
+            for _ in 0..2 {
+                burst.start(&raw.0.device);
+                assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, BURST), Ok(1));
+                assert_eq!((burst.list()[0].readable_len, burst.readable(&burst.list()[0]).len()), (8, 8));
+                raw.chain(0, &[(raw.data(), 1, 0); 8]);
+            }
+        }
+    }
+    // A loop within a table (split; packed tables have no links).
+    let looped = |raw: &Raw| {
+        let table = raw.table(4096, &[(raw.data(), 1, NEXT); 2]);
+        raw.0.write(table + 16, &split_bytes(raw.data(), 1, NEXT, 1));
+        raw.descriptor(1, table, 32, INDIRECT, 0);
+    };
+    expect(SPLIT, looped, Fault::Loop { index: 1, size: 8 }, "descriptor 1 loops");
+}
+
+#[test]
+fn indirect_where_it_may_not_be() {
+    for features in [SPLIT, PACKED] {
+        let (one, two) = (Fault::Indirect { index: 1 }, Fault::Indirect { index: 2 });
+        let good = |raw: &Raw| raw.table(4096, &[(raw.data(), 1, 0)]);
+        let with_next = |raw: &Raw| raw.descriptor(1, good(raw), 16, INDIRECT | NEXT, 2);
+        expect(features, with_next, one, "descriptor 1 is indirect where it may not be");
+        let chained = |raw: &Raw| raw.chain(1, &[(raw.data(), 1, 0), (good(raw), 16, INDIRECT | NEXT)]);
+        expect(features, chained, two, "descriptor 2 is indirect");
+        let nested = |raw: &Raw| {
+            let table = raw.table(8192, &[(raw.data(), 1, 0), (raw.data(), 1, 0), (good(raw), 16, INDIRECT)]);
+            raw.descriptor(1, table, 48, INDIRECT, 0);
+        };
+        expect(features, nested, two, "descriptor 2 is indirect");
+        let plain = Features { indirect: false, ..features };
+        expect(plain, |raw| raw.descriptor(1, good(raw), 16, INDIRECT, 1), one, "not negotiated");
+        expect(plain, |raw| raw.chain(1, &[(raw.data(), 1, 0), (good(raw), 16, INDIRECT)]), two, "descriptor 2");
+    }
+}
+
+#[test]
+fn indirect_tables_of_odd_lengths_and_places() {
+    for features in [SPLIT, PACKED] {
+        for len in [0, 1, 15, 17, 31, 127, u32::MAX] {
+            let fault = Fault::IndirectLength { index: 1, len };
+            let text = format!("descriptor 1 refers to an indirect table of {len} bytes");
+            expect(features, |raw| raw.descriptor(1, raw.data(), len, INDIRECT, 0), fault, &text);
+        }
+        let end = GUEST + Raw::new(features, SIZE).0.driver.len() as u64;
+        for (address, len) in
+            [(0xdead_0000, 16), (end, 16), (end - 16, 32), (u64::MAX - 14, 16), (u64::MAX, 32), (GUEST, 0xffff_fff0)]
+        {
+            let fault = Fault::Outside { index: 1, address, len, regions: 1 };
+            let text = format!("descriptor 1 at {address:#x} + {len} lies outside");
+            expect(features, |raw| raw.descriptor(1, address, len, INDIRECT, 0), fault, &text);
+        }
+        // At any alignment a table is read.
+        let raw = Raw::new(features, SIZE);
+        for shift in 0..16 {
+            let table = raw.table(4096 + shift, &[(raw.data(), 3, 0), (raw.data(), 4, WRITE)]);
+            raw.descriptor(0, table, 32, INDIRECT, 0);
+            raw.publish(&[0]);
+            let mut burst = Chains::new(BURST, 64);
+            burst.start(&raw.0.device);
+            assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, BURST), Ok(1));
+            assert_eq!((burst.list()[0].readable_len, burst.list()[0].writable_len), (3, 4));
+        }
+    }
+    // A table may have more entries than its chain (split only).
+    let raw = Raw::new(SPLIT, SIZE);
+    let table = raw.table(4096, &[(raw.data(), 3, 0)]);
+    raw.descriptor(0, table, 60_000 * 16, INDIRECT, 0);
+    raw.publish(&[0]);
+    faults_after(
+        &raw,
+        0,
+        Fault::Outside { index: 0, address: table, len: 960_000, regions: 1 },
+        "descriptor 0 at 0x100001",
+    );
+    raw.descriptor(0, table, 3000 * 16, INDIRECT, 0);
+    let mut burst = Chains::new(BURST, 64);
+    burst.start(&raw.0.device);
+    assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, BURST), Ok(1));
+}
+
+#[test]
+fn buffers_of_no_bytes() {
+    for features in [SPLIT, PACKED] {
+        for flags in [0, WRITE] {
+            let fault = |index| Fault::ZeroLength { index };
+            expect(features, |raw| raw.chain(1, &[(raw.data(), 0, flags)]), fault(1), "descriptor 1 has length 0");
+            let chained = |raw: &Raw| raw.chain(1, &[(raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 0, flags)]);
+            expect(features, chained, fault(3), "descriptor 3 has length 0");
+            let head = |raw: &Raw| raw.chain(1, &[(raw.data(), 0, flags), (raw.data(), 1, WRITE)]);
+            expect(features, head, fault(1), "descriptor 1 has length 0");
+            let in_table = |raw: &Raw| {
+                let table = raw.table(4096, &[(raw.data(), 1, 0), (raw.data(), 0, flags)]);
+                raw.descriptor(1, table, 32, INDIRECT, 0);
+            };
+            expect(features, in_table, fault(1), "descriptor 1 has length 0");
+            // A chain that goes on into a part of the packed ring where nothing was written yet.
+            if features.packed {
+                expect(features, |raw| raw.descriptor(1, raw.data(), 1, NEXT | flags, 0), fault(2), "descriptor 2");
+            }
+        }
+    }
+}
+
+#[test]
+fn readable_after_writable() {
+    for features in [SPLIT, PACKED] {
+        let order = |raw: &Raw| [(raw.data(), 1, 0), (raw.data(), 1, WRITE), (raw.data(), 1, 0)];
+        let text = "is device-readable but follows a device-writable one";
+        let direct = |raw: &Raw| raw.chain(1, &order(raw));
+        expect(features, direct, Fault::Order { index: 3 }, &format!("descriptor 3 {text}"));
+        let in_table = |raw: &Raw| raw.descriptor(1, raw.table(4096, &order(raw)), 48, INDIRECT, 0);
+        expect(features, in_table, Fault::Order { index: 2 }, &format!("descriptor 2 {text}"));
+        let both = |raw: &Raw| {
+            let table = raw.table(4096, &[(raw.data(), 1, 0)]);
+            raw.chain(1, &[(raw.data(), 1, WRITE), (table, 16, INDIRECT)]);
+        };
+        expect(features, both, Fault::Order { index: 0 }, &format!("descriptor 0 {text}"));
+    }
+}
+
+#[test]
+fn descriptors_that_do_not_exist() {
+    for index in [SIZE, SIZE + 1, 0x7fff, 0x8000, u16::MAX] {
+        let fault = Fault::Index { index, size: SIZE };
+        let text = format!("descriptor {index} does not exist in a table of 8");
+        let raw = Raw::new(SPLIT, SIZE);
+        raw.descriptor(0, raw.data(), 77, 0, 0);
+        raw.publish(&[0, index]);
+        faults_after(&raw, 1, fault, &text);
+        expect(SPLIT, |raw| raw.descriptor(1, raw.data(), 1, NEXT, index), fault, &text);
+    }
+    for next in [2, 3, 0x7fff, u16::MAX] {
+        let write = |raw: &Raw| {
+            let table = raw.table(4096, &[(raw.data(), 1, 0); 2]);
+            raw.0.write(table, &split_bytes(raw.data(), 1, NEXT, next));
+            raw.descriptor(1, table, 32, INDIRECT, 0);
+        };
+        let text = format!("descriptor {next} does not exist in a table of 2");
+        expect(SPLIT, write, Fault::Index { index: next, size: 2 }, &text);
+    }
+}
+
+#[test]
+fn available_index_jumps() {
+    for index in [SIZE + 1, SIZE + 2, 0x7fff, 0x8000, u16::MAX] {
+        let raw = Raw::new(SPLIT, SIZE);
+        (0..SIZE).for_each(|at| raw.descriptor(at, raw.data(), 77, 0, 0));
+        raw.publish(&[0]);
+        raw.index(index);
+        let fault = Fault::AvailableJump { index, next: 0, ahead: index, size: SIZE };
+        let text = format!("available index {index} is {index} ahead of 0, more than the queue's 8 entries");
+        faults_after(&raw, 0, fault, &text);
+    }
+    // Backwards is a jump too, and so is one that comes later.
+    let raw = Raw::new(SPLIT, SIZE);
+    (0..SIZE).for_each(|at| raw.descriptor(at, raw.data(), 77, 0, 0));
+    raw.publish(&[0, 1]);
+    let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 64));
+    burst.start(&raw.0.device);
+    assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(2));
+    for (index, ahead) in [(1, 65535), (0, 65534), (11, 9)] {
+        raw.index(index);
+        let fault = Fault::AvailableJump { index, next: 2, ahead, size: SIZE };
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
+    }
+    raw.index(10);
+    assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(8), "a full queue");
+}
+
+#[test]
+fn packed_overruns() {
+    for size in [1, 2, 5, SIZE] {
+        let raw = Raw::new(PACKED, size);
+        (0..size).for_each(|index| raw.descriptor(index, raw.data(), 77, 0, index));
+        let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 64));
+        burst.start(&raw.0.device);
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(size.into()));
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
+        // The second pass, although nothing was given back yet.
+        raw.0.write_user(raw.0.at.descriptor, &packed_bytes(raw.data(), 77, USED, 0));
+        for _ in 0..3 {
+            let fault = Fault::Overrun { size };
+            assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
+            assert!(fault.to_string().contains(&format!("the ring's {size} entries")));
+        }
+        assert_eq!(burst.list().len(), size as usize);
+    }
+    // A chain that begins in this pass and goes on over descriptors that were not given back.
+    let raw = Raw::new(PACKED, SIZE);
+    (0..SIZE).for_each(|index| raw.descriptor(index, raw.data(), 77, 0, index));
+    let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 64));
+    burst.start(&raw.0.device);
+    assert_eq!(device.take(&raw.0.device, &mut burst, 6), Ok(6));
+    raw.descriptor(7, raw.data(), 77, NEXT, 7);
+    assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(1));
+    assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(Fault::Overrun { size: SIZE }));
+}
+
+/// Every value that the flags of a head, and of a second descriptor, can have, in both passes of the ring.
+#[test]
+fn all_packed_flags() {
+    for indirect in [false, true] {
+        let raw = Raw::new(Features { indirect, ..PACKED }, SIZE);
+        let mut burst = Chains::new(BURST, 64);
+        let table = raw.table(4096, &[(raw.data(), 5, 0), (raw.data(), 6, WRITE)]);
+        for base in [0x8000_8000, 0x0001_0001] {
+            let (slot, wrap) = ((base & 0x7fff) as u16, base & 0x8000 != 0);
+            let this_pass = if wrap { AVAILABLE } else { USED };
+            let place = |ahead: u16| raw.0.at.descriptor + u64::from(slot + ahead) * 16;
+            let check = |burst: &mut Chains, flags: u16, index: u16, before: u32| {
+                let mut device = raw.0.device_at(base);
+                burst.start(&raw.0.device);
+                let got = device.take(&raw.0.device, burst, 1);
+                let expected = if flags & INDIRECT != 0 && (!indirect || flags & NEXT != 0) {
+                    Err(Fault::Indirect { index })
+                } else if flags & INDIRECT != 0 {
+                    Ok((5 + before, 6))
+                } else if flags & NEXT != 0 {
+                    Err(Fault::ZeroLength { index: index + 1 })
+                } else if flags & WRITE != 0 {
+                    Ok((before, 32))
+                } else {
+                    Ok((32 + before, 0))
+                };
+                match expected {
+                    Ok((readable, writable)) => {
+                        assert_eq!(got, Ok(1), "{flags:#x}");
+                        let chain = burst.list()[0];
+                        assert_eq!((chain.readable_len, chain.writable_len, chain.id), (readable, writable, 9));
+                    }
+                    Err(fault) => assert_eq!(got, Err(fault), "{flags:#x}"),
+                }
+            };
+            for flags in 0..=u16::MAX {
+                raw.0.write_user(place(0), &packed_bytes(table, 32, flags, 9));
+                if flags & (AVAILABLE | USED) == this_pass {
+                    check(&mut burst, flags, slot, 0);
+                } else {
+                    let mut device = raw.0.device_at(base);
+                    burst.start(&raw.0.device);
+                    assert_eq!(device.take(&raw.0.device, &mut burst, 1), Ok(0), "{flags:#x}");
+                    assert!(!device.enable_notification());
+                }
+            }
+            raw.0.write_user(place(0), &packed_bytes(raw.data(), 3, this_pass | NEXT, 0));
+            for flags in 0..=u16::MAX {
+                // Of a descriptor that is not a head nothing but NEXT, WRITE and INDIRECT counts (2.8.6).
+                raw.0.write_user(place(1), &packed_bytes(table, 32, flags, 9));
+                check(&mut burst, flags, slot + 1, 3);
+            }
+            raw.0.write_user(place(0), &[0; 32]);
+        }
+    }
+}
+
+#[test]
+fn faults_of_device_types() {
+    let writable = Fault::Writable { id: 12 }.to_string();
+    assert!(writable.contains("buffer 12 is device-writable in a queue that the device only reads from"));
+    let readable = Fault::Readable { id: 13 }.to_string();
+    assert!(readable.contains("buffer 13 is device-readable in a queue that the device only writes to"));
+    let header = Fault::Header { id: 14, len: 11, needed: 12 }.to_string();
+    assert!(header.contains("buffer 14 has 11 bytes, fewer than the header's 12"));
+}
+
+#[test]
+fn more_pieces_than_a_burst_holds() {
+    for features in [SPLIT, PACKED] {
+        let raw = Raw::new(features, SIZE);
+        raw.chain(0, &[(raw.data(), 1, 0)]);
+        raw.chain(1, &[(raw.data(), 1, 0), (raw.data(), 2, 0), (raw.data(), 3, WRITE), (raw.data(), 4, WRITE)]);
+        raw.chain(5, &[(raw.data(), 1, 0), (raw.data(), 2, WRITE)]);
+        raw.publish(&[0, 1, 5]);
+        let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 3));
+        burst.start(&raw.0.device);
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(1), "it waits for a burst of its own");
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
+        device.give(burst.list());
+        burst.start(&raw.0.device);
+        assert_eq!(device.take(&raw.0.device, &mut burst, 1), Ok(1));
+        let chain = burst.list()[0];
+        assert!(chain.clipped && burst.readable(&chain).is_empty() && burst.writable(&chain).is_empty());
+        assert_eq!((chain.readable_len, chain.writable_len), (3, 7));
+        // It can be put back and taken again like any other.
+        device.untake(&mut burst, 0);
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(2));
+        let (chain, after) = (burst.list()[0], burst.list()[1]);
+        assert!(chain.clipped && !after.clipped);
+        assert_eq!((burst.readable(&after).len(), burst.writable(&after).len()), (1, 1));
+        device.give(burst.list());
+        burst.start(&raw.0.device);
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
+        // What is wrong with it comes before what is too much of it.
+        let raw = Raw::new(features, SIZE);
+        raw.chain(
+            0,
+            &[(raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 0, 0)],
+        );
+        raw.publish(&[0]);
+        let mut burst = Chains::new(BURST, 3);
+        burst.start(&raw.0.device);
+        let got = raw.0.device().take(&raw.0.device, &mut burst, BURST);
+        assert_eq!(got, Err(Fault::ZeroLength { index: 4 }));
+    }
+}
+
+#[test]
+fn sizes_that_are_not_possible() {
+    let memory = Table::default();
+    let at = Addresses::default();
+    for size in [0, 3, 5, 6, 100, 32769, 65535, 65536, 1 << 31, u32::MAX] {
+        let error = split::Layout::resolve(&memory, size, at).err().unwrap();
+        assert_eq!(error, SetupError::Size { size, packed: false });
+        assert!(error.to_string().contains(&format!("queue size {size} is not possible: expected a power of two")));
+        assert_eq!(DeviceRing::start(&memory, SPLIT, size, at, 0).err(), Some(error));
+    }
+    for size in [0, 32769, 65535, 65536, 1 << 31, u32::MAX] {
+        let error = packed::Layout::resolve(&memory, size, at).err().unwrap();
+        assert_eq!(error, SetupError::Size { size, packed: true });
+        assert!(error.to_string().contains(&format!("queue size {size} is not possible: expected 1 to 32768")));
+        assert_eq!(DeviceRing::start(&memory, PACKED, size, at, 0).err(), Some(error));
+    }
+}
+
+#[test]
+fn areas_that_are_not_in_memory() {
+    for features in [SPLIT, PACKED] {
+        for size in [1, SIZE, 32768] {
+            let memory = Memory::new(features, size.into(), 64, None);
+            let (start, end) = (memory.driver.user(), memory.driver.user() + memory.driver.len() as u64);
+            let n = u64::from(size);
+            let areas: [(&str, u64, u64); 3] = if features.packed {
+                [("descriptor", 16 * n, 16), ("driver", 4, 4), ("device", 4, 4)]
+            } else {
+                [("descriptor", 16 * n, 16), ("driver", 2 * n + 6, 2), ("device", 8 * n + 6, 4)]
+            };
+            for (area, len, align) in areas {
+                let with = |address: u64| {
+                    let mut at = memory.at;
+                    match area {
+                        "descriptor" => at.descriptor = address,
+                        "driver" => at.driver = address,
+                        _ => at.device = address,
+                    }
+                    DeviceRing::start(&memory.device, features, size.into(), at, 0).err()
+                };
+                let last = (end - len) & !(align - 1);
+                assert_eq!(with(start), None, "{area}");
+                assert_eq!(with(last), None, "{area}");
+                let misaligned = (1..align).map(|shift| start + shift);
+                // 0x1_0000_0000 is where it lies in the guest, which is not what rings are named by.
+                let outside = [0, start - align, last + align, end, GUEST, u64::MAX, u64::MAX - 15, !(len - 1) & !15];
+                for address in misaligned.chain(outside) {
+                    let error = SetupError::Area { area, address, len: len as usize, align: align as usize };
+                    assert_eq!(with(address), Some(error));
+                    let text = format!("the {area} area at {address:#x} ({len} bytes, aligned to {align})");
+                    assert!(error.to_string().contains(&text));
+                }
+            }
+        }
+    }
+}
+
+/// The user addresses go on from one region to the next, but an area has to lie in one of them.
+#[test]
+fn areas_that_cross_regions() {
+    for features in [SPLIT, PACKED] {
+        let memory = Memory::new(features, 64, 8192, Some(2048));
+        let border = memory.device.regions()[1].user();
+        for (area, at) in [
+            ("descriptor", Addresses { descriptor: (border & !15) - 512, ..memory.at }),
+            ("driver", Addresses { driver: border - 2, ..memory.at }),
+            ("device", Addresses { device: border - 2, ..memory.at }),
+        ] {
+            let error = DeviceRing::start(&memory.device, features, 64, at, 0).err();
+            assert!(matches!(error, Some(SetupError::Area { area: name, .. }) if name == area), "{area}: {error:?}");
+        }
+    }
+}
+
+#[test]
+fn packed_bases_outside_the_ring() {
+    let memory = Memory::new(PACKED, 5, 64, None);
+    let start = |base| DeviceRing::start(&memory.device, PACKED, 5, memory.at, base).err();
+    for base in [0x8005_8000, 0x8000_8005, 0x0005_0000, 0x0000_7fff, 0x7fff_0000, u32::MAX] {
+        let error = SetupError::Base { base, size: 5 };
+        assert_eq!(start(base), Some(error));
+        assert!(error.to_string().contains(&format!("base {base:#x} lies outside a ring of 5 entries")));
+    }
+    for base in [0, 0x8000, 0x8000_8000, 0x8004_8004, 0x0004_0004, 0x8002_8004] {
+        assert_eq!(start(base), None);
+    }
+}
+
+/// What frontends carry as the base of a fresh ring, and what our own device leaves.
+#[test]
+fn packed_bases() {
+    for base in [0, 0x8000, 0x8000_8000, 0x8000_0000] {
+        let raw = Raw::new(PACKED, 5);
+        raw.descriptor(0, raw.data(), 77, 0, 3);
+        let mut burst = Chains::new(BURST, 64);
+        burst.start(&raw.0.device);
+        let mut device = raw.0.device_at(base);
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(1), "{base:#x}");
+        assert_eq!(device.base(), 0x8000_8001, "one taken");
+        device.give(burst.list());
+        assert_eq!(device.base(), 0x8001_8001);
+    }
+}
+
+/// A driver that has added four chains of 100 writable bytes each (ids 0 to 3) and three of which the device has taken.
+fn under_way(features: Features) -> (Memory, DriverRing) {
+    let memory = Memory::new(features, SIZE.into(), ARENA, None);
+    let mut driver = memory.driver();
+    let buffer = Buffer { address: memory.address(0), len: 50 };
+    for id in 0..4 {
+        // Chains of two descriptors: the heads are 0, 2, 4, 6 in a split ring.
+        let head = if features.packed { id } else { 2 * id };
+        assert_eq!(driver.add(&[], &[buffer; 2]), Ok(head));
+    }
+    driver.publish();
+    (memory, driver)
+}
+
+/// The device says that it used a chain: its `at`th one, each of two descriptors.
+fn put_used(memory: &Memory, at: u16, id: u32, len: u32) {
+    if memory.features.packed {
+        let slot = memory.at.descriptor + 2 * u64::from(at) * 16 + 8;
+        let word = u64::from(len) | u64::from(id as u16) << 32 | u64::from(AVAILABLE | USED | WRITE) << 48;
+        memory.write_user(slot, &word.to_le_bytes());
+    } else {
+        let entry = u64::from(id) | u64::from(len) << 32;
+        memory.write_user(memory.at.device + 4 + 8 * u64::from(at), &entry.to_le_bytes());
+        memory.write_user(memory.at.device + 2, &(at + 1).to_le_bytes());
+    }
+}
+
+#[track_caller]
+fn expect_driver(memory: &Memory, driver: &mut DriverRing, good: &[Used], fault: DriverFault, text: &str) {
+    let mut out = [Used::default(); 16];
+    if !good.is_empty() {
+        assert_eq!(driver.take_used(&mut out), Ok(good.len()), "what comes before the fault");
+        assert_eq!(&out[..good.len()], good);
+    }
+    for _ in 0..3 {
+        assert_eq!(driver.take_used(&mut out), Err(fault));
+        assert!(driver.enable_notification());
+    }
+    assert_eq!(driver.free(), 2 * good.len(), "{:?}", memory.features);
+    assert!(fault.to_string().contains(text), "{fault}");
+}
+
+#[test]
+fn used_ids_that_the_device_does_not_have() {
+    for features in [SPLIT, PACKED].into_iter().chain([SPLIT, PACKED].map(|f| Features { in_order: true, ..f })) {
+        let ids: [u32; 4] = if features.packed { [0, 1, 2, 3] } else { [0, 2, 4, 6] };
+        let mut bad = vec![5, 7, 8, 9, 0x7fff, 0x8000, 0xffff];
+        // Descriptors in the middle of a chain are no heads; split ids have 32 bits.
+        bad.extend(if features.packed { vec![4, 6] } else { vec![1, 3, 0x1_0000, 0x8000_0000, u32::MAX] });
+        for id in bad {
+            let (memory, mut driver) = under_way(features);
+            put_used(&memory, 0, ids[0], 100);
+            put_used(&memory, 1, id, 0);
+            let good = [Used { id: ids[0] as u16, len: 100 }];
+            let text = format!("gave back buffer {id}, which it does not have");
+            expect_driver(&memory, &mut driver, &good, DriverFault::Id { id }, &text);
+        }
+        // Twice.
+        let (memory, mut driver) = under_way(features);
+        put_used(&memory, 0, ids[0], 1);
+        put_used(&memory, 1, ids[1], 2);
+        put_used(&memory, 2, ids[1], 2);
+        let good = [(ids[0], 1), (ids[1], 2)].map(|(id, len)| Used { id: id as u16, len });
+        let text = format!("gave back buffer {}", ids[1]);
+        expect_driver(&memory, &mut driver, &good, DriverFault::Id { id: ids[1] }, &text);
+    }
+}
+
+#[test]
+fn used_lengths_that_do_not_fit() {
+    for features in [SPLIT, PACKED] {
+        let id: u16 = if features.packed { 1 } else { 2 };
+        for len in [101, 1 << 16, 1 << 31, u32::MAX] {
+            let (memory, mut driver) = under_way(features);
+            put_used(&memory, 0, 0, 100);
+            put_used(&memory, 1, id.into(), len);
+            let fault = DriverFault::Length { id, len, room: 100 };
+            let text = format!("wrote {len} bytes to buffer {id}, which has 100");
+            expect_driver(&memory, &mut driver, &[Used { id: 0, len: 100 }], fault, &text);
+        }
+        // A chain that is only read from has no room at all.
+        let memory = Memory::new(features, SIZE.into(), ARENA, None);
+        let mut driver = memory.driver();
+        driver.add_single(1, false, |_| Buffer { address: memory.address(0), len: 50 });
+        driver.publish();
+        put_used(&memory, 0, 0, 1);
+        let fault = DriverFault::Length { id: 0, len: 1, room: 0 };
+        assert_eq!(driver.take_used(&mut [Used::default()]), Err(fault));
+    }
+}
+
+#[test]
+fn used_index_jumps() {
+    for index in [5, 6, 8, 9, 0x7fff, 0x8000, 0xffff] {
+        let (memory, mut driver) = under_way(SPLIT);
+        put_used(&memory, 0, 0, 0);
+        memory.write_user(memory.at.device + 2, &u16::to_le_bytes(index));
+        let fault = DriverFault::UsedJump { index, next: 0, ahead: index, outstanding: 4 };
+        let text = format!("used index {index} is {index} ahead of 0, with 4 chains under way");
+        expect_driver(&memory, &mut driver, &[], fault, &text);
+    }
+    let (memory, mut driver) = under_way(SPLIT);
+    put_used(&memory, 0, 2, 0);
+    put_used(&memory, 1, 0, 0);
+    assert_eq!(driver.take_used(&mut [Used::default(); 16]), Ok(2));
+    for (index, ahead) in [(1, 65535), (5, 3)] {
+        memory.write_user(memory.at.device + 2, &u16::to_le_bytes(index));
+        let fault = DriverFault::UsedJump { index, next: 2, ahead, outstanding: 2 };
+        assert_eq!(driver.take_used(&mut [Used::default(); 16]), Err(fault));
+    }
+}
+
+/// A packed driver with nothing under way believes in nothing that looks used.
+#[test]
+fn packed_used_descriptors_out_of_nowhere() {
+    for size in [1, 4] {
+        let memory = Memory::new(PACKED, size, ARENA, None);
+        let mut driver = memory.driver();
+        let mut out = [Used::default(); 4];
+        for slot in 0..size as u16 {
+            for flags in [0, USED, AVAILABLE, USED | AVAILABLE] {
+                memory.write_user(memory.at.descriptor + 16 * u64::from(slot), &packed_bytes(0, 0, flags, slot));
+                assert_eq!(driver.take_used(&mut out), Ok(0));
+                assert!(!driver.enable_notification());
+            }
+        }
+        assert_eq!(driver.free(), size as usize);
+    }
+}
+
+/// What fills a ring: noise, and things that are nearly right, which get further.
+#[derive(Clone, Debug)]
+enum Spoil {
+    Bytes(usize, Vec<u8>),
+    Descriptor { slot: usize, address: u32, len: u32, flags: u16, tail: u16 },
+    Word(usize, u16),
+}
+
+fn spoil() -> impl Strategy<Value = Spoil> {
+    let len = prop_oneof![Just(0), 1..200u32, (1..9u32).prop_map(|n| n * 16), any::<u32>()];
+    let flags = prop_oneof![4 => 0..8u16, 1 => any::<u16>()];
+    let marks = prop_oneof![Just(AVAILABLE), Just(USED), Just(AVAILABLE | USED), Just(0)];
+    prop_oneof![
+        1 => (any::<usize>(), prop::collection::vec(any::<u8>(), 1..64)).prop_map(|(at, bytes)| Spoil::Bytes(at, bytes)),
+        6 => (any::<usize>(), any::<u32>(), len, flags, marks, 0..9u16).prop_map(|(slot, address, len, flags, marks, tail)| {
+            Spoil::Descriptor { slot, address, len, flags: flags | marks, tail }
+        }),
+        3 => (any::<usize>(), prop_oneof![0..20u16, any::<u16>()]).prop_map(|(at, word)| Spoil::Word(at, word)),
+    ]
+}
+
+impl Spoil {
+    fn apply(&self, memory: &Memory) {
+        let ring = memory.arena;
+        let put = |at: usize, bytes: &[u8]| {
+            memory.driver.span(at, ring - at).unwrap().write(bytes);
+        };
+        match self {
+            Spoil::Bytes(at, bytes) => put(at % ring, bytes),
+            &Spoil::Descriptor { slot, address, len, flags, tail } => {
+                // Into the ring itself now and then, so that tables and descriptors are the same memory.
+                let address = GUEST + u64::from(address) % (memory.driver.len() as u64 + 64);
+                let at = slot % memory.size as usize * 16;
+                let bytes = if memory.features.packed {
+                    packed_bytes(address, len, flags, tail)
+                } else {
+                    split_bytes(address, len, flags, tail)
+                };
+                put(at, &bytes);
+            }
+            Spoil::Word(at, word) => {
+                // The flags and indices of the driver's and the device's area, and the entries behind them.
+                let area = if at % 2 == 0 { memory.at.driver } else { memory.at.device };
+                let within = (at >> 1) % (if memory.features.packed { 2 } else { 3 + memory.size as usize });
+                memory.write_user(area + 2 * within as u64, &word.to_le_bytes());
+            }
+        }
+    }
+}
+
+fn any_features() -> impl Strategy<Value = Features> {
+    prop::sample::select(all_features().collect::<Vec<_>>())
+}
+
+/// A ring of any features with noise in it.
+fn noise(features: Features, size: u32, fill: &[u8]) -> Memory {
+    let size = if features.packed { size } else { size.next_power_of_two() };
+    let memory = Memory::new(features, size, 4096, None);
+    let bytes: Vec<u8> = fill.iter().copied().cycle().take(memory.arena).collect();
+    memory.driver.span(0, memory.arena).unwrap().write(&bytes);
+    memory
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn device_on_random_memory(
+        features in any_features(),
+        size in 1..=40u32,
+        fill in prop_oneof![Just(vec![0]), prop::collection::vec(any::<u8>(), 1..100)],
+        base in any::<u32>(),
+        fresh in any::<bool>(),
+        steps in prop::collection::vec((spoil(), 0..8u8, any::<u8>()), 1..120),
+    ) {
+        let memory = noise(features, size, &fill);
+        let base = if fresh { 0x8000_8000 } else { base };
+        let device = DeviceRing::start(&memory.device, features, memory.size, memory.at, base);
+        let Ok(mut device) = device else { return Ok(()) };
+        let mut burst = Chains::new(16, 24);
+        burst.start(&memory.device);
+        let mut held: Vec<Chain> = Vec::new();
+        for (spoil, what, count) in steps {
+            spoil.apply(&memory);
+            let count = count as usize;
+            match what {
+                0..=2 => {
+                    let before = burst.list().len();
+                    let room = burst.room().min(count);
+                    let taken = device.take(&memory.device, &mut burst, count);
+                    let new = burst.list().len() - before;
+                    prop_assert_eq!(new, taken.unwrap_or(0));
+                    prop_assert!(new <= room);
+                    let mut pieces = 0;
+                    for chain in burst.list() {
+                        let (readable, writable) = (burst.readable(chain), burst.writable(chain));
+                        pieces += readable.len() + writable.len();
+                        if !chain.clipped {
+                            prop_assert_eq!(readable.iter().map(|s| s.len()).sum::<usize>(), chain.readable_len as usize);
+                            prop_assert_eq!(writable.iter().map(|s| s.len()).sum::<usize>(), chain.writable_len as usize);
+                        }
+                        writable.iter().for_each(|span| { span.write(&[0xaa]); });
+                    }
+                    prop_assert!(pieces <= 24);
+                }
+                3 => device.untake(&mut burst, count % 17),
+                4 => {
+                    held.extend_from_slice(burst.list());
+                    burst.start(&memory.device);
+                    let count = if features.in_order { count.min(held.len()) } else { held.len() };
+                    device.give(&held[..count]);
+                    held.drain(..count);
+                }
+                5 => { device.wants_notification(); }
+                6 => { device.enable_notification(); }
+                _ => device.disable_notification(),
+            }
+        }
+        // Without what was taken and not given back it starts again where it says.
+        if DeviceRing::start(&memory.device, features, memory.size, memory.at, device.base()).is_err() {
+            prop_assert!(false, "its own base {:#x}", device.base());
+        }
+    }
+
+    #[test]
+    fn driver_on_random_memory(
+        features in any_features(),
+        size in 1..=40u32,
+        fill in prop_oneof![Just(vec![0]), prop::collection::vec(any::<u8>(), 1..100)],
+        steps in prop::collection::vec((spoil(), 0..8u8, any::<u8>()), 1..120),
+    ) {
+        let memory = noise(features, size, &fill);
+        let mut driver = memory.driver();
+        let mut under_way = std::collections::HashMap::new();
+        let buffer = Buffer { address: memory.address(0), len: 100 };
+        for (spoil, what, count) in steps {
+            spoil.apply(&memory);
+            let count = count as usize;
+            match what {
+                0 => {
+                    let writable = count % 4;
+                    if let Ok(id) = driver.add(&[buffer; 3][..count / 4 % 4], &[buffer; 3][..writable.min(3)]) {
+                        prop_assert!(under_way.insert(id, 100 * writable.min(3) as u32).is_none());
+                    }
+                }
+                1 => {
+                    driver.add_single(count % 9, true, |id| {
+                        assert!(under_way.insert(id, 100).is_none());
+                        buffer
+                    });
+                }
+                2 => driver.publish(),
+                3 | 4 => {
+                    let mut out = vec![Used::default(); count % 50];
+                    let taken = driver.take_used(&mut out).unwrap_or(0);
+                    for used in &out[..taken] {
+                        // Whatever the device says, an id comes back only if it was away, and no buffer grows.
+                        let room = under_way.remove(&used.id);
+                        prop_assert!(room.is_some_and(|room| used.len <= room), "{:?} of {:?}", used, room);
+                    }
+                }
+                5 => { driver.wants_notification(); }
+                6 => { driver.enable_notification(); }
+                _ => driver.disable_notification(),
+            }
+            prop_assert!(driver.free() <= memory.size as usize && driver.free() + under_way.len() <= memory.size as usize);
+        }
+    }
+}
+
+/// Memory that the peer takes away reads as zeros, which no ring end minds.
+#[test]
+fn rings_that_vanish() {
+    for features in [SPLIT, PACKED] {
+        let (driver, file) = Region::create(1 << 16, GUEST, false).unwrap();
+        let at = if features.packed {
+            packed::Layout::place(&driver, 0, 8).unwrap().1
+        } else {
+            split::Layout::place(&driver, 0, 8).unwrap().1
+        };
+        let region = Region::map(&file, 0, 1 << 16, GUEST, driver.user()).unwrap();
+        let memory = Arc::new(Table::default().with(region.clone()).unwrap());
+        let base = if features.packed { packed::Base::FRESH.0 } else { 0 };
+        let mut device = DeviceRing::start(&memory, features, 8, at, base).unwrap();
+        drop(driver);
+        file.set_len(0).unwrap();
+        let mut burst = Chains::new(BURST, 64);
+        burst.start(&memory);
+        assert_eq!(device.take(&memory, &mut burst, BURST), Ok(0));
+        device.give(burst.list());
+        assert!(!device.enable_notification() && !device.wants_notification());
+        assert!(region.is_lost());
+    }
+}

@@ -1,0 +1,311 @@
+//! The fences and orderings of both ends, checked by loom in every interleaving and with every value that a load may
+//! return. Run with `RUSTFLAGS="--cfg loom" cargo test -p ringroad-ring --test loom --release`.
+//!
+//! Each `store` and `load` of the rings is loom's here; the buffers' bytes are stood for by an atomic each that is
+//! written and read relaxed, so that only the ring's own ordering can make them arrive.
+#![cfg(loom)]
+
+use loom::{
+    sync::{
+        Arc,
+        atomic::{
+            AtomicBool, AtomicU32,
+            Ordering::{AcqRel, Relaxed},
+        },
+    },
+    thread,
+};
+use ringroad_mem::{Region, Table};
+use ringroad_ring::{Buffer, Chains, DeviceRing, DriverRing, Features, Used, packed, split};
+use std::sync::Arc as StdArc;
+
+const GUEST: u64 = 0x1000;
+const SIZE: u16 = 2;
+
+/// Both ends of a fresh ring.
+fn ends(features: Features) -> (DriverRing, DeviceRing) {
+    if features.packed {
+        let ring = packed::Layout::model(SIZE);
+        let device = packed::Device::new(ring.clone(), features, packed::Base::FRESH);
+        (DriverRing::Packed(packed::Driver::new(ring, features)), DeviceRing::Packed(device))
+    } else {
+        let ring = split::Layout::model(SIZE);
+        let device = split::Device::new(ring.clone(), features, 0);
+        (DriverRing::Split(split::Driver::new(ring, features)), DeviceRing::Split(device))
+    }
+}
+
+/// Memory for the addresses of the descriptors; nobody writes to it.
+fn memory() -> StdArc<Table> {
+    StdArc::new(Table::default().with(Region::private(4096, GUEST).unwrap()).unwrap())
+}
+
+/// The buffer of the `serial`th chain: address and length tell them all apart.
+fn buffer(serial: u32) -> Buffer {
+    Buffer { address: GUEST + 64 * u64::from(serial), len: 10 + serial }
+}
+
+/// Takes one chain, gives it back with `written` bytes; the serial of what came.
+fn take_one(device: &mut DeviceRing, memory: &StdArc<Table>, burst: &mut Chains, writable: bool) -> Option<u32> {
+    burst.start(memory);
+    if device.take(memory, burst, 1).expect("a fault of a good driver") == 0 {
+        return None;
+    }
+    let chain = burst.list()[0];
+    let spans = if writable { burst.writable(&chain) } else { burst.readable(&chain) };
+    assert_eq!(spans.len(), 1);
+    let offset = spans[0].as_ptr() as usize - memory.regions()[0].span(0, 1).unwrap().as_ptr() as usize;
+    let serial = offset as u32 / 64;
+    assert_eq!((spans[0].len(), offset % 64), (10 + serial as usize, 0), "address and length of one descriptor");
+    assert_eq!(chain.readable_len + chain.writable_len, 10 + serial);
+    Some(serial)
+}
+
+fn give_one(device: &mut DeviceRing, burst: &mut Chains, written: u32) {
+    burst.list_mut()[0].written = written;
+    device.give(burst.list());
+}
+
+/// One buffer there and back, before the threads start: what memory holds then is not what it held at first.
+fn once_around(driver: &mut DriverRing, device: &mut DeviceRing, memory: &StdArc<Table>, burst: &mut Chains) {
+    assert_eq!(driver.add_single(1, false, |_| buffer(0)), 1);
+    driver.publish();
+    driver.wants_notification();
+    assert_eq!(take_one(device, memory, burst, false), Some(0));
+    give_one(device, burst, 0);
+    device.wants_notification();
+    assert_eq!(driver.take_used(&mut [Used::default()]), Ok(1));
+}
+
+/// Preemptions are bounded, so that each model ends within seconds; two or three find all that these rings can do wrong.
+fn check(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(model);
+}
+
+fn layouts(event_idx: bool) -> [Features; 2] {
+    [false, true].map(|packed| Features { packed, event_idx, ..Features::default() })
+}
+
+/// What the device takes is what the driver wrote: descriptors, and the bytes behind them. What the driver gets back is
+/// what the device wrote: ids, lengths, bytes. With more buffers than the ring has entries.
+fn publish(features: Features) {
+    const CHAINS: u32 = 3;
+    let memory = memory();
+    check(2, move || {
+        let (mut driver, mut device) = ends(features);
+        let bytes = || Arc::new((0..CHAINS).map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
+        let (sent, replied) = (bytes(), bytes());
+        let device_thread = {
+            let (sent, replied, memory) = (sent.clone(), replied.clone(), memory.clone());
+            thread::spawn(move || {
+                let mut burst = Chains::new(4, 8);
+                let mut next = 0;
+                for _ in 0..CHAINS + 1 {
+                    match take_one(&mut device, &memory, &mut burst, true) {
+                        Some(serial) => {
+                            assert_eq!(serial, next);
+                            next += 1;
+                            assert_eq!(sent[serial as usize].load(Relaxed), 100 + serial, "bytes for the device");
+                            replied[serial as usize].store(200 + serial, Relaxed);
+                            give_one(&mut device, &mut burst, 1 + serial);
+                        }
+                        None => thread::yield_now(),
+                    }
+                }
+                next
+            })
+        };
+        let (mut next, mut back) = (0, 0);
+        let mut serials = [None; SIZE as usize];
+        for _ in 0..4 {
+            // Two at once the first time; in a packed ring the first one of them publishes the second one as well.
+            driver.add_single((CHAINS - next) as usize, true, |id| {
+                sent[next as usize].store(100 + next, Relaxed);
+                serials[id as usize] = Some(next);
+                next += 1;
+                buffer(next - 1)
+            });
+            driver.publish();
+            let mut used = [Used::default(); 2];
+            let count = driver.take_used(&mut used).expect("a fault of a good device");
+            for used in &used[..count] {
+                let serial = serials[used.id as usize].take().expect("an id that is under way");
+                assert_eq!((serial, used.len), (back, 1 + back));
+                assert_eq!(replied[serial as usize].load(Relaxed), 200 + serial, "bytes for the driver");
+                back += 1;
+            }
+            if count == 0 {
+                thread::yield_now();
+            }
+        }
+        let taken = device_thread.join().unwrap();
+        assert!(back <= taken && taken <= next);
+    });
+}
+
+#[test]
+fn split_publish() {
+    publish(layouts(false)[0]);
+}
+
+#[test]
+fn packed_publish() {
+    publish(layouts(false)[1]);
+}
+
+/// What one side rings and the other one sleeps by: an eventfd.
+#[derive(Clone)]
+struct Bell(Arc<AtomicBool>);
+
+impl Bell {
+    fn new() -> Bell {
+        Bell(Arc::new(AtomicBool::new(false)))
+    }
+
+    fn ring(&self) {
+        // Loom orders read-modify-writes with each other, but not with stores.
+        self.0.swap(true, AcqRel);
+    }
+
+    /// Whether it had been rung.
+    fn clear(&self) -> bool {
+        self.0.swap(false, AcqRel)
+    }
+}
+
+/// A device that sleeps is woken, or has nothing to do. `rounds`: how many buffers the driver publishes, one at a time.
+fn device_wakes(features: Features, rounds: u32) {
+    let memory = memory();
+    check(3, move || {
+        let (mut driver, mut device) = ends(features);
+        let mut burst = Chains::new(4, 8);
+        once_around(&mut driver, &mut device, &memory, &mut burst);
+        device.disable_notification();
+        let bell = Bell::new();
+        let device_thread = {
+            let (bell, memory) = (bell.clone(), memory.clone());
+            thread::spawn(move || {
+                let mut taken = 0;
+                while taken < rounds {
+                    if take_one(&mut device, &memory, &mut burst, false).is_some() {
+                        taken += 1;
+                    } else if !device.enable_notification() {
+                        if !bell.clear() {
+                            // Asleep, until the bell rings again.
+                            break;
+                        }
+                        device.disable_notification();
+                    }
+                }
+                taken
+            })
+        };
+        for serial in 1..=rounds {
+            assert_eq!(driver.add_single(1, false, |_| buffer(serial)), 1);
+            driver.publish();
+            if driver.wants_notification() {
+                bell.ring();
+            }
+        }
+        let taken = device_thread.join().unwrap();
+        assert!(taken == rounds || bell.clear(), "the device sleeps, {} buffers wait", rounds - taken);
+    });
+}
+
+/// A driver that sleeps is woken, or has nothing to do.
+fn driver_wakes(features: Features, rounds: u32) {
+    let memory = memory();
+    check(3, move || {
+        let (mut driver, mut device) = ends(features);
+        let mut burst = Chains::new(4, 8);
+        once_around(&mut driver, &mut device, &memory, &mut burst);
+        driver.disable_notification();
+        assert_eq!(driver.add_single(rounds as usize, false, |id| buffer(1 + u32::from(id))), rounds as usize);
+        driver.publish();
+        let bell = Bell::new();
+        let driver_thread = {
+            let bell = bell.clone();
+            thread::spawn(move || {
+                let mut back = 0;
+                while back < rounds {
+                    if driver.take_used(&mut [Used::default()]).expect("a fault of a good device") == 1 {
+                        back += 1;
+                    } else if !driver.enable_notification() {
+                        if !bell.clear() {
+                            break;
+                        }
+                        driver.disable_notification();
+                    }
+                }
+                back
+            })
+        };
+        for _ in 1..=rounds {
+            assert!(take_one(&mut device, &memory, &mut burst, false).is_some());
+            give_one(&mut device, &mut burst, 0);
+            if device.wants_notification() {
+                bell.ring();
+            }
+        }
+        let back = driver_thread.join().unwrap();
+        assert!(back == rounds || bell.clear(), "the driver sleeps, {} used buffers wait", rounds - back);
+    });
+}
+
+#[test]
+fn split_device_wakes() {
+    for rounds in [1, 2] {
+        device_wakes(layouts(false)[0], rounds);
+    }
+}
+
+#[test]
+fn split_device_wakes_with_event_idx() {
+    for rounds in [1, 2] {
+        device_wakes(layouts(true)[0], rounds);
+    }
+}
+
+#[test]
+fn packed_device_wakes() {
+    for rounds in [1, 2] {
+        device_wakes(layouts(false)[1], rounds);
+    }
+}
+
+#[test]
+fn packed_device_wakes_with_event_idx() {
+    for rounds in [1, 2] {
+        device_wakes(layouts(true)[1], rounds);
+    }
+}
+
+#[test]
+fn split_driver_wakes() {
+    for rounds in [1, 2] {
+        driver_wakes(layouts(false)[0], rounds);
+    }
+}
+
+#[test]
+fn split_driver_wakes_with_event_idx() {
+    for rounds in [1, 2] {
+        driver_wakes(layouts(true)[0], rounds);
+    }
+}
+
+#[test]
+fn packed_driver_wakes() {
+    for rounds in [1, 2] {
+        driver_wakes(layouts(false)[1], rounds);
+    }
+}
+
+#[test]
+fn packed_driver_wakes_with_event_idx() {
+    for rounds in [1, 2] {
+        driver_wakes(layouts(true)[1], rounds);
+    }
+}

@@ -1,0 +1,201 @@
+//! A burst's way from its source to its destinations.
+
+use crate::Fdb;
+use ringroad_net::{Burst, Sink, Source};
+use ringroad_wire::ethernet::{self, Addresses};
+use std::sync::Arc;
+
+/// What becomes of the frames that come from a port.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// They go where their destination address was last seen, or everywhere.
+    #[default]
+    Switch,
+    /// Back out of the same port with their addresses swapped. For measuring.
+    Reflect,
+    /// Nothing. For measuring.
+    Drop,
+}
+
+/// A port of the switch, shared by its worker and by control, which sets it up and takes it down. Neither waits for the
+/// other: a queue that control is at work on has no frames and takes none.
+pub trait Port: Send + Sync {
+    /// Exclusive use of a queue that frames come from, for one burst.
+    type Source<'a>: Source
+    where
+        Self: 'a;
+    /// Exclusive use of a queue that frames go to, for one burst.
+    type Sink<'a>: Sink
+    where
+        Self: 'a;
+
+    /// The queue with this index that frames come from, if it is running and nobody else has it.
+    fn source(&self, queue: usize) -> Option<Self::Source<'_>>;
+
+    /// The queue that frames of this worker go to, if it is running and nobody else has it; `hint` spreads senders over
+    /// several queues. `frames` is how many will not arrive if there is none, to be counted.
+    fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
+
+    /// What becomes of its frames.
+    fn mode(&self) -> Mode {
+        Mode::Switch
+    }
+
+    /// Whether frames may go back out of it.
+    fn hairpin(&self) -> bool {
+        false
+    }
+}
+
+/// Frames of a burst by index, in order.
+struct Group {
+    which: [u8; ringroad_ring::BURST],
+    len: usize,
+}
+
+impl Group {
+    const EMPTY: Group = Group { which: [0; ringroad_ring::BURST], len: 0 };
+
+    #[inline(always)]
+    fn push(&mut self, index: usize) {
+        if let Some(place) = self.which.get_mut(self.len) {
+            *place = index as u8;
+            self.len += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn list(&self) -> &[u8] {
+        self.which.get(..self.len).unwrap_or_default()
+    }
+}
+
+/// Carries bursts between ports. One for each worker.
+pub struct Switch<P> {
+    ports: Vec<Option<Arc<P>>>,
+    fdb: Fdb,
+    burst: Burst,
+}
+
+impl<P: Port> Switch<P> {
+    /// A switch without ports.
+    pub fn new(fdb: Fdb) -> Self {
+        Switch { ports: Vec::new(), fdb, burst: Burst::default() }
+    }
+
+    /// Adds a port; returns its number.
+    pub fn add(&mut self, port: Arc<P>) -> u32 {
+        let free = self.ports.iter().position(Option::is_none);
+        let number = free.unwrap_or(self.ports.len());
+        if free.is_none() {
+            self.ports.push(None);
+        }
+        self.ports[number] = Some(port);
+        number as u32
+    }
+
+    /// Removes a port and what was learned of it.
+    pub fn remove(&mut self, number: u32) -> Option<Arc<P>> {
+        self.fdb.forget(number);
+        self.ports.get_mut(number as usize)?.take()
+    }
+
+    /// The forwarding table.
+    pub fn fdb(&self) -> &Fdb {
+        &self.fdb
+    }
+
+    /// Carries one burst from a port's queue to where it should go. Says how many buffers it took from there; 0: there is
+    /// nothing. `now` is in seconds.
+    #[inline]
+    pub fn carry(&mut self, from: u32, queue: usize, now: u32) -> usize {
+        let Some(Some(port)) = self.ports.get(from as usize) else { return 0 };
+        let port = &**port;
+        let Some(mut source) = port.source(queue) else { return 0 };
+        let taken = source.take(&mut self.burst);
+        if taken == 0 {
+            return 0;
+        }
+        match port.mode() {
+            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, port, from, queue, now),
+            Mode::Reflect => {
+                for frame in self.burst.frames_mut() {
+                    ethernet::swap_addresses(frame.ethernet_mut());
+                }
+                let mut all = Group::EMPTY;
+                (0..self.burst.frames().len()).for_each(|index| all.push(index));
+                put(port, queue, &self.burst, all.list());
+            }
+            Mode::Drop => {}
+        }
+        source.done(&mut self.burst);
+        taken
+    }
+}
+
+fn put<P: Port>(port: &P, hint: usize, burst: &Burst, which: &[u8]) {
+    if let Some(mut sink) = port.sink(hint, which.len()) {
+        sink.put(burst, which);
+    }
+}
+
+/// Learns where frames come from, looks up where they go, and puts them there, destination by destination.
+#[inline]
+fn forward<P: Port>(
+    ports: &[Option<Arc<P>>],
+    fdb: &mut Fdb,
+    burst: &Burst,
+    port: &P,
+    from: u32,
+    queue: usize,
+    now: u32,
+) {
+    const FLOOD: u32 = u32::MAX;
+    let mut destinations = [FLOOD; ringroad_ring::BURST];
+    let mut left = Group::EMPTY;
+    let mut last = None;
+    for (index, frame) in burst.frames().iter().enumerate() {
+        let Some(addresses) = Addresses::read(frame.ethernet()) else { continue };
+        let to = match last {
+            // Frames of one flow come together.
+            Some((seen, to)) if seen == addresses => to,
+            _ => {
+                if !addresses.source.is_multicast() {
+                    fdb.learn(addresses.source, from, now);
+                }
+                let known =
+                    if addresses.destination.is_multicast() { None } else { fdb.lookup(addresses.destination, now) };
+                let to = known.unwrap_or(FLOOD);
+                last = Some((addresses, to));
+                to
+            }
+        };
+        if to == from && !port.hairpin() {
+            continue;
+        }
+        destinations[index] = to;
+        left.push(index);
+    }
+    // Usually one round: all frames of the burst go to one port.
+    while let Some(&first) = left.list().first() {
+        let to = destinations[first as usize];
+        let mut group = Group::EMPTY;
+        let mut others = Group::EMPTY;
+        for &index in left.list() {
+            if destinations[index as usize] == to { &mut group } else { &mut others }.push(index.into());
+        }
+        if to == FLOOD {
+            for (number, port) in ports.iter().enumerate() {
+                if let Some(port) = port
+                    && port.mode() == Mode::Switch
+                    && (number as u32 != from || port.hairpin())
+                {
+                    put(&**port, from as usize + queue, burst, group.list());
+                }
+            }
+        } else if let Some(Some(port)) = ports.get(to as usize) {
+            put(&**port, from as usize + queue, burst, group.list());
+        }
+        left = others;
+    }
+}

@@ -1,0 +1,172 @@
+//! Which queues a worker looks at, and when it may sleep. A state machine over time; the loop around it, with the clock,
+//! epoll and the notifications, is in `host`.
+
+use std::time::{Duration, Instant};
+
+/// How long a queue is polled after its last frame before its worker waits for a notification instead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Poll {
+    /// For this long; zero: event driven.
+    For(Duration),
+    /// For ever: its core is never idle.
+    Unlimited,
+}
+
+/// A queue that the worker looks at without being told.
+#[derive(Clone, Copy)]
+struct Active<K> {
+    key: K,
+    poll: Poll,
+    /// When it first was found empty; `None`: it had something the last time.
+    empty: Option<Instant>,
+}
+
+/// The queues that are being polled, in turn. `K` names a queue.
+pub struct Schedule<K> {
+    active: Vec<Active<K>>,
+}
+
+impl<K: Copy + Eq> Default for Schedule<K> {
+    fn default() -> Self {
+        Schedule { active: Vec::new() }
+    }
+}
+
+impl<K: Copy + Eq> Schedule<K> {
+    /// The queue has, or may have, something to do. Says whether that is news, so that its notifications can be turned
+    /// off.
+    pub fn wake(&mut self, key: K, poll: Poll) -> bool {
+        if let Some(active) = self.active.iter_mut().find(|active| active.key == key) {
+            active.empty = None;
+            return false;
+        }
+        self.active.push(Active { key, poll, empty: None });
+        true
+    }
+
+    /// These queues are gone.
+    pub fn forget(&mut self, gone: impl Fn(K) -> bool) {
+        self.active.retain(|active| !gone(active.key));
+    }
+
+    /// Whether no queue is being polled: the worker can wait for events without a limit.
+    pub fn is_idle(&self) -> bool {
+        self.active.is_empty()
+    }
+
+    /// Looks at each active queue once. `work` does a burst of it and says how much that was; `sleep` turns its
+    /// notifications on and says whether it may be left alone (there was nothing in between). Says whether any work was
+    /// done; `now` is asked only when a queue is found empty.
+    #[inline]
+    pub fn round(
+        &mut self,
+        now: impl Fn() -> Instant,
+        mut work: impl FnMut(K) -> usize,
+        mut sleep: impl FnMut(K) -> bool,
+    ) -> bool {
+        let mut any = false;
+        let mut index = 0;
+        while let Some(active) = self.active.get_mut(index) {
+            index += 1;
+            if work(active.key) > 0 {
+                active.empty = None;
+                any = true;
+                continue;
+            }
+            let Poll::For(budget) = active.poll else { continue };
+            if !budget.is_zero() {
+                let now = now();
+                let since = *active.empty.get_or_insert(now);
+                if now.saturating_duration_since(since) < budget {
+                    continue;
+                }
+            }
+            if sleep(active.key) {
+                index -= 1;
+                self.active.swap_remove(index);
+            }
+        }
+        any
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn event_driven_sleeps_at_once() {
+        let mut schedule = Schedule::default();
+        let now = Instant::now();
+        assert!(schedule.wake(1, Poll::For(Duration::ZERO)));
+        assert!(!schedule.wake(1, Poll::For(Duration::ZERO)));
+        assert!(schedule.round(|| now, |_| 3, |_| true));
+        assert!(!schedule.is_idle());
+        // Something came in while it was about to sleep.
+        assert!(!schedule.round(|| now, |_| 0, |_| false));
+        assert!(!schedule.is_idle());
+        assert!(!schedule.round(|| now, |_| 0, |_| true));
+        assert!(schedule.is_idle());
+    }
+
+    #[test]
+    fn polls_for_its_budget_after_the_last_frame() {
+        let mut schedule = Schedule::default();
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        let slept = Cell::new(0);
+        schedule.wake(7, Poll::For(Duration::from_micros(50)));
+        let mut round = |us, work| {
+            schedule.round(
+                || at(us),
+                |_| work,
+                |_| {
+                    slept.set(slept.get() + 1);
+                    true
+                },
+            )
+        };
+        round(0, 0);
+        round(49, 0);
+        assert_eq!(slept.get(), 0);
+        round(49, 1);
+        round(60, 0);
+        round(109, 0);
+        assert_eq!(slept.get(), 0);
+        round(110, 0);
+        assert_eq!(slept.get(), 1);
+    }
+
+    #[test]
+    fn unlimited_never_sleeps_and_all_get_their_turn() {
+        let mut schedule = Schedule::default();
+        let now = Instant::now();
+        for key in 0..5 {
+            schedule.wake(key, if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) });
+        }
+        let mut seen = Vec::new();
+        schedule.round(
+            || now,
+            |key| {
+                seen.push(key);
+                0
+            },
+            |_| true,
+        );
+        seen.sort();
+        assert_eq!(seen, [0, 1, 2, 3, 4]);
+        let mut seen = Vec::new();
+        schedule.round(
+            || now,
+            |key| {
+                seen.push(key);
+                0
+            },
+            |_| true,
+        );
+        assert_eq!(seen, [2]);
+        schedule.forget(|key| key == 2);
+        assert!(schedule.is_idle());
+    }
+}

@@ -1,0 +1,296 @@
+//! `ringroad blast`: sends and receives test traffic through any vhost-user network device.
+
+use crate::{
+    Outcome, report,
+    traffic::{Mode, Settings, Totals, Touch, Traffic},
+};
+use clap::ValueEnum;
+use ringroad_host::{cpu_time, pin_current_thread, vhost_user::Connector};
+use ringroad_net::{Features, bits};
+use ringroad_wire::{
+    ethernet::{Addresses, MacAddr},
+    probe,
+};
+use serde_json::json;
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Duration,
+};
+
+/// The layout of a driver's rings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Ring {
+    /// Virtio 1.3, 2.7
+    Split,
+    /// Virtio 1.3, 2.8
+    Packed,
+}
+
+impl Ring {
+    /// As users and JSON name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Ring::Split => "split",
+            Ring::Packed => "packed",
+        }
+    }
+}
+
+/// Send and receive test traffic through a vhost-user network device, ours or another's
+#[derive(clap::Args)]
+#[command(after_help = "Examples:\n  \
+    ringroad blast /run/vm1.sock                             64-byte frames for 10 seconds, counting what comes back\n  \
+    ringroad blast /run/vm1.sock --size imix --verify        every byte checked\n  \
+    ringroad blast /run/vm2.sock --mode reflect --seconds 60 the other end")]
+pub struct Args {
+    /// The socket of the device
+    socket: PathBuf,
+    /// What to do
+    #[arg(long, value_enum, default_value = "tx")]
+    mode: Mode,
+    /// Frame sizes without FCS, in turn: 64,1518 or imix (7 × 64, 4 × 594, 1 × 1518)
+    #[arg(long, default_value = "64", value_parser = sizes)]
+    size: Sizes,
+    /// Frames per second; k, M and G are understood [default: as many as go]
+    #[arg(long, value_parser = rate)]
+    rate: Option<f64>,
+    /// At most so many frames under way
+    #[arg(long)]
+    window: Option<u64>,
+    /// Flows (UDP source ports), in turn
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    flows: u16,
+    /// The layout of the rings
+    #[arg(long, value_enum, default_value = "packed")]
+    ring: Ring,
+    /// Entries of each ring
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=32768))]
+    queue_size: u32,
+    /// Do not touch the frames: the cost of the rings alone
+    #[arg(long, conflicts_with = "verify")]
+    no_touch: bool,
+    /// Write and check every byte of every frame
+    #[arg(long)]
+    verify: bool,
+    /// How long
+    #[arg(long, default_value_t = 10.0, value_parser = seconds)]
+    seconds: f64,
+    /// Write the result as JSON to a file (- for standard output)
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Make the socket and wait for the device, instead of connecting to one
+    #[arg(long)]
+    listen: bool,
+    /// Run on one CPU
+    #[arg(long)]
+    cpu: Option<usize>,
+    /// Sleep when there is nothing to do, instead of polling
+    #[arg(long)]
+    event_driven: bool,
+    /// Do not use these features of the device: in_order, mrg_rxbuf, event_idx, indirect
+    #[arg(long, value_delimiter = ',', value_parser = ["in_order", "mrg_rxbuf", "event_idx", "indirect"])]
+    without: Vec<String>,
+    /// The address that frames come from
+    #[arg(long, default_value = "02:00:00:00:00:01")]
+    source: MacAddr,
+    /// The address that frames go to
+    #[arg(long, default_value = "02:00:00:00:00:02")]
+    destination: MacAddr,
+    /// A line of JSON each second on standard output, for programs
+    #[arg(long, hide = true)]
+    lines: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Sizes(Vec<usize>);
+
+fn sizes(text: &str) -> Result<Sizes, String> {
+    if text == "imix" {
+        return Ok(Sizes([vec![64; 7], vec![594; 4], vec![1518]].concat()));
+    }
+    let size = |part: &str| match part.trim().parse::<usize>() {
+        Ok(size) if (probe::MIN_SIZE..=probe::MAX_SIZE).contains(&size) => Ok(size),
+        _ => Err(format!("expected sizes of {} to {}, or imix, found {part}", probe::MIN_SIZE, probe::MAX_SIZE)),
+    };
+    text.split(',').map(size).collect::<Result<_, _>>().map(Sizes)
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    let (number, unit) = match text.find(|c: char| c.is_ascii_alphabetic()) {
+        Some(at) => text.split_at(at),
+        None => (text, ""),
+    };
+    let factor = match unit {
+        "" => 1.0,
+        "k" | "K" => 1e3,
+        "M" => 1e6,
+        "G" => 1e9,
+        _ => return Err(format!("expected a number with k, M or G, found {text}")),
+    };
+    match number.parse::<f64>() {
+        Ok(number) if number > 0.0 && number.is_finite() => Ok(number * factor),
+        _ => Err(format!("expected a number of frames per second, such as 1.5M, found {text}")),
+    }
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
+        _ => Err(format!("expected a number of seconds above 0, found {text}")),
+    }
+}
+
+/// Feature bits that a driver of ours asks for.
+pub fn features(ring: Ring, without: &[String]) -> u64 {
+    let with = |name: &str| !without.iter().any(|other| other == name);
+    let features = Features {
+        packed: ring == Ring::Packed,
+        in_order: with("in_order"),
+        mrg_rxbuf: with("mrg_rxbuf"),
+        event_idx: with("event_idx"),
+        indirect: with("indirect"),
+        mac: true,
+        status: true,
+        mtu: true,
+    };
+    features.bits()
+}
+
+/// Sends and receives for a while.
+pub fn run(args: Args) -> Outcome {
+    if args.ring == Ring::Split && !args.queue_size.is_power_of_two() {
+        return Err(format!("--queue-size {}: a split ring needs a power of two", args.queue_size).into());
+    }
+    if let Some(cpu) = args.cpu {
+        pin_current_thread(cpu).map_err(|error| format!("--cpu {cpu}: {error}"))?;
+    }
+    let longest = args.size.0.iter().copied().max().unwrap_or(0);
+    let connector = Connector {
+        socket: args.socket.clone(),
+        listen: args.listen,
+        patience: Duration::from_secs(if args.listen { 60 } else { 1 }),
+        features: features(args.ring, &args.without),
+        queue_pairs: 1,
+        queue_size: args.queue_size,
+        frame: longest.max(1518),
+        huge: true,
+    };
+    let mut connection = connector.connect()?;
+    if args.ring == Ring::Packed && connection.acked & bits::RING_PACKED == 0 {
+        return Err("the device does not offer VIRTIO_F_RING_PACKED; use --ring split".into());
+    }
+    let settings = Settings {
+        mode: args.mode,
+        sizes: args.size.0.clone(),
+        flows: args.flows,
+        rate: args.rate,
+        window: args.window,
+        touch: if args.verify {
+            Touch::All
+        } else if args.no_touch {
+            Touch::Nothing
+        } else {
+            Touch::Word
+        },
+        addresses: Addresses { destination: args.destination, source: args.source },
+        event_driven: args.event_driven,
+    };
+    let mut traffic = Traffic::new(settings, &mut connection.driver);
+    let mut before = (0, 0, cpu_time());
+    let mut tick = |totals: &Totals| {
+        let (sent, received, cpu) = (totals.sent - before.0, totals.received - before.1, cpu_time());
+        let busy = (cpu - before.2).as_secs_f64() * 100.0;
+        before = (totals.sent, totals.received, cpu);
+        if args.lines {
+            println!(
+                "{}",
+                json!({ "second": totals.time.as_secs(), "sent": sent, "received": received,
+                "errors": totals.errors, "cpu_percent": busy })
+            );
+        } else {
+            println!(
+                "{:>4} s   sent {:7.3} Mpps   received {:7.3} Mpps   errors {}   CPU {busy:.0} %",
+                totals.time.as_secs(),
+                sent as f64 / 1e6,
+                received as f64 / 1e6,
+                totals.errors
+            );
+        }
+    };
+    let totals = traffic.run(&mut connection, Duration::from_secs_f64(args.seconds), &mut tick)?;
+    let gone = connection.is_closed();
+    let result = result(&args, &totals);
+    if args.lines {
+        println!("{result}");
+    } else {
+        print_summary(&args, &totals);
+    }
+    if let Some(file) = &args.json {
+        write_json(file, &result)?;
+    }
+    if gone {
+        return Err(format!("the device at {} has gone", args.socket.display()).into());
+    }
+    Ok(if totals.errors > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn result(args: &Args, totals: &Totals) -> serde_json::Value {
+    let gbps = |bytes: u64| bytes as f64 * 8.0 / totals.time.as_secs_f64() / 1e9;
+    let percentile = |p: f64| (!totals.round_trip.is_empty()).then(|| totals.round_trip.value_at_quantile(p));
+    json!({
+        "blast": format!("{:?}", args.mode).to_lowercase(),
+        "ring": args.ring.name(),
+        "queue_size": args.queue_size,
+        "sizes": args.size.0,
+        "seconds": totals.time.as_secs_f64(),
+        "sent": totals.sent,
+        "received": totals.received,
+        "errors": totals.errors,
+        "foreign": totals.foreign,
+        "sent_mpps": totals.sent_mpps(),
+        "received_mpps": totals.received_mpps(),
+        "sent_gbps": gbps(totals.sent_bytes),
+        "received_gbps": gbps(totals.received_bytes),
+        "round_trip_ns": { "p50": percentile(0.5), "p99": percentile(0.99), "samples": totals.round_trip.len() },
+        "cpu_seconds": cpu_time().as_secs_f64(),
+    })
+}
+
+/// Writes JSON to a file, or to standard output for `-`.
+pub fn write_json(file: &Path, value: &serde_json::Value) -> Result<(), String> {
+    let text = format!("{value:#}\n");
+    if file == Path::new("-") {
+        print!("{text}");
+        return Ok(());
+    }
+    std::fs::write(file, text).map_err(|error| format!("cannot write {}: {error}", file.display()))
+}
+
+fn print_summary(args: &Args, totals: &Totals) {
+    let result = result(args, totals);
+    let rows = ["sent", "received"].map(|name| {
+        let number = |key: String| result[key].as_f64().unwrap_or(0.0);
+        let frames = result[name].as_u64().unwrap_or(0);
+        vec![
+            name.to_owned(),
+            report::count(frames),
+            format!("{:.3}", number(format!("{name}_mpps"))),
+            format!("{:.2}", number(format!("{name}_gbps"))),
+        ]
+    });
+    print!("\n{}", report::table(&["", "frames", "Mpps", "Gb/s"], &rows));
+    if !totals.round_trip.is_empty() {
+        let at = |quantile| report::time(totals.round_trip.value_at_quantile(quantile));
+        println!(
+            "round trip  p50 {}  p99 {}  ({} frames timed)",
+            at(0.5),
+            at(0.99),
+            report::count(totals.round_trip.len())
+        );
+    }
+    if totals.foreign > 0 {
+        println!("{} frames that were not ours", report::count(totals.foreign));
+    }
+    println!("payload errors {}{}", totals.errors, if args.verify { "" } else { " (--verify checks every byte)" });
+}

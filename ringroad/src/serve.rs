@@ -1,0 +1,228 @@
+//! `ringroad serve`: runs a switch as a configuration file describes it.
+
+use crate::{Outcome, config, report};
+use ringroad_host::{
+    Port, PortHandle, PortReport, Tap, Worker, WorkerConfig,
+    vhost_user::{Role, Server, VhostConfig},
+};
+use ringroad_net::{Config, Features};
+use ringroad_switch::{Mode, Poll};
+use ringroad_wire::ethernet::MacAddr;
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
+    iterator::Signals,
+};
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
+};
+
+/// Run a switch as a configuration file describes it
+#[derive(clap::Args)]
+#[command(after_help = "Example configuration:\n  \
+    [[port]]\n  name = \"vm1\"\n  kind = \"vhost-user\"\n  socket = \"/tmp/vm1.sock\"\n\n  \
+    [[port]]\n  name = \"host\"\n  kind = \"tap\"\n  interface = \"rr0\"\n\n\
+    SIGUSR1 prints the counters; SIGTERM and SIGINT end it.")]
+pub struct Args {
+    /// The configuration file
+    #[arg(short, long, value_name = "FILE")]
+    config: PathBuf,
+    /// Print the counters of all ports every so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    stats: Option<u64>,
+    /// Read the configuration, say whether it is right, and end
+    #[arg(long)]
+    check: bool,
+}
+
+/// Runs until it is told to stop.
+pub fn run(args: Args) -> Outcome {
+    let config = config::Config::load(&args.config)?;
+    if args.check {
+        println!("{}: {} ports, right", args.config.display(), config.ports.len());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1, SIGHUP])?;
+    let worker = start_worker(&config)?;
+    let mut ports = Vec::new();
+    for port in &config.ports {
+        ports.push(Running::start(port, &config, &worker)?);
+    }
+    log::info!("{} ports, ready", ports.len());
+    let ports = Arc::new(Mutex::new(ports));
+    if let Some(seconds) = args.stats {
+        let ports = ports.clone();
+        thread::Builder::new().name("stats".into()).spawn(move || {
+            loop {
+                thread::sleep(Duration::from_secs(seconds));
+                print_counters(&lock(&ports));
+            }
+        })?;
+    }
+    for signal in signals.forever() {
+        match signal {
+            SIGUSR1 => print_counters(&lock(&ports)),
+            SIGHUP => reload(&args, &mut lock(&ports), &worker),
+            _ => break,
+        }
+    }
+    log::info!("stopping");
+    let mut ports = lock(&ports);
+    print_counters(&ports);
+    ports.clear();
+    Ok(ExitCode::SUCCESS)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn start_worker(config: &config::Config) -> Result<Worker, Box<dyn std::error::Error>> {
+    let cpu = config.workers.cpus.first().copied();
+    let (addresses, ageing) = (config.switch.entries, config.switch.ageing.as_secs() as u32);
+    Worker::start(WorkerConfig { cpu, addresses, ageing }).map_err(|error| match cpu {
+        Some(cpu) => format!("cannot run a worker on CPU {cpu} (key `workers.cpus`): {error}").into(),
+        None => format!("cannot start a worker: {error}").into(),
+    })
+}
+
+/// A port that works. Dropped, it is gone.
+struct Running {
+    config: config::Port,
+    poll: Poll,
+    kind: Kind,
+}
+
+enum Kind {
+    Vhost(Server),
+    Tap(PortHandle),
+}
+
+impl Running {
+    fn start(
+        port: &config::Port,
+        config: &config::Config,
+        worker: &Worker,
+    ) -> Result<Self, Box<dyn std::error::Error>> {
+        let mode = match port.mode {
+            config::Mode::Switch => Mode::Switch,
+            config::Mode::Reflect => Mode::Reflect,
+            config::Mode::Drop => Mode::Drop,
+        };
+        let poll = match port.poll.unwrap_or(config.workers.poll) {
+            config::Poll::For(time) => Poll::For(time),
+            config::Poll::Unlimited => Poll::Unlimited,
+        };
+        let kind = match &port.kind {
+            config::Kind::VhostUser { socket, role, features, queues, mac } => {
+                let vhost = VhostConfig {
+                    name: port.name.clone(),
+                    socket: socket.clone(),
+                    role: match role {
+                        config::Role::Server => Role::Server,
+                        config::Role::Client => Role::Client,
+                    },
+                    features: Features {
+                        packed: features.packed,
+                        in_order: features.in_order,
+                        mrg_rxbuf: features.mrg_rxbuf,
+                        event_idx: features.event_idx,
+                        indirect: features.indirect,
+                        mac: features.mac,
+                        status: features.status,
+                        mtu: features.mtu,
+                    },
+                    config: Config {
+                        mac: mac.unwrap_or_else(|| MacAddr::local(hash(&port.name))),
+                        link_up: true,
+                        queue_pairs: *queues,
+                        mtu: port.mtu.unwrap_or(1500),
+                    },
+                    mode,
+                    hairpin: port.hairpin,
+                    poll,
+                };
+                Kind::Vhost(Server::start(vhost, worker)?)
+            }
+            config::Kind::Tap { interface, queues } => {
+                let tap = Tap::open(&port.name, interface, *queues, port.mtu)?;
+                Kind::Tap(worker.add(Arc::new(Port::tap(tap, mode, port.hairpin, poll)))?)
+            }
+        };
+        Ok(Running { config: port.clone(), poll, kind })
+    }
+
+    fn report(&self) -> PortReport {
+        match &self.kind {
+            Kind::Vhost(server) => server.port().report(),
+            Kind::Tap(handle) => handle.port().report(),
+        }
+    }
+}
+
+/// A number that is the same for a name each time, so that a guest keeps its address (FNV-1a).
+fn hash(name: &str) -> u32 {
+    name.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+/// Reads the configuration again: ports that are not in it any more, or differ, go; new ones come; the others do not
+/// notice.
+fn reload(args: &Args, ports: &mut Vec<Running>, worker: &Worker) {
+    let config = match config::Config::load(&args.config) {
+        Ok(config) => config,
+        Err(error) => return log::error!("{error}; everything stays as it is"),
+    };
+    let poll = |port: &config::Port| match port.poll.unwrap_or(config.workers.poll) {
+        config::Poll::For(time) => Poll::For(time),
+        config::Poll::Unlimited => Poll::Unlimited,
+    };
+    ports.retain(|running| config.ports.iter().any(|port| *port == running.config && poll(port) == running.poll));
+    for port in &config.ports {
+        if !ports.iter().any(|running| running.config.name == port.name) {
+            match Running::start(port, &config, worker) {
+                Ok(running) => ports.push(running),
+                Err(error) => log::error!("{error}"),
+            }
+        }
+    }
+    log::info!("configuration read again: {} ports", ports.len());
+}
+
+fn print_counters(ports: &[Running]) {
+    let header = [
+        "port",
+        "from: frames",
+        "bytes",
+        "lost",
+        "to: frames",
+        "bytes",
+        "dropped: full",
+        "oversize",
+        "stopped",
+        "faults",
+        "notified",
+    ];
+    let rows: Vec<Vec<String>> = ports
+        .iter()
+        .map(Running::report)
+        .map(|PortReport { name, received, sent }| {
+            let numbers = [
+                received.frames,
+                received.bytes,
+                received.dropped(),
+                sent.frames,
+                sent.bytes,
+                sent.full,
+                sent.oversize,
+                sent.stopped + sent.busy,
+                received.faults + sent.faults,
+                received.notifications + sent.notifications,
+            ];
+            std::iter::once(name).chain(numbers.into_iter().map(report::count)).collect()
+        })
+        .collect();
+    print!("{}", report::table(&header, &rows));
+}

@@ -1,0 +1,431 @@
+//! Test traffic through a driver of our own: what `blast`, `demo` and `bench` have in common.
+
+use hdrhistogram::Histogram;
+use ringroad_host::vhost_user::Connection;
+use ringroad_mem::Span;
+use ringroad_net::{Driver, DriverRx, DriverTx};
+use ringroad_ring::{BURST, DriverFault};
+use ringroad_wire::{
+    ethernet::{self, Addresses},
+    probe::Probe,
+};
+use std::time::{Duration, Instant};
+
+/// What a driver does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Mode {
+    /// Sends, and counts what comes back
+    Tx,
+    /// Receives only
+    Rx,
+    /// Sends back what it receives, with the MAC addresses swapped
+    Reflect,
+}
+
+/// How much of each frame a driver touches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Touch {
+    /// Nothing: the cost of the rings alone.
+    Nothing,
+    /// Writes 4 bytes of the payload before each frame is sent, reads 4 bytes of each that is received.
+    Word,
+    /// Writes all of it, checks all of it.
+    All,
+}
+
+/// What to send and how.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What the driver does.
+    pub mode: Mode,
+    /// Frame sizes in turn, in bytes, without FCS.
+    pub sizes: Vec<usize>,
+    /// How many flows (UDP source ports) in turn.
+    pub flows: u16,
+    /// Frames per second; `None`: as many as go.
+    pub rate: Option<f64>,
+    /// Frames under way at most, from sending to coming back; `None`: as many as go.
+    pub window: Option<u64>,
+    /// How much of each frame is touched.
+    pub touch: Touch,
+    /// The addresses in the frames.
+    pub addresses: Addresses,
+    /// Sleeps when there is nothing to do, instead of polling.
+    pub event_driven: bool,
+}
+
+/// What happened so far.
+#[derive(Clone, Debug)]
+pub struct Totals {
+    /// Frames sent, which the device has taken.
+    pub sent: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Frames received.
+    pub received: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+    /// Frames whose content was not what was sent (with [`Touch::All`]), or that came twice.
+    pub errors: u64,
+    /// Frames that are not ours.
+    pub foreign: u64,
+    /// Round trips of frames that came back, in nanoseconds.
+    pub round_trip: Histogram<u64>,
+    /// How long it took.
+    pub time: Duration,
+}
+
+impl Totals {
+    fn new() -> Totals {
+        // Three digits up to a minute: always possible.
+        let round_trip = Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!());
+        Totals {
+            sent: 0,
+            sent_bytes: 0,
+            received: 0,
+            received_bytes: 0,
+            errors: 0,
+            foreign: 0,
+            round_trip,
+            time: Duration::ZERO,
+        }
+    }
+
+    /// Frames received per second, in millions.
+    pub fn received_mpps(&self) -> f64 {
+        self.received as f64 / self.time.as_secs_f64() / 1e6
+    }
+
+    /// Frames sent per second, in millions.
+    pub fn sent_mpps(&self) -> f64 {
+        self.sent as f64 / self.time.as_secs_f64() / 1e6
+    }
+}
+
+/// Where the word of [`Touch::Word`] is in a frame: the upper half of the probe's sequence number.
+const WORD: usize = 42;
+/// A word that no plain frame has: this one carries a time.
+const TIMED: [u8; 4] = [0xff; 4];
+/// One frame in so many carries a time.
+const SAMPLE: u64 = 1024;
+/// Rounds between looks at the clock.
+const ROUNDS: u32 = 32;
+/// A window that has not moved for this long has lost its frames.
+const LOST: Duration = Duration::from_millis(100);
+
+/// One pair of queues at work.
+pub struct Traffic {
+    settings: Settings,
+    start: Instant,
+    totals: Totals,
+    scratch: Vec<u8>,
+    next: u64,
+    /// Sequence numbers that have come back, as a bitmap over the last of them (with [`Touch::All`]).
+    seen: Seen,
+}
+
+impl Traffic {
+    /// Fills the buffers of the connection's first pair of queues.
+    pub fn new(settings: Settings, driver: &mut Driver) -> Traffic {
+        let longest = settings.sizes.iter().copied().max().unwrap_or(64);
+        let mut scratch = vec![0; longest];
+        if let Some(tx) = driver.tx.first_mut() {
+            tx.prepare(|id, place| {
+                let size = size_of(&settings, id.into());
+                let probe = Probe { flow: id % settings.flows, sequence: 0, sent_ns: 0 };
+                if probe.write(&settings.addresses, &mut scratch[..size]).is_ok() {
+                    place.write(&scratch[..size]);
+                }
+            });
+        }
+        let start = Instant::now();
+        Traffic { settings, start, totals: Totals::new(), scratch, next: 0, seen: Seen::default() }
+    }
+
+    /// Works until the time is over or the device has gone; calls `tick` every second.
+    pub fn run(
+        &mut self,
+        connection: &mut Connection,
+        time: Duration,
+        mut tick: impl FnMut(&Totals),
+    ) -> Result<Totals, DriverFault> {
+        let (mut rx, mut tx) = match (connection.driver.rx.pop(), connection.driver.tx.pop()) {
+            (Some(rx), Some(tx)) => (rx, tx),
+            _ => return Ok(self.totals.clone()),
+        };
+        let result = self.run_queues(connection, &mut rx, &mut tx, time, &mut tick);
+        connection.driver.rx.push(rx);
+        connection.driver.tx.push(tx);
+        result.map(|()| std::mem::replace(&mut self.totals, Totals::new()))
+    }
+
+    fn run_queues(
+        &mut self,
+        connection: &Connection,
+        rx: &mut DriverRx,
+        tx: &mut DriverTx,
+        time: Duration,
+        tick: &mut impl FnMut(&Totals),
+    ) -> Result<(), DriverFault> {
+        self.start = Instant::now();
+        let mut next_tick = Duration::from_secs(1);
+        let mut allowed = u64::MAX;
+        let mut lost = 0;
+        let mut moved = (self.start, 0);
+        rx.disable_notification();
+        tx.disable_notification();
+        for round in 0u32.. {
+            if round % ROUNDS == 0 || self.settings.event_driven {
+                let now = self.start.elapsed();
+                self.totals.time = now;
+                if now >= next_tick {
+                    next_tick += Duration::from_secs(1);
+                    tick(&self.totals);
+                    if connection.is_closed() {
+                        break;
+                    }
+                }
+                if now >= time {
+                    break;
+                }
+                if let Some(rate) = self.settings.rate {
+                    allowed = (now.as_secs_f64() * rate) as u64;
+                }
+                if moved.1 != self.totals.received {
+                    moved = (self.start + now, self.totals.received);
+                } else if (self.start + now).duration_since(moved.0) > LOST {
+                    lost = self.totals.sent - self.totals.received;
+                }
+            }
+            tx.reclaim()?;
+            let mut worked = 0;
+            match self.settings.mode {
+                Mode::Tx => {
+                    let mut room = allowed.saturating_sub(self.totals.sent);
+                    if let Some(window) = self.settings.window {
+                        let under_way = (self.totals.sent - self.totals.received).saturating_sub(lost);
+                        room = room.min(window.saturating_sub(under_way));
+                    }
+                    worked += self.send(tx, room.min(BURST as u64) as usize);
+                    worked += self.receive(rx)?;
+                }
+                Mode::Rx => worked += self.receive(rx)?,
+                Mode::Reflect => worked += self.reflect(rx, tx)?,
+            }
+            if tx.wants_notification()
+                && let Some(notifier) = connection.tx.first()
+            {
+                notifier.kick();
+            }
+            if rx.wants_notification()
+                && let Some(notifier) = connection.rx.first()
+            {
+                notifier.kick();
+            }
+            if worked == 0 {
+                if self.settings.event_driven {
+                    self.sleep(connection, rx, tx, time, allowed);
+                } else {
+                    std::hint::spin_loop();
+                }
+            }
+        }
+        self.totals.time = self.start.elapsed();
+        Ok(())
+    }
+
+    fn sleep(&self, connection: &Connection, rx: &mut DriverRx, tx: &mut DriverTx, time: Duration, allowed: u64) {
+        let rx_has = rx.enable_notification();
+        // Only somebody who has more to send waits for room.
+        let tx_has = self.settings.mode == Mode::Tx && tx.free() == 0 && tx.enable_notification();
+        if !rx_has && !tx_has {
+            let mut limit = time.saturating_sub(self.start.elapsed()).min(LOST);
+            if self.settings.rate.is_some() && allowed != u64::MAX {
+                limit = limit.min(Duration::from_millis(1));
+            }
+            let _ = connection.wait(0, limit);
+            connection.rx.iter().chain(&connection.tx).for_each(|notifier| notifier.clear());
+        }
+        rx.disable_notification();
+        tx.disable_notification();
+    }
+
+    /// Sends up to `count` frames.
+    #[inline]
+    fn send(&mut self, tx: &mut DriverTx, count: usize) -> usize {
+        let Traffic { settings, next, scratch, start, .. } = self;
+        let mut bytes = 0;
+        let added = tx.add(count, |id, place| {
+            let size = match settings.touch {
+                Touch::Nothing => size_of(settings, id.into()),
+                Touch::Word => {
+                    let size = size_of(settings, id.into());
+                    if *next % SAMPLE == 0 {
+                        let probe = Probe {
+                            flow: id % settings.flows,
+                            sequence: 0xffff_ffff << 32 | *next,
+                            sent_ns: start.elapsed().as_nanos() as u64,
+                        };
+                        let _ = probe.write(&settings.addresses, &mut scratch[..size]);
+                        place.write(&scratch[..size]);
+                    } else {
+                        place.skip(WORD).write(&(*next as u32 & 0x7fff_ffff).to_be_bytes());
+                    }
+                    size
+                }
+                Touch::All => {
+                    let size = size_of(settings, *next);
+                    let flow = (*next % u64::from(settings.flows)) as u16;
+                    let probe = Probe { flow, sequence: *next, sent_ns: start.elapsed().as_nanos() as u64 };
+                    let _ = probe.write(&settings.addresses, &mut scratch[..size]);
+                    place.write(&scratch[..size]);
+                    size
+                }
+            };
+            *next += 1;
+            bytes += size;
+            size
+        });
+        tx.publish();
+        self.totals.sent += added as u64;
+        self.totals.sent_bytes += bytes as u64;
+        added
+    }
+
+    /// Receives a burst.
+    #[inline]
+    fn receive(&mut self, rx: &mut DriverRx) -> Result<usize, DriverFault> {
+        let Traffic { settings, scratch, start, totals, seen, .. } = self;
+        rx.receive(|pieces| {
+            totals.received += 1;
+            totals.received_bytes += pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
+            match settings.touch {
+                Touch::Nothing => {}
+                Touch::Word => {
+                    let mut word = [0; 4];
+                    pieces[0].skip(WORD).read(&mut word);
+                    if word == TIMED {
+                        timed(pieces, scratch, start, totals);
+                    }
+                }
+                Touch::All => check(pieces, scratch, start, totals, seen),
+            }
+        })
+    }
+
+    /// Sends back what comes, with the addresses swapped. What there is no room for is lost here, and missing there.
+    fn reflect(&mut self, rx: &mut DriverRx, tx: &mut DriverTx) -> Result<usize, DriverFault> {
+        let Traffic { totals, scratch, .. } = self;
+        let count = rx.receive(|pieces| {
+            let bytes = pieces.iter().map(|piece| piece.len()).sum::<usize>();
+            totals.received += 1;
+            totals.received_bytes += bytes as u64;
+            let frame = gather(pieces, scratch);
+            ethernet::swap_addresses(frame);
+            let added = tx.add(1, |_, place| place.write(frame));
+            totals.sent += added as u64;
+            totals.sent_bytes += (added * bytes) as u64;
+        })?;
+        tx.publish();
+        Ok(count)
+    }
+}
+
+#[inline(always)]
+fn size_of(settings: &Settings, index: u64) -> usize {
+    match settings.sizes[..] {
+        [size] => size,
+        _ => settings.sizes[index as usize % settings.sizes.len()],
+    }
+}
+
+/// A frame in private memory.
+fn gather<'s>(pieces: &[Span<'_>], scratch: &'s mut Vec<u8>) -> &'s mut [u8] {
+    let len = pieces.iter().map(|piece| piece.len()).sum::<usize>();
+    if scratch.len() < len {
+        scratch.resize(len, 0);
+    }
+    let mut at = 0;
+    for piece in pieces {
+        at += piece.read(&mut scratch[at..]);
+    }
+    &mut scratch[..at]
+}
+
+#[cold]
+fn timed(pieces: &[Span<'_>], scratch: &mut Vec<u8>, start: &Instant, totals: &mut Totals) {
+    match Probe::read(gather(pieces, scratch)) {
+        Ok(probe) => {
+            let _ = totals.round_trip.record((start.elapsed().as_nanos() as u64).saturating_sub(probe.sent_ns));
+        }
+        Err(_) => totals.errors += 1,
+    }
+}
+
+fn check(pieces: &[Span<'_>], scratch: &mut Vec<u8>, start: &Instant, totals: &mut Totals, seen: &mut Seen) {
+    let frame = gather(pieces, scratch);
+    match Probe::read(frame) {
+        Ok(probe) => {
+            if probe.verify(frame).is_err() || !seen.first_time(probe.sequence) {
+                totals.errors += 1;
+            }
+            let _ = totals.round_trip.record((start.elapsed().as_nanos() as u64).saturating_sub(probe.sent_ns));
+        }
+        // Neighbour discovery and the like of a guest or of the host.
+        Err(ringroad_wire::probe::ProbeError::Foreign) => {
+            totals.foreign += 1;
+            totals.received -= 1;
+        }
+        Err(_) => totals.errors += 1,
+    }
+}
+
+/// The last sequence numbers that have come: one bit each.
+struct Seen {
+    bits: Vec<u64>,
+    highest: u64,
+}
+
+impl Default for Seen {
+    fn default() -> Self {
+        Seen { bits: vec![0; Self::SPAN as usize / 64], highest: 0 }
+    }
+}
+
+impl Seen {
+    /// More than can be under way in any ring.
+    const SPAN: u64 = 1 << 17;
+
+    /// Notes a number; `false`: it has been here before, or is older than anything that could be under way.
+    fn first_time(&mut self, sequence: u64) -> bool {
+        while self.highest < sequence {
+            self.highest += 1;
+            let at = self.highest % Self::SPAN;
+            self.bits[at as usize / 64] &= !(1 << (at % 64));
+        }
+        if self.highest - sequence >= Self::SPAN {
+            return false;
+        }
+        let at = sequence % Self::SPAN;
+        let (word, bit) = (&mut self.bits[at as usize / 64], 1 << (at % 64));
+        let first = *word & bit == 0;
+        *word |= bit;
+        first
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn duplicates_are_noticed() {
+        let mut seen = Seen::default();
+        for sequence in [0, 1, 5, 3, 4, 2, 200_000, 199_999] {
+            assert!(seen.first_time(sequence), "{sequence}");
+        }
+        for sequence in [0, 5, 199_999, 200_000] {
+            assert!(!seen.first_time(sequence), "{sequence}");
+        }
+    }
+}

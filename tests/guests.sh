@@ -1,0 +1,269 @@
+#!/usr/bin/env bash
+# Interop with real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad (`make interop`;
+# `make test` runs it with --quick). As root:
+#
+#   tests/guests.sh [--quick] [qemu-packed] [qemu-split] [uml] [both]     (which parts; default: all of them)
+#
+# It starts the daemon ($RINGROAD, default target/release/ringroad) once, in a network namespace of its own, with two
+# vhost-user ports and a tap port, and boots guests with scripts/guests. Of each guest: the virtqueues' format, pings both
+# ways, 64 MiB over TCP each way with equal SHA-256, and three reboots (the guest reboots itself, or its machine is ended and
+# started anew) with pings after each. Then both guests at once. --quick: 8 MiB and one reboot; under a minute.
+# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+guests=$root/scripts/guests
+ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
+
+say() { echo "guests.sh: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+mib=64 reboots=(soft hard soft) parts=()
+for word; do
+  case $word in
+    --quick) mib=8 reboots=(hard) ;;
+    qemu-packed | qemu-split | uml | both) parts+=("$word") ;;
+    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+  esac
+done
+[ ${#parts[@]} -gt 0 ] || parts=(qemu-packed qemu-split uml both)
+[ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
+[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
+if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
+  "$guests" setup
+  RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "$@"
+fi
+
+state=$(mktemp -d /tmp/ringroad-interop.XXXXXX)
+export RINGROAD_GUESTS=$state/guests
+# shellcheck disable=SC2034 # read as ${!name}
+host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3
+daemon='' passed=0 failed=0 figure=''
+
+# --- the daemon -------------------------------------------------------------------------------------------------------
+
+running() { # PID: also false for a zombie
+  local stat
+  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  [[ ${stat##*) } != Z* ]]
+}
+
+start_daemon() {
+  cat >"$state/ringroad.toml" <<TOML
+[[port]]
+name = "qemu"
+kind = "vhost-user"
+socket = "$state/qemu.sock"
+
+[[port]]
+name = "uml"
+kind = "vhost-user"
+socket = "$state/uml.sock"
+
+[[port]]
+name = "host"
+kind = "tap"
+interface = "rr0"
+TOML
+  "$ringroad" serve -c "$state/ringroad.toml" >"$state/ringroad.log" 2>&1 &
+  daemon=$!
+  local tries=0
+  until [ -S "$state/qemu.sock" ] && [ -S "$state/uml.sock" ] && ip link show rr0 >/dev/null 2>&1; do
+    running "$daemon" || return 1
+    [ $((tries += 1)) -le 100 ] || return 1
+    sleep 0.1
+  done
+  ip link set lo up
+  ip addr add $host/24 dev rr0
+  ip link set rr0 up
+  figure="3 ports"
+}
+
+stop_daemon() { # it must still be the one that was started, and end well when asked to
+  local tries=0 status=0 begun=${EPOCHREALTIME//[.,]/}
+  running "$daemon" || { echo "the daemon had ended before"; return 1; }
+  kill -TERM "$daemon"
+  while running "$daemon"; do
+    [ $((tries += 1)) -le 100 ] || { echo "the daemon did not end within 5 s"; return 1; }
+    sleep 0.05
+  done
+  wait "$daemon" || status=$?
+  daemon=''
+  [ $status = 0 ] || [ $status = 143 ] || { echo "the daemon ended with status $status"; return 1; }
+  ! grep -n 'panicked at' "$state/ringroad.log" || return 1
+  figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
+}
+
+cleanup() {
+  local tries=0 IFS=$' \t\n'
+  trap '' INT TERM HUP
+  set +e
+  [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
+  if [ -n "$daemon" ]; then
+    kill -TERM "$daemon" 2>/dev/null
+    while running "$daemon"; do
+      [ $((tries += 1)) != 60 ] || kill -KILL "$daemon"
+      sleep 0.05
+    done
+  fi
+  rm -rf "$state"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+# --- checks: each leaves its $figure, or fails with what it printed --------------------------------------------------------
+
+check() { # NAME, command…
+  local name=$1 guest begun=$SECONDS
+  shift
+  figure=''
+  if "$@" >"$state/output" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok $name${figure:+ $figure}"
+    return 0
+  fi
+  failed=$((failed + 1))
+  echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
+  {
+    tail -n 30 "$state/output"
+    echo "--- the end of the daemon's log"
+    tail -n 20 "$state/ringroad.log"
+    for guest in "$RINGROAD_GUESTS"/*/console.log; do
+      [ -e "$guest" ] || continue
+      guest=$(basename "$(dirname "$guest")")
+      "$guests" logs "$guest" || true
+      echo "--- the end of the kernel log of $guest"
+      "$guests" run "$guest" --timeout 3 'dmesg | tail -n 12; ip -s link' 2>/dev/null || true
+    done
+  } 2>&1 | sed 's/^/    /'
+  return 1
+}
+
+at() { # host|GUEST, COMMAND
+  if [ "$1" = host ]; then
+    timeout 60 busybox sh -c "$2"
+  else
+    "$guests" run "$1" --timeout 60 "$2"
+  fi
+}
+
+boot() { # KIND, option…
+  local kind=$1 begun=${EPOCHREALTIME//[.,]/} us
+  shift
+  "$guests" boot "$kind" "$state/$kind.sock" --ip "${!kind}/24" "$@" || return
+  us=$((${EPOCHREALTIME//[.,]/} - begun))
+  figure="$((us / 1000000)).$((us / 100000 % 10)) s"
+}
+
+pings() { # FROM, TO: none of five may be lost
+  local out
+  out=$(at "$1" "ping -c 5 -i 0.2 -W 2 ${!2}" 2>&1) || { echo "$out"; return 1; }
+  echo "$out"
+  [[ $out == *", 0% packet loss"* ]] || return 1
+  out=${out##*min/avg/max = }
+  figure="$(cut -d / -f 2 <<<"$out") ms"
+}
+
+rings() { # GUEST, packed|split|any: the virtqueue format that driver and device agreed on (VIRTIO_F_RING_PACKED, bit 34)
+  local bits
+  bits=$(at "$1" 'cat /sys/class/net/eth0/device/features') || return
+  echo "features $bits, expected $2"
+  [ ${#bits} -ge 64 ] || return 1
+  if [ "${bits:34:1}" = 1 ]; then figure='packed'; else figure='split'; fi
+  [ "$2" = any ] || [ "$2" = $figure ]
+}
+
+data() { # MIB: deterministic bytes that look random, no two of their mebibytes the same
+  perl -e 'srand 1; my $b = pack "L*", map { int rand 4294967296 } 1 .. 262144;
+    for my $i (0 .. $ARGV[0] - 1) { print $b ^ (pack("L", $i * 2654435761 & 0xffffffff) x 262144) }' "$1"
+}
+
+tcp() { # FROM, FILE, TO, FILE: copies by TCP; the SHA-256 of both files must be the same
+  local listen dial begun us sent got size
+  # busybox nc ends when the other side shuts down, so the receiver's own input (a fifo of its own) must not end first.
+  listen="kill \$(pidof nc) 2>/dev/null; rm -f $4 $4.hold; mkfifo $4.hold; nc -l -p 5001 0<>$4.hold >$4 2>/tmp/nc.err & for i in \$(seq 50); do netstat -ltn | grep -q :5001 && exit 0; sleep 0.1; done; exit 1"
+  dial="nc -w 5 ${!3} 5001 <$2"
+  if [ "$3" = host ]; then
+    rm -f "$4" "$4.hold"
+    mkfifo "$4.hold"
+    timeout 60 busybox nc -l -p 5001 0<>"$4.hold" >"$4" &
+    local receiver=$!
+    for _ in $(seq 50); do busybox netstat -ltn | grep -q :5001 && break; sleep 0.1; done
+  else
+    at "$3" "$listen" || { echo "no listener in $3"; return 1; }
+  fi
+  begun=${EPOCHREALTIME//[.,]/}
+  at "$1" "$dial" || { echo "sending from $1 failed: status $?"; [ "$3" != host ] || kill "$receiver"; return 1; }
+  [ "$3" != host ] || wait "$receiver" || { echo "receiving on the host failed: status $?"; return 1; }
+  us=$((${EPOCHREALTIME//[.,]/} - begun))
+  sent=$(at "$1" "sha256sum <$2") || return
+  got=$(at "$3" "sha256sum <$4") || return
+  echo "sent $sent, received $got"
+  [ "$sent" = "$got" ] || { at "$1" "ls -l $2"; at "$3" "ls -l $4"; return 1; }
+  size=$(at "$1" "stat -c %s $2")
+  figure="$((size / 1048576)) MiB in $((us / 1000000)).$((us / 100000 % 10)) s, $((size * 8 / us)) Mb/s, SHA-256 ${got:0:12}…"
+}
+
+reboot() { # GUEST, soft|hard
+  local begun=${EPOCHREALTIME//[.,]/} us soft=()
+  [ "$2" = hard ] || soft=(--soft)
+  "$guests" reboot "$1" "${soft[@]}" || return
+  us=$((${EPOCHREALTIME//[.,]/} - begun))
+  figure="$((us / 1000000)).$((us / 100000 % 10)) s"
+}
+
+# --- the parts ----------------------------------------------------------------------------------------------------------
+
+guest() { # PART, KIND, virtqueue format, boot option…: everything that is asked of one guest; leaves it running
+  local part=$1 kind=$2 format=$3 number=0 how
+  shift 3
+  check "$part boot" boot "$kind" "$@" || return 0
+  check "$part virtqueues" rings "$kind" "$format" || true
+  check "$part ping host->guest" pings host "$kind" || true
+  check "$part ping guest->host" pings "$kind" host || true
+  if check "$part tcp host->guest" tcp host "$state/data" "$kind" /tmp/in; then
+    check "$part tcp guest->host" tcp "$kind" /tmp/in host "$state/back" || true
+    rm -f "$state/back"
+  fi
+  for how in "${reboots[@]}"; do
+    number=$((number + 1))
+    check "$part reboot-$number ($how)" reboot "$kind" "$how" || return 0
+    check "$part reboot-$number ping host->guest" pings host "$kind" || true
+    check "$part reboot-$number ping guest->host" pings "$kind" host || true
+  done
+}
+
+stop() { [ ! -d "$RINGROAD_GUESTS/$1" ] || "$guests" stop "$1"; }
+
+data $mib >"$state/data"
+if check "daemon start" start_daemon; then
+  for part in "${parts[@]}"; do
+    case $part in
+      qemu-packed) guest "$part" qemu packed --packed on; stop qemu ;;
+      qemu-split) guest "$part" qemu split --packed off; stop qemu ;;
+      uml) guest "$part" uml any; stop uml ;;
+      both)
+        check "both boot qemu" boot qemu --packed on || continue
+        check "both boot uml" boot uml || { stop qemu; continue; }
+        for pair in "qemu uml" "uml qemu" "qemu host" "uml host" "host qemu" "host uml"; do
+          read -r from to <<<"$pair"
+          check "both ping $from->$to" pings "$from" "$to" || true
+        done
+        head -c 8388608 "$state/data" >"$state/small"
+        if check "both tcp host->qemu" tcp host "$state/small" qemu /tmp/in; then
+          if check "both tcp qemu->uml" tcp qemu /tmp/in uml /tmp/in; then
+            check "both tcp uml->qemu" tcp uml /tmp/in qemu /tmp/back || true
+            check "both tcp uml->host" tcp uml /tmp/in host "$state/back" || true
+          fi
+        fi
+        stop qemu
+        stop uml
+        ;;
+    esac
+  done
+  check "daemon end" stop_daemon || true
+fi
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
