@@ -3,6 +3,7 @@
 
 mod bench;
 mod blast;
+mod child;
 mod config;
 mod demo;
 mod report;

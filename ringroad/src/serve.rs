@@ -5,7 +5,7 @@ use ringroad_host::{
     Port, PortHandle, PortReport, Tap, Worker, WorkerConfig,
     vhost_user::{Role, Server, VhostConfig},
 };
-use ringroad_net::{Config, Features};
+use ringroad_net::{Config, Features, Snapshot};
 use ringroad_switch::{Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use signal_hook::{
@@ -33,6 +33,9 @@ pub struct Args {
     /// Print the counters of all ports every so many seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     stats: Option<u64>,
+    /// Write the counters of all ports as JSON to a file at the end
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
     /// Read the configuration, say whether it is right, and end
     #[arg(long)]
     check: bool,
@@ -72,6 +75,10 @@ pub fn run(args: Args) -> Outcome {
     log::info!("stopping");
     let mut ports = lock(&ports);
     print_counters(&ports);
+    if let Some(file) = &args.json {
+        let ports: Vec<_> = ports.iter().map(|running| json(&running.report())).collect();
+        crate::blast::write_json(file, &serde_json::json!({ "ports": ports }))?;
+    }
     ports.clear();
     Ok(ExitCode::SUCCESS)
 }
@@ -189,6 +196,16 @@ fn reload(args: &Args, ports: &mut Vec<Running>, worker: &Worker) {
         }
     }
     log::info!("configuration read again: {} ports", ports.len());
+}
+
+fn json(report: &PortReport) -> serde_json::Value {
+    let side = |snapshot: &Snapshot| {
+        let mut side: serde_json::Map<_, _> =
+            snapshot.named().map(|(name, value)| (name.into(), value.into())).collect();
+        side.insert("dropped".into(), snapshot.dropped().into());
+        side
+    };
+    serde_json::json!({ "name": report.name, "from": side(&report.received), "to": side(&report.sent) })
 }
 
 fn print_counters(ports: &[Running]) {

@@ -12,6 +12,6 @@ pub mod vhost_user;
 mod worker;
 
 pub use port::{Port, PortReport};
-pub use sys::{cpu_time, pin_current_thread};
+pub use sys::{Signal, cpu_time, pin_current_thread, signal};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

@@ -110,3 +110,27 @@ pub(crate) fn borrow(fd: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
     // SAFETY: the descriptor is open as long as its owner, which is borrowed for as long.
     unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
 }
+
+/// What another process can be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// To end.
+    Terminate,
+    /// To stand still.
+    Stop,
+    /// To go on.
+    Continue,
+}
+
+/// Sends a signal to a child of this process.
+pub fn signal(pid: u32, signal: Signal) {
+    let signal = match signal {
+        Signal::Terminate => libc::SIGTERM,
+        Signal::Stop => libc::SIGSTOP,
+        Signal::Continue => libc::SIGCONT,
+    };
+    if let Ok(pid @ 1..) = i32::try_from(pid) {
+        // SAFETY: no memory is involved.
+        unsafe { libc::kill(pid, signal) };
+    }
+}

@@ -180,7 +180,11 @@ impl Session {
         running.iter().for_each(|&index| self.stop(index));
         self.memory = Arc::new(memory);
         // One that cannot go on is refused; the others do.
-        running.iter().map(|&index| self.start(index)).fold(Ok(()), |all, one| all.and(one))
+        let mut result = Ok(());
+        for index in running {
+            result = result.and(self.start(index));
+        }
+        result
     }
 
     fn set_fd(&mut self, index: u8, file: Option<File>, err: bool) -> Result<()> {
@@ -335,7 +339,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        let vring = self.vring(index).inspect_err(|_| ())?;
+        let vring = self.vring(index)?;
         self.stop(vring);
         // The ring stays stopped until there is a new kick.
         self.vrings[vring].kick = None;
