@@ -1,6 +1,8 @@
 //! All memory of one port: guest address → [`Span`].
 
-use crate::{Error, Region, Span, Word, Words};
+use crate::{Error, Region, Span};
+#[cfg(not(loom))]
+use crate::{Word, Words};
 use std::sync::Arc;
 
 /// How many regions a table holds: what vhost-user frontends count on (QEMU's own limit for memory slots is 509).

@@ -386,7 +386,7 @@ impl Pair {
     fn give(&mut self, count: usize, order: usize) {
         self.process(order);
         let count = count.min(self.held.len());
-        if !self.config.features.in_order && order % 3 != 0 {
+        if !self.config.features.in_order && !order.is_multiple_of(3) {
             let len = self.held.len().max(1);
             self.held.rotate_left(order % len);
             self.held[..count].reverse();

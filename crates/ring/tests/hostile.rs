@@ -6,12 +6,19 @@ mod common;
 
 use common::{GUEST, Memory, all_features};
 use proptest::prelude::*;
-use ringroad_mem::{Region, Table};
+use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{
     Addresses, BURST, Buffer, Chain, Chains, DeviceRing, DriverFault, DriverRing, Fault, Features, SetupError, Used,
     packed, split,
 };
-use std::sync::Arc;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -953,6 +960,49 @@ proptest! {
             }
             prop_assert!(driver.free() <= memory.size as usize && driver.free() + under_way.len() <= memory.size as usize);
         }
+    }
+}
+
+/// A driver that rewrites its descriptors while the device reads them: what comes out is a fault or a chain of which all
+/// parts fit each other, as nothing that decides is read twice.
+#[test]
+fn descriptors_that_change_meanwhile() {
+    for features in [SPLIT, PACKED] {
+        let raw = Raw::new(features, SIZE);
+        let stop = AtomicBool::new(false);
+        let end = Instant::now() + Duration::from_secs(10);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let table = raw.table(4096, &[(raw.data(), 5, 0), (raw.data(), 6, WRITE)]);
+                for round in 0..usize::MAX {
+                    if stop.load(Ordering::Relaxed) || Instant::now() > end {
+                        break;
+                    }
+                    let (len, flags) = [(7, 0), (1 << 20, 0), (8, WRITE), (9, NEXT), (32, INDIRECT)][round % 5];
+                    let address = if flags == INDIRECT { table } else { raw.data() + round as u64 % 512 };
+                    raw.descriptor((round % 3) as u16, address, len, flags, ((round + 1) % 11) as u16);
+                    raw.0.write(table + 8, &u32::to_le_bytes(5 + (round % 3) as u32 * 70_000));
+                    raw.publish(&[0, 1, 2]);
+                }
+            });
+            let mut burst = Chains::new(BURST, 64);
+            let (mut chains, mut faults) = (0, 0);
+            while (chains < 50_000 || faults < 50_000) && Instant::now() < end {
+                burst.start(&raw.0.device);
+                match raw.0.device().take(&raw.0.device, &mut burst, BURST) {
+                    Ok(_) => chains += burst.list().len(),
+                    Err(_) => faults += 1,
+                }
+                for chain in burst.list() {
+                    let len = |spans: &[Span<'_>]| spans.iter().map(|span| span.len()).sum::<usize>();
+                    assert_eq!(len(burst.readable(chain)), chain.readable_len as usize);
+                    assert_eq!(len(burst.writable(chain)), chain.writable_len as usize);
+                    assert!(chain.readable_len + chain.writable_len > 0);
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            assert!(chains > 100 && faults > 100, "{chains} chains, {faults} faults");
+        });
     }
 }
 

@@ -17,7 +17,7 @@ use loom::{
 };
 use ringroad_mem::{Region, Table};
 use ringroad_ring::{Buffer, Chains, DeviceRing, DriverRing, Features, Used, packed, split};
-use std::sync::Arc as StdArc;
+use std::sync::{Arc as StdArc, atomic::AtomicU32 as StdAtomicU32};
 
 const GUEST: u64 = 0x1000;
 const SIZE: u16 = 2;
@@ -77,10 +77,9 @@ fn once_around(driver: &mut DriverRing, device: &mut DeviceRing, memory: &StdArc
     assert_eq!(driver.take_used(&mut [Used::default()]), Ok(1));
 }
 
-/// Preemptions are bounded, so that each model ends within seconds; two or three find all that these rings can do wrong.
-fn check(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+fn check(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(preemptions);
+    builder.preemption_bound = preemptions;
     builder.check(model);
 }
 
@@ -93,12 +92,16 @@ fn layouts(event_idx: bool) -> [Features; 2] {
 fn publish(features: Features) {
     const CHAINS: u32 = 3;
     let memory = memory();
-    check(3, move || {
+    let most = StdArc::new(StdAtomicU32::new(0));
+    let most_in = most.clone();
+    check(Some(4), move || {
+        let most = &most_in;
         let (mut driver, mut device) = ends(features);
         let bytes = || Arc::new((0..CHAINS).map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
         let (sent, replied) = (bytes(), bytes());
-        // Loom reorders what it sees to depend on each other, but of a location it knows the last access only, and in a
-        // packed ring that is mostly one's own. Touching this, which orders nothing, makes it try every order of calls.
+        // Loom tries other orders of accesses that depend on each other, but of a location it remembers the last access
+        // only, which in a packed ring is mostly the same thread's. All threads touch this one, which synchronizes
+        // nothing, so that every order of the calls is tried.
         let turn = Arc::new(AtomicU32::new(0));
         let device_thread = {
             let (sent, replied, memory, turn) = (sent.clone(), replied.clone(), memory.clone(), turn.clone());
@@ -143,8 +146,9 @@ fn publish(features: Features) {
         }
         let taken = device_thread.join().unwrap();
         assert!(back <= taken && taken <= next);
-        eprintln!("RESULT {back} {taken} {next}");
+        most.fetch_max(back, Relaxed);
     });
+    assert_eq!(most.load(Relaxed), CHAINS, "not all of it was tried");
 }
 
 #[test]
@@ -180,7 +184,9 @@ impl Bell {
 /// A device that sleeps is woken, or has nothing to do. `rounds`: how many buffers the driver publishes, one at a time.
 fn device_wakes(features: Features, rounds: u32) {
     let memory = memory();
-    check(3, move || {
+    let slept = StdArc::new(StdAtomicU32::new(0));
+    let slept_in = slept.clone();
+    check(None, move || {
         let (mut driver, mut device) = ends(features);
         let mut burst = Chains::new(4, 8);
         once_around(&mut driver, &mut device, &memory, &mut burst);
@@ -213,13 +219,21 @@ fn device_wakes(features: Features, rounds: u32) {
         }
         let taken = device_thread.join().unwrap();
         assert!(taken == rounds || bell.clear(), "the device sleeps, {} buffers wait", rounds - taken);
+        slept_in.fetch_or(1 << taken, Relaxed);
     });
+    assert_eq!(
+        slept.load(Relaxed),
+        (2 << rounds) - 1,
+        "it has to fall asleep after any number of buffers, and after none"
+    );
 }
 
 /// A driver that sleeps is woken, or has nothing to do.
 fn driver_wakes(features: Features, rounds: u32) {
     let memory = memory();
-    check(3, move || {
+    let slept = StdArc::new(StdAtomicU32::new(0));
+    let slept_in = slept.clone();
+    check(None, move || {
         let (mut driver, mut device) = ends(features);
         let mut burst = Chains::new(4, 8);
         once_around(&mut driver, &mut device, &memory, &mut burst);
@@ -253,7 +267,13 @@ fn driver_wakes(features: Features, rounds: u32) {
         }
         let back = driver_thread.join().unwrap();
         assert!(back == rounds || bell.clear(), "the driver sleeps, {} used buffers wait", rounds - back);
+        slept_in.fetch_or(1 << back, Relaxed);
     });
+    assert_eq!(
+        slept.load(Relaxed),
+        (2 << rounds) - 1,
+        "it has to fall asleep after any number of buffers, and after none"
+    );
 }
 
 #[test]

@@ -236,13 +236,14 @@ impl Thread {
             match sys::wait_readable(fds, None) {
                 Ok([true, ..]) => return "the port is going down".into(),
                 Ok([_, true, ..]) => return "its memory is gone".into(),
-                Ok([.., second]) if second => self.turn_away(),
                 Ok([_, _, true, _]) => {}
+                // Only now: a frontend that closes and connects again must find its old connection ended.
+                Ok([.., true]) => {
+                    self.turn_away();
+                    continue;
+                }
                 Ok(_) => continue,
                 Err(error) => return error.to_string(),
-            }
-            if !matches!(sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)), Ok([true])) {
-                continue;
             }
             if let Err(error) = handler.handle_request() {
                 let mut session = session.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -50,13 +50,13 @@ pub(crate) struct Session {
     pub(crate) refused: bool,
 }
 
-fn protocol_features() -> Protocol {
-    Protocol::MQ
-        | Protocol::REPLY_ACK
-        | Protocol::CONFIG
-        | Protocol::CONFIGURE_MEM_SLOTS
-        | Protocol::BACKEND_REQ
-        | Protocol::RESET_DEVICE
+/// What a port of so many queue pairs offers. Not BACKEND_REQ: we ask nothing, and a frontend whose descriptor for that is
+/// closed takes the device for broken (User-Mode Linux removes it).
+fn protocol_features(queue_pairs: u16) -> Protocol {
+    let always = Protocol::REPLY_ACK | Protocol::CONFIG | Protocol::CONFIGURE_MEM_SLOTS | Protocol::RESET_DEVICE;
+    // GET_QUEUE_NUM counts pairs for QEMU and DPDK but vrings for User-Mode Linux, which gives up when it is told 1. With
+    // a single pair nobody need ask.
+    if queue_pairs > 1 { always | Protocol::MQ } else { always }
 }
 
 impl Session {
@@ -362,11 +362,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_protocol_features(&mut self) -> Result<Protocol> {
-        Ok(protocol_features())
+        Ok(protocol_features(self.config.queue_pairs))
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
-        let unknown = features & !protocol_features().bits();
+        let unknown = features & !protocol_features(self.config.queue_pairs).bits();
         if unknown != 0 {
             return self.refuse(format_args!("protocol features {unknown:#x} acknowledged that were not offered"));
         }

@@ -1,9 +1,9 @@
 //! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
 
 use super::layout::{AVAILABLE, Layout, Position, USED, available_flags, used_flags, word};
+use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::Fifo, notify::Event};
 #[cfg(not(loom))]
-use crate::driver::IndirectTables;
-use crate::{Buffer, DriverFault, Features, Full, INDIRECT, NEXT, Used, WRITE, driver::Fifo, notify::Event};
+use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
 
 /// What the driver remembers of a buffer id.

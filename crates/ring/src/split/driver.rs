@@ -1,9 +1,9 @@
 //! Driver end of a split virtqueue: makes buffers available, takes them back when they were used.
 
 use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::Fifo, notify};
 #[cfg(not(loom))]
-use crate::driver::IndirectTables;
-use crate::{Buffer, DriverFault, Features, Full, INDIRECT, NEXT, Used, WRITE, driver::Fifo, notify};
+use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
 
 /// What the driver remembers of a descriptor. The ring's own copy is the device's to spoil.
@@ -180,7 +180,7 @@ impl Driver {
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let count = (self.used()? as usize).min(out.len());
-        for taken in 0..count {
+        for (taken, out) in out[..count].iter_mut().enumerate() {
             let used = match self.next() {
                 Ok(used) => used,
                 Err(fault) if taken == 0 => return Err(fault),
@@ -193,7 +193,7 @@ impl Driver {
             }
             self.next_used = self.next_used.wrapping_add(1);
             self.outstanding -= 1;
-            out[taken] = used;
+            *out = used;
         }
         Ok(count)
     }

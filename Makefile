@@ -1,0 +1,30 @@
+# What one can do here. `make test` is what CI runs.
+.PHONY: demo test unit bench interop guests fuzz lint
+
+demo: ## a switch and two drivers, 5 seconds of traffic: no root, no guests
+	cargo run --release --quiet --bin ringroad -- demo
+
+test: ## everything that a change must pass, with short runs of the real peers
+	scripts/test
+
+unit: ## the tests in Rust alone
+	cargo test --workspace
+
+bench: ## PvP against DPDK, where it is installed
+	cargo run --release --quiet --bin ringroad -- bench pvp
+
+interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux guests under QEMU and UML
+	scripts/peers all
+	cargo build --release
+	tests/dpdk.sh
+	tests/guests.sh
+
+guests: ## two Linux guests on a running switch: ping, TCP, figures
+	scripts/guests demo
+
+fuzz: ## ten minutes of each fuzz target (FUZZ_SECONDS=600)
+	scripts/fuzz
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings

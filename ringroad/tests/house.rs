@@ -1,0 +1,102 @@
+//! The house's own rules (ARCHITECTURE.md): imports run one way, unsafe code stays in its two rooms, and what forbids it
+//! says so.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The rooms, lower ones first. A room may import those of lower floors only.
+const FLOORS: &[&[&str]] = &[&["mem", "wire"], &["ring"], &["net"], &["switch"], &["host"], &["ringroad"]];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn floor(room: &str) -> usize {
+    FLOORS.iter().position(|rooms| rooms.contains(&room)).unwrap_or_else(|| panic!("{room} is on no floor: add it here"))
+}
+
+/// Each room with its folder.
+fn rooms() -> Vec<(String, PathBuf)> {
+    let crates = fs::read_dir(root().join("crates")).unwrap();
+    let mut rooms: Vec<_> = crates
+        .map(|entry| entry.unwrap().path())
+        .map(|path| (path.file_name().unwrap().to_str().unwrap().to_owned(), path))
+        .collect();
+    rooms.push(("ringroad".into(), root().join("ringroad")));
+    assert_eq!(rooms.len(), FLOORS.iter().map(|rooms| rooms.len()).sum::<usize>(), "every room is on one floor");
+    rooms
+}
+
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+fn is_lower(from: &str, to: &str) -> bool {
+    floor(to) < floor(from)
+}
+
+#[test]
+fn imports_run_one_way() {
+    for (room, folder) in rooms() {
+        let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+        for line in manifest.lines().filter_map(|line| line.strip_prefix("ringroad-")) {
+            let to = line.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap();
+            assert!(is_lower(&room, to), "{room}/Cargo.toml imports {to}, which is not below it");
+        }
+        let mut files = Vec::new();
+        sources(&folder.join("src"), &mut files);
+        for file in files {
+            let text = fs::read_to_string(&file).unwrap();
+            for to in text.split("ringroad_").skip(1).filter_map(|rest| rest.split("::").next()) {
+                if FLOORS.iter().any(|rooms| rooms.contains(&to)) {
+                    assert!(is_lower(&room, to), "{} imports {to}, which is not below {room}", file.display());
+                }
+            }
+        }
+    }
+}
+
+/// Whether a line of code, comments and strings apart, has the word.
+fn has_unsafe(line: &str) -> bool {
+    let code = line.split("//").next().unwrap();
+    code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe") && !code.contains('"')
+}
+
+#[test]
+fn unsafe_code_stays_in_its_two_rooms() {
+    let allowed = [root().join("crates/mem/src"), root().join("crates/host/src/sys")];
+    let mut seen = 0;
+    for (room, folder) in rooms() {
+        let mut files = Vec::new();
+        ["src", "tests", "benches"].iter().map(|part| folder.join(part)).filter(|part| part.exists()).for_each(|part| {
+            sources(&part, &mut files);
+        });
+        for file in files {
+            let text = fs::read_to_string(&file).unwrap();
+            let lines = text.lines().filter(|line| has_unsafe(line)).count();
+            if allowed.iter().any(|place| file.starts_with(place)) {
+                seen += lines;
+            } else {
+                assert_eq!(lines, 0, "{} has unsafe code", file.display());
+            }
+        }
+        let main = ["lib.rs", "main.rs"].iter().map(|name| folder.join("src").join(name)).find(|path| path.exists());
+        let text = fs::read_to_string(main.unwrap()).unwrap();
+        match room.as_str() {
+            "mem" => {}
+            "host" => assert!(text.contains("#![deny(unsafe_code)]") && text.matches("allow(unsafe_code").count() == 1),
+            _ => assert!(text.contains("#![forbid(unsafe_code)]"), "{room} does not forbid unsafe code"),
+        }
+    }
+    assert!(seen > 10, "the search finds what there is");
+    assert!(has_unsafe("    unsafe { x }") && !has_unsafe("// unsafe") && !has_unsafe("forbid(unsafe_code)"));
+}
