@@ -159,7 +159,7 @@ counters() { # was|is: the daemon's counters of all ports, as PORT.from, PORT.lo
   while read -r port from lost to dropped faults; do
     into[$port.from]=$from into[$port.lost]=$lost into[$port.to]=$to
     into[$port.dropped]=$dropped into[$port.faults]=$faults
-  done < <(awk -F '  +' 'NR > 1 { gsub(/ /, ""); print $1, $2, $4, $5, $7 + $8 + $9, $10 }' OFS=' ' FS='  +' "$state/counters")
+  done < <(awk -F '  +' 'NR > 1 { for (i = 1; i <= NF; i++) gsub(/ /, "", $i); print $1, $2, $4, $5, $7 + $8 + $9, $10 }' "$state/counters")
 }
 
 since() { echo $((${is[$1]} - ${was[$1]})); } # PORT.COUNTER: how much it has grown
@@ -179,15 +179,12 @@ start_testpmd() { # VERSION, CPU, VDEV: it sends back what comes, with the MAC a
     0<>"$state/testpmd.in" >"$state/testpmd.log" 2>&1 &
   testpmd=$!
   disown $testpmd # no word from bash when it is killed
-  await 20 "forwarding testpmd" testpmd_forwards || return 1
+  await 20 "word of testpmd that it forwards" testpmd_settled || return 1
+  running "$testpmd" || { echo "testpmd has ended"; return 1; }
   grep -q "RTE Version: 'DPDK ${1//./\\.}" "$state/testpmd.log" || { echo "this testpmd is not DPDK $1"; return 1; }
 }
 
-testpmd_forwards() {
-  ! grep -q 'macswap packet forwarding - ports=1' "$state/testpmd.log" || return 0
-  running "$testpmd" || { echo "testpmd has ended"; exit_await; }
-  return 1
-}
+testpmd_settled() { gone "$testpmd" || grep -q 'macswap packet forwarding - ports=1' "$state/testpmd.log"; }
 
 tell() { echo "$1" 1<>"$state/testpmd.in"; } # COMMAND of testpmd's console
 
@@ -208,3 +205,280 @@ quit_testpmd() { # leaves its counts in $rx, $rx_bad, $tx, $tx_bad
     }
     END { print rx + 0, rx_bad + 0, tx + 0, tx_bad + 0 }' "$state/testpmd.log")
 }
+
+# --- our generator ----------------------------------------------------------------------------------------------------
+
+blast() { # SECONDS, argument…: every byte of every frame that comes back is checked; leaves $sent, $received
+  local status=0
+  rm -f "$state/blast.json"
+  timeout -k 5 $(($1 + 70)) "$ringroad" blast "${@:2}" --seconds "$1" --window $window --verify --json "$state/blast.json" &
+  blaster=$!
+  wait "$blaster" || status=$?
+  blaster=''
+  sent=$(result sent) received=$(result received) errors=$(result errors)
+  [ $status = 0 ] || { echo "blast ended with status $status"; return 1; }
+  [ "${errors:-1}" = 0 ] || { echo "$errors errors"; return 1; }
+  # Ten times around a ring of 256 each second is little, on a machine that is busy too.
+  [ "$received" -ge $((2560 * $1)) ] || { echo "only $received frames in $1 s"; return 1; }
+}
+
+result() { [ ! -e "$state/blast.json" ] || sed -n "s/^ *\"$1\": \([0-9]*\),*\$/\1/p" "$state/blast.json"; }
+
+# --- checks: each leaves its $figure, or fails with what it printed ---------------------------------------------------
+
+check() { # NAME, command…
+  local name=$1 begun=$SECONDS
+  shift
+  figure=''
+  if "$@" >"$state/output" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok $name${figure:+  $figure}"
+    return 0
+  fi
+  failed=$((failed + 1))
+  end "$testpmd"
+  testpmd=''
+  echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
+  {
+    tail -n 30 "$state/output"
+    local log
+    for log in ringroad testpmd ovs; do
+      [ -s "$state/$log.log" ] || continue
+      echo "--- the end of $log.log"
+      tail -n 25 "$state/$log.log"
+    done
+  } 2>&1 | sed 's/^/    /'
+  return 1
+}
+
+equal() { # what, NUMBER, what, NUMBER
+  [ "$2" = "$4" ] || { echo "$1: $2, but $3: $4"; return 1; }
+}
+
+# Bits: VIRTIO_NET_F_MRG_RXBUF 15, VIRTIO_F_INDIRECT_DESC 28, VIRTIO_F_EVENT_IDX 29, VIRTIO_F_RING_PACKED 34, VIRTIO_F_IN_ORDER 35
+bit() { echo $(($1 >> $2 & 1)); } # FEATURES, NUMBER
+
+names() { # FEATURES: those that change the ways of a frame
+  local names=split
+  [ "$(bit "$1" 34)" = 0 ] || names=packed
+  [ "$(bit "$1" 35)" = 0 ] || names+=' in_order'
+  [ "$(bit "$1" 15)" = 0 ] || names+=' mrg_rxbuf'
+  [ "$(bit "$1" 29)" = 0 ] || names+=' event_idx'
+  [ "$(bit "$1" 28)" = 0 ] || names+=' indirect'
+  echo "$names"
+}
+
+path() { sed -n "s/.*virtio: using \(.*\) $1 path on port 0.*/\1/p" "$state/testpmd.log" | tail -n 1; } # Rx|Tx: testpmd's function
+
+driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED: testpmd is the driver of a port of ours
+  local version=$1 port=$2 layout=$3 mrg=$4 in_order=$5 vec=$6
+  local packed=0 sizes=64,594,1518 vdev features found rx rx_bad tx tx_bad sent received errors dropped under_way address
+  [ "$layout" = split ] || packed=1
+  vdev="net_virtio_user0,path=$state/$port.sock,queues=1,packed_vq=$packed,mrg_rxbuf=$mrg,in_order=$in_order,vectorized=$vec"
+  start_testpmd "$version" 0 "$vdev" || return 1
+  if [ "$port" = plain ]; then layout=split mrg=0 in_order=0; fi
+  features=$(sed -n 's/.*features after negotiate = \([0-9a-f]*\).*/0x\1/p' "$state/testpmd.log" | tail -n 1)
+  found="$(bit "$features" 34) $(bit "$features" 15) $(bit "$features" 35)"
+  equal "features $features: packed, mrg_rxbuf and in_order" "$found" wanted "$([ $layout = split ] && echo 0 || echo 1) $mrg $in_order" || return 1
+  if [ "$vec" = 1 ]; then
+    # A packed ring with mrg_rxbuf is vectorized in the one direction only, a split one in the other only.
+    [[ "$(path Tx) $(path Rx)" == *vectorized* ]] || { echo "not vectorized: Rx '$(path Rx)', Tx '$(path Tx)'"; return 1; }
+  else
+    [[ "$(path Tx) $(path Rx)" != *vectorized* ]] || { echo "vectorized: Rx '$(path Rx)', Tx '$(path Tx)'"; return 1; }
+  fi
+  # Larger than testpmd's buffers: it takes two of them to receive one, and an indirect table or a chain to send it.
+  [ "$mrg" = 0 ] || sizes+=,4000
+  # Each port has an address of its own: the switch has learned where it was last seen.
+  if [ "$port" = a ]; then address=02:00:00:00:00:0a; else address=02:00:00:00:00:0b; fi
+
+  counters was || return 1
+  blast "$long" "$state/b.sock" --event-driven --ring "$layout" --size "$sizes" --destination $address || return 1
+  tell stop
+  await 5 "end of testpmd's forwarding" grep -q 'Accumulated forward statistics' "$state/testpmd.log" || return 1
+  sleep 0.2 # for what it has just sent
+  counters is || return 1
+  quit_testpmd || return 1
+
+  dropped=$(($(since b.lost) + $(since $port.dropped) + $(since $port.lost) + rx_bad + tx_bad))
+  under_way=$((sent - received))
+  equal "testpmd received" "$rx" "port $port sent" "$(since $port.to)" || return 1
+  equal "testpmd sent" "$tx" "port $port received" "$(since $port.from)" || return 1
+  equal "testpmd received" "$rx" "testpmd sent and dropped" $((tx + tx_bad)) || return 1
+  equal "port b received" "$(since b.from)" "port $port sent and dropped" $(($(since $port.to) + $(since $port.dropped))) || return 1
+  [ $under_way -le $((window + dropped)) ] || { echo "$under_way frames never came back, and $dropped were dropped"; return 1; }
+  equal faults $(($(since $port.faults) + $(since b.faults))) expected 0 || return 1
+  running "$daemon" || { echo "the daemon has ended"; return 1; }
+  figure="$received frames, $errors errors, $dropped dropped ($(names "$features"); Rx $(path Rx), Tx $(path Tx))"
+}
+
+vectorizable() { # split|packed, MRG_RXBUF, IN_ORDER: whether testpmd has vectorized functions for it
+  case $1 in
+    split) [ "$2$3" = 00 ] ;;
+    packed) [ "$3" = 1 ] && grep -qw avx512f /proc/cpuinfo && grep -qw avx512bw /proc/cpuinfo ;;
+  esac
+}
+
+blasted() { # FILE, TO: "frames received" of the last seconds, added up, "errors" at their end
+  sed -n 's/^{.*"errors":\([0-9]*\).*"received":\([0-9]*\).*/\1 \2/p' "$1" | tail -n +$(($2 + 1)) | awk '{ errors = $1; sum += $2 } END { print sum + 0, errors + 0 }'
+}
+
+flows() { [ "$(blasted "$state/lines" "$1" | cut -d ' ' -f 1)" -ge 2560 ]; } # SECOND: frames have come since then
+
+reconnect() { # VERSION: testpmd killed and started again, of different kinds, while frames come from port b
+  local version=$1 vdev number second count=0 errors rest settings begun
+  "$ringroad" blast "$state/b.sock" --event-driven --window $window --verify --size 64,594,1518 --seconds 1000 --lines \
+    --destination 02:00:00:00:00:0a >"$state/lines" &
+  blaster=$!
+  for ((number = 0; number <= restarts; number++)); do
+    case $((number % 4)) in
+      0) settings=packed_vq=1,mrg_rxbuf=1,in_order=1,vectorized=0 ;;
+      1) settings=packed_vq=0,mrg_rxbuf=1,in_order=0,vectorized=0 ;;
+      2) settings=packed_vq=1,mrg_rxbuf=0,in_order=0,vectorized=0 ;;
+      3) settings=packed_vq=0,mrg_rxbuf=0,in_order=1,vectorized=0 ;;
+    esac
+    vdev=net_virtio_user0,path=$state/a.sock,queues=1,$settings
+    start_testpmd "$version" 0 "$vdev" || { echo "start $number ($settings)"; return 1; }
+    running "$blaster" || { echo "blast has ended"; return 1; }
+    second=$(wc -l <"$state/lines")
+    await 10 "frames back after start $number ($settings)" flows $((second + 1)) || { tail -n 5 "$state/lines"; return 1; }
+    kill -KILL "$testpmd"
+    await 5 "end of the killed testpmd" gone "$testpmd" || return 1
+    testpmd=''
+  done
+  read -r count errors <<<"$(blasted "$state/lines" 0)"
+  running "$blaster" || { echo "blast has ended"; return 1; }
+  end "$blaster"
+  blaster=''
+  [ "$errors" = 0 ] || { echo "$errors errors"; return 1; }
+  ! grep -n 'stopped, reset the device' "$state/ringroad.log" || return 1
+  running "$daemon" || { echo "the daemon has ended"; return 1; }
+  figure="$restarts restarts, $count frames, $errors errors"
+}
+
+negotiated() { # LOG: the features that DPDK's device has agreed to last
+  sed -n 's/.*negotiated Virtio features: \(0x[0-9a-f]*\).*/\1/p' "$1" | tail -n 1
+}
+
+foreign() { # LOG, SOCKET, split|packed, WITHOUT, blast argument…: our driver on somebody else's device
+  local log=$1 socket=$2 layout=$3 without=$4 features name bit sent received errors
+  shift 4
+  [ -z "$without" ] || set -- "$@" --without "$without"
+  blast "$short" "$socket" --ring "$layout" "$@" || return 1
+  features=$(negotiated "$log")
+  [ -n "$features" ] || { echo "the log does not say which features were negotiated"; return 1; }
+  equal "features $features: packed" "$(bit "$features" 34)" wanted "$([ "$layout" = split ] && echo 0 || echo 1)" || return 1
+  for name in in_order:35 mrg_rxbuf:15 event_idx:29 indirect:28; do
+    bit=$(bit "$features" ${name#*:})
+    [[ ,$without, != *,${name%:*},* ]] || equal "features $features: ${name%:*}" "$bit" wanted 0 || return 1
+  done
+  [ $((sent - received)) -le $window ] || { echo "$((sent - received)) frames never came back"; return 1; }
+  figure="$received frames, $errors errors ($(names "$features"))"
+}
+
+device() { # VERSION: DPDK's device, started once; blast connects to it again and again
+  local version=$1 layout without variants=('' in_order mrg_rxbuf in_order,mrg_rxbuf event_idx in_order,mrg_rxbuf,event_idx,indirect)
+  [ -z "$quick" ] || variants=('' in_order,mrg_rxbuf,event_idx,indirect)
+  check "dpdk-$version device start" start_testpmd "$version" 1 "net_vhost0,iface=$state/dpdk.sock,queues=1" || return 0
+  for layout in split packed; do
+    for without in "${variants[@]}"; do
+      running "$testpmd" || return 0
+      check "dpdk-$version device $layout${without:+ without $without}" \
+        foreign "$state/testpmd.log" "$state/dpdk.sock" "$layout" "$without" --size 64,594,1518,4000 || true
+      [ -n "$testpmd" ] || start_testpmd "$version" 1 "net_vhost0,iface=$state/dpdk.sock,queues=1" >/dev/null || return 0
+    done
+    check "dpdk-$version device $layout event-driven" \
+      foreign "$state/testpmd.log" "$state/dpdk.sock" "$layout" '' --size 64,594,1518 --event-driven || true
+  done
+  check "dpdk-$version device end" end_device || true
+}
+
+end_device() { # all that blast has sent and testpmd has taken went back
+  local rx rx_bad tx tx_bad
+  tell stop
+  quit_testpmd || return 1
+  equal "testpmd received" "$rx" "testpmd sent and dropped" $((tx + tx_bad)) || return 1
+  equal "testpmd's errors" "$rx_bad" expected 0 || return 1
+  figure="$rx frames received, $tx sent"
+}
+
+# --- OVS-DPDK -----------------------------------------------------------------------------------------------------------
+
+vsctl() { OVS_RUNDIR=$state/ovs ovs-vsctl --timeout=15 --db="unix:$state/ovs/db.sock" "$@"; }
+
+start_ovs() { # a database and a switch of our own: its bridge sends each frame back to the port that it came from
+  local switch=/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk o=$state/ovs
+  [ -x $switch ] || switch=$(command -v ovs-vswitchd-dpdk) || { echo "no $switch: apt-get install openvswitch-switch-dpdk"; return 1; }
+  mkdir -p "$o"
+  ovsdb-tool create "$o/conf.db" /usr/share/openvswitch/vswitch.ovsschema || return 1
+  OVS_RUNDIR=$o setsid ovsdb-server "$o/conf.db" --remote="punix:$o/db.sock" --unixctl="$o/ovsdb.ctl" --pidfile="$o/ovsdb.pid" \
+    >"$o/ovsdb.log" 2>&1 &
+  ovs_pids+=($!)
+  disown $!
+  await 5 "database" test -S "$o/db.sock" || return 1
+  vsctl --no-wait init -- set Open_vSwitch . other_config:dpdk-init=true other_config:dpdk-socket-mem=512 \
+    other_config:dpdk-lcore-mask=0x2 other_config:pmd-cpu-mask=0x2 "other_config:vhost-sock-dir=." \
+    "other_config:dpdk-extra=--no-pci --in-memory --no-telemetry --file-prefix=ringroad-ovs-$$" || return 1
+  OVS_RUNDIR=$o OVS_LOGDIR=$o OVS_DBDIR=$o OVS_SYSCONFDIR=$o setsid $switch "unix:$o/db.sock" --unixctl="$o/vswitchd.ctl" \
+    --pidfile="$o/vswitchd.pid" >"$state/ovs.log" 2>&1 &
+  ovs_pids+=($!)
+  disown $!
+  vsctl add-br br0 -- set bridge br0 datapath_type=netdev -- \
+    add-port br0 client -- set Interface client type=dpdkvhostuserclient "options:vhost-server-path=$state/client.sock" -- \
+    add-port br0 server -- set Interface server type=dpdkvhostuser || return 1
+  OVS_RUNDIR=$o ovs-ofctl add-flow "unix:$o/br0.mgmt" 'priority=1,actions=in_port' || return 1
+  await 5 "socket of OVS" test -S "$o/server" || return 1
+  figure=$($switch --version | sed -n '1s/.*) //p; s/^DPDK /with DPDK /p' | paste -sd ' ')
+}
+
+ovs() {
+  local layout without variant
+  # OVS 3.1 has DPDK 22.11 in it, of which it does not offer packed rings unless told to.
+  check "ovs start" start_ovs || return 0
+  for layout in split packed; do
+    for without in '' in_order,mrg_rxbuf,event_idx,indirect; do
+      for variant in client server; do
+        running "${ovs_pids[1]}" || { check "ovs still runs" false || true; return 0; }
+        if [ $variant = client ]; then # OVS connects, about once a second; blast has the socket
+          set -- "$state/client.sock" "$layout" "$without" --listen
+        else
+          set -- "$state/ovs/server" "$layout" "$without"
+        fi
+        check "ovs $variant $layout${without:+ without $without}" foreign "$state/ovs.log" "$@" --size 64,594,1518 || true
+      done
+    done
+    check "ovs server $layout event-driven" foreign "$state/ovs.log" "$state/ovs/server" "$layout" '' --size 64,594,1518 --event-driven || true
+  done
+  end "${ovs_pids[1]}" "${ovs_pids[0]}"
+  ovs_pids=()
+}
+
+# --- all of it ----------------------------------------------------------------------------------------------------------
+
+has() { [[ " ${parts[*]} " == *" $1 "* ]]; }
+
+if has driver || has reconnect; then
+  if check "daemon start" start_daemon; then
+    for version in "${versions[@]}"; do
+      if has driver; then
+        for layout in split packed; do
+          for mrg in 0 1; do
+            for in_order in 0 1; do
+              for vec in 0 1; do
+                [ $vec = 0 ] || vectorizable $layout $mrg $in_order || continue
+                check "dpdk-$version $layout mrg=$mrg in_order=$in_order vec=$vec" \
+                  driver "$version" a $layout $mrg $in_order $vec || true
+              done
+            done
+          done
+        done
+        check "dpdk-$version wants packed mrg=1 in_order=1, is offered none" driver "$version" plain packed 1 1 0 || true
+      fi
+      if has reconnect; then check "dpdk-$version reconnect" reconnect "$version" || true; fi
+    done
+    check "daemon end" stop_daemon || true
+  fi
+fi
+if has device; then for version in "${versions[@]}"; do device "$version"; done; fi
+if has ovs; then ovs; fi
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]

@@ -65,6 +65,14 @@ pub(crate) fn wait_readable<const N: usize>(
     Ok(list.map(|entry| entry.revents != 0))
 }
 
+/// Looks at what is next to be read from a socket, without waiting and without taking it. Says how much that is.
+pub(crate) fn peek(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: the kernel writes at most the target's length into it.
+    let result = unsafe { libc::recv(fd.as_raw_fd(), target.as_mut_ptr().cast(), target.len(), flags) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
 /// Makes reading from and writing to a descriptor return instead of waiting.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: flags of an open descriptor are read and written; no memory is involved.

@@ -13,7 +13,8 @@ use crate::{
 use ringroad_net::{Config, Features};
 use ringroad_switch::{Mode, Poll};
 use std::{
-    fs, io,
+    fs,
+    io::{self, Read, Write},
     os::{
         fd::AsFd,
         unix::{
@@ -22,11 +23,11 @@ use std::{
         },
     },
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard},
     thread::{self, JoinHandle},
     time::Duration,
 };
-use vhost::vhost_user::BackendReqHandler;
+use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Which end of the socket is ours.
@@ -98,6 +99,10 @@ pub enum SocketError {
         error: io::Error,
     },
 }
+
+/// Flags of a message's header.
+const VERSION: u32 = 1;
+const REPLY: u32 = 1 << 2;
 
 /// How often a client tries.
 const RETRY: Duration = Duration::from_millis(250);
@@ -177,6 +182,40 @@ fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
     }
 }
 
+fn lock(session: &Mutex<Session>) -> MutexGuard<'_, Session> {
+    session.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Obeys SET_VRING_ENABLE where the `vhost` crate would not: QEMU sends it as soon as there are protocol features, but the
+/// crate wants to have seen SET_FEATURES. `false`: something else comes next.
+fn set_vring_enable(mut socket: &UnixStream, session: &Mutex<Session>) -> io::Result<bool> {
+    const REQUEST: u32 = 18;
+    const NEED_REPLY: u32 = 1 << 3;
+    let mut session = lock(session);
+    if !session.is_early() {
+        return Ok(false);
+    }
+    // Request, flags, size of what follows; vring, 0 or 1.
+    let mut message = [0; 20];
+    let len = sys::peek(socket.as_fd(), &mut message)?;
+    let word = |index: usize| u32::from_ne_bytes(std::array::from_fn(|byte| message[4 * index + byte]));
+    let (flags, vring, enable) = (word(1), word(3), word(4));
+    if len < message.len() || word(0) != REQUEST || flags & !NEED_REPLY != VERSION || word(2) != 8 || enable > 1 {
+        return Ok(false);
+    }
+    socket.read_exact(&mut message)?;
+    let refused = session.set_vring_enable(vring, enable == 1).is_err();
+    session.refused = false;
+    if refused && !session.can_refuse() {
+        return Err(io::Error::other(Error::InvalidParam));
+    }
+    if session.can_refuse() && flags & NEED_REPLY != 0 {
+        let words = [REQUEST, VERSION | REPLY, 8, refused.into(), 0];
+        socket.write_all(words.map(u32::to_ne_bytes).as_flattened())?;
+    }
+    Ok(true)
+}
+
 struct Thread {
     config: VhostConfig,
     handle: Arc<PortHandle>,
@@ -245,8 +284,13 @@ impl Thread {
                 Ok(_) => continue,
                 Err(error) => return error.to_string(),
             }
+            match set_vring_enable(&socket, &session) {
+                Ok(true) => continue,
+                Ok(false) => {}
+                Err(error) => return error.to_string(),
+            }
             if let Err(error) = handler.handle_request() {
-                let mut session = session.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let mut session = lock(&session);
                 let refused = std::mem::take(&mut session.refused);
                 if !(refused && session.can_refuse()) {
                     return explain(&error);

@@ -78,6 +78,11 @@ impl Session {
         self.protocol.contains(Protocol::REPLY_ACK)
     }
 
+    /// Protocol features are negotiated, features are not.
+    pub(crate) fn is_early(&self) -> bool {
+        !self.protocol.is_empty() && self.acked & bits::PROTOCOL_FEATURES == 0
+    }
+
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
         log::error!("port {}: {why}; refused", self.port().name());
         self.refused = true;
@@ -203,12 +208,11 @@ impl Session {
         Ok(())
     }
 
-    /// Back to how a connection begins.
+    /// Back to how a connection begins, but for what is not the driver's: memory and the descriptors for notifications. QEMU
+    /// resets the device when the guest does, and counts on those.
     fn reset(&mut self) {
         for index in 0..self.vrings.len() {
             self.stop(index);
-            let _ = self.set_fd(index as u8, None, false);
-            let _ = self.set_fd(index as u8, None, true);
             self.vrings[index] = Vring::default();
         }
         self.acked = 0;
@@ -218,6 +222,10 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.reset();
+        for index in 0..self.vrings.len() {
+            let _ = self.set_fd(index as u8, None, false);
+            let _ = self.set_fd(index as u8, None, true);
+        }
     }
 }
 
