@@ -13,6 +13,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use std::{
+    io::{self, Write},
     path::PathBuf,
     process::ExitCode,
     sync::{Arc, Mutex},
@@ -241,5 +242,6 @@ fn print_counters(ports: &[Running]) {
             std::iter::once(name).chain(numbers.into_iter().map(report::count)).collect()
         })
         .collect();
-    print!("{}", report::table(&header, &rows));
+    // Nobody listening any more is no reason to stop.
+    let _ = io::stdout().write_all(report::table(&header, &rows).as_bytes());
 }

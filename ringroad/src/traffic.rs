@@ -122,6 +122,7 @@ pub struct Traffic {
     next: u64,
     /// Sequence numbers that have come back, as a bitmap over the last of them (with [`Touch::All`]).
     seen: Seen,
+    lost: Lost,
 }
 
 impl Traffic {
@@ -139,7 +140,15 @@ impl Traffic {
             });
         }
         let start = Instant::now();
-        Traffic { settings, start, totals: Totals::new(), scratch, next: 0, seen: Seen::default() }
+        Traffic {
+            settings,
+            start,
+            totals: Totals::new(),
+            scratch,
+            next: 0,
+            seen: Seen::default(),
+            lost: Lost::default(),
+        }
     }
 
     /// Works until the time is over or the device has gone; calls `tick` every second.
@@ -170,7 +179,6 @@ impl Traffic {
         self.start = Instant::now();
         let mut next_tick = Duration::from_secs(1);
         let mut allowed = u64::MAX;
-        let mut lost = 0;
         let mut moved = (self.start, 0);
         rx.disable_notification();
         tx.disable_notification();
@@ -194,7 +202,10 @@ impl Traffic {
                 if moved.1 != self.totals.received {
                     moved = (self.start + now, self.totals.received);
                 } else if (self.start + now).duration_since(moved.0) > LOST {
-                    lost = self.totals.sent - self.totals.received;
+                    self.lost =
+                        Lost { frames: self.totals.sent.saturating_sub(self.totals.received), before: self.next };
+                    // One more window, then patience again.
+                    moved.0 = self.start + now;
                 }
             }
             tx.reclaim()?;
@@ -203,7 +214,7 @@ impl Traffic {
                 Mode::Tx => {
                     let mut room = allowed.saturating_sub(self.totals.sent);
                     if let Some(window) = self.settings.window {
-                        let under_way = (self.totals.sent - self.totals.received).saturating_sub(lost);
+                        let under_way = self.totals.sent.saturating_sub(self.totals.received + self.lost.frames);
                         room = room.min(window.saturating_sub(under_way));
                     }
                     worked += self.send(tx, room.min(BURST as u64) as usize);
@@ -295,7 +306,7 @@ impl Traffic {
     /// Receives a burst.
     #[inline]
     fn receive(&mut self, rx: &mut DriverRx) -> Result<usize, DriverFault> {
-        let Traffic { settings, scratch, start, totals, seen, .. } = self;
+        let Traffic { settings, scratch, start, totals, seen, lost, .. } = self;
         rx.receive(|pieces| {
             totals.received += 1;
             totals.received_bytes += pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
@@ -308,7 +319,7 @@ impl Traffic {
                         timed(pieces, scratch, start, totals);
                     }
                 }
-                Touch::All => check(pieces, scratch, start, totals, seen),
+                Touch::All => check(pieces, scratch, start, totals, seen, lost),
             }
         })
     }
@@ -362,12 +373,23 @@ fn timed(pieces: &[Span<'_>], scratch: &mut Vec<u8>, start: &Instant, totals: &m
     }
 }
 
-fn check(pieces: &[Span<'_>], scratch: &mut Vec<u8>, start: &Instant, totals: &mut Totals, seen: &mut Seen) {
+fn check(
+    pieces: &[Span<'_>],
+    scratch: &mut Vec<u8>,
+    start: &Instant,
+    totals: &mut Totals,
+    seen: &mut Seen,
+    lost: &mut Lost,
+) {
     let frame = gather(pieces, scratch);
     match Probe::read(frame) {
         Ok(probe) => {
             if probe.verify(frame).is_err() || !seen.first_time(probe.sequence) {
                 totals.errors += 1;
+            }
+            if probe.sequence < lost.before {
+                // Only late; otherwise each standstill would widen the window for good.
+                lost.frames = lost.frames.saturating_sub(1);
             }
             let _ = totals.round_trip.record((start.elapsed().as_nanos() as u64).saturating_sub(probe.sent_ns));
         }
@@ -378,6 +400,14 @@ fn check(pieces: &[Span<'_>], scratch: &mut Vec<u8>, start: &Instant, totals: &m
         }
         Err(_) => totals.errors += 1,
     }
+}
+
+/// Frames of a window that were given up, as nothing came back for a while.
+#[derive(Clone, Copy, Default)]
+struct Lost {
+    frames: u64,
+    /// They have sequence numbers below this one.
+    before: u64,
 }
 
 /// The last sequence numbers that have come: one bit each.

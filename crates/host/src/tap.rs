@@ -50,6 +50,9 @@ pub enum TapError {
     },
 }
 
+/// Where the kernel's driver is.
+const DEVICE: &str = "/dev/net/tun";
+
 /// Room for one frame.
 const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
 
@@ -75,19 +78,7 @@ impl Tap {
     /// Opens or makes the interface and brings it up.
     pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<Tap, TapError> {
         let name = interface;
-        let explain = |error: io::Error| {
-            let name = name.to_owned();
-            match error.raw_os_error() {
-                Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) if !Path::new("/dev/net/tun").exists() => {
-                    TapError::NoDevice { name }
-                }
-                Some(libc::EPERM | libc::EACCES) => {
-                    TapError::Permission { name, user: std::env::var("USER").unwrap_or_else(|_| "NAME".into()) }
-                }
-                Some(libc::EBUSY) => TapError::Busy { name },
-                _ => TapError::Other { name, error },
-            }
-        };
+        let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());
         let mut tap = Tap {
             name: port.to_owned(),
             queues: Vec::new(),
@@ -140,6 +131,19 @@ impl Tap {
                 None
             }
         }
+    }
+}
+
+/// What an error of the kernel means for an interface; `driver`: there is a TUN/TAP driver here.
+fn explain(name: &str, error: io::Error, driver: bool) -> TapError {
+    let name = name.to_owned();
+    match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) if !driver => TapError::NoDevice { name },
+        Some(libc::EPERM | libc::EACCES) => {
+            TapError::Permission { name, user: std::env::var("USER").unwrap_or_else(|_| "NAME".into()) }
+        }
+        Some(libc::EBUSY) => TapError::Busy { name },
+        _ => TapError::Other { name, error },
     }
 }
 
@@ -208,5 +212,22 @@ impl Sink for TapSink<'_> {
         counters.bytes.add(bytes as u64);
         counters.bursts.add(1);
         frames
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_say_what_to_do() {
+        let said = |errno, driver| explain("rr0", io::Error::from_raw_os_error(errno), driver).to_string();
+        assert!(said(libc::ENOENT, false).contains("rr0: /dev/net/tun does not exist; load the module (modprobe tun)"));
+        for errno in [libc::EPERM, libc::EACCES] {
+            assert!(said(errno, true).contains("rr0: not permitted; run as root or with CAP_NET_ADMIN"));
+        }
+        assert!(said(libc::EBUSY, true).contains("rr0 is in use by another program"));
+        assert!(said(libc::EINVAL, true).contains("rr0: Invalid argument"));
+        assert!(said(libc::ENODEV, true).contains("rr0: No such device"), "the driver is there, the interface is not");
     }
 }

@@ -16,7 +16,7 @@ use std::{
         mpsc,
     },
     thread::{self, JoinHandle},
-    time::Instant,
+    time::{Duration, Instant},
 };
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
@@ -187,8 +187,10 @@ impl Drop for PortHandle {
     }
 }
 
-/// Rounds between looks at the clock and at the events of queues that are not polled.
+/// Most rounds between looks at the clock and at the events of queues that are not polled.
 const ROUNDS: u32 = 64;
+/// How long these rounds should take at most: frames of a TAP port cost a system call each, and who has an event waits.
+const LOOK: Duration = Duration::from_micros(100);
 
 struct Loop<'a> {
     shared: &'a Shared,
@@ -213,7 +215,8 @@ impl<'a> Loop<'a> {
 
     fn run(mut self) {
         let mut events = [EpollEvent::default(); 64];
-        let mut rounds = 0;
+        let (mut rounds, mut limit) = (0, ROUNDS);
+        let mut looked = Duration::ZERO;
         let mut seconds = 0;
         loop {
             if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
@@ -221,13 +224,17 @@ impl<'a> Loop<'a> {
             }
             let idle = self.schedule.is_idle();
             if idle || rounds == 0 {
-                self.wait(if idle { -1 } else { 0 }, &mut events);
-                seconds = self.start.elapsed().as_secs() as u32;
+                // Before sleeping: what the last round has run into is not left until the next event.
                 if ringroad_mem::faults() != self.faults {
                     self.check_memory();
                 }
+                let took = self.start.elapsed() - looked;
+                limit = if took > LOOK { (limit / 2).max(1) } else { (limit * 2).min(ROUNDS) };
+                self.wait(if idle { -1 } else { 0 }, &mut events);
+                looked = self.start.elapsed();
+                seconds = looked.as_secs() as u32;
             }
-            rounds = (rounds + 1) % ROUNDS;
+            rounds = (rounds + 1) % limit;
             let Loop { switch, schedule, ports, .. } = &mut self;
             let port = |key: Key| ports.get(key.port as usize).and_then(Option::as_ref);
             let any = schedule.round(

@@ -51,10 +51,14 @@ impl TxQueue {
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
         burst.start(&self.memory);
-        let taken = self.ring.take(&self.memory, &mut burst.chains, BURST)?;
-        if taken == 0 {
-            return Ok(0);
-        }
+        let taken = match self.ring.take(&self.memory, &mut burst.chains, BURST) {
+            Ok(taken) if taken > 0 => taken,
+            // The memory may be gone before there is another burst.
+            nothing => {
+                burst.clear();
+                return nothing;
+            }
+        };
         for chain in burst.chains.list() {
             if let Some(piece) = burst.chains.readable(chain).first() {
                 piece.prefetch();
@@ -68,6 +72,7 @@ impl TxQueue {
                 // What came before it is good; at the next burst it comes first.
                 self.ring.untake(&mut burst.chains, index);
                 if index == 0 {
+                    burst.clear();
                     return Err(fault(&chain));
                 }
                 break;
@@ -152,7 +157,7 @@ impl RxQueue {
     }
 
     /// Copies frames to the driver and publishes them. What does not fit is dropped and counted. After a fault the queue
-    /// is of no use.
+    /// is of no use, and none of the frames has been counted.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
         self.chains.start(&self.memory);
@@ -163,55 +168,87 @@ impl RxQueue {
                 piece.prefetch_write(frame.total().min(256));
             }
         }
-        let (mut frames, mut bytes, mut full, mut oversize) = (0u64, 0u64, 0u64, 0u64);
+        let (mut frames, mut bytes, mut full, mut oversize, mut stopped) = (0u64, 0u64, 0u64, 0u64, 0u64);
         let mut used = 0;
         let mut fault = None;
         for (done, &index) in which.iter().enumerate() {
             let Some(frame) = frame(index) else { continue };
+            let left = which.len() - done;
             if used == self.chains.list().len() {
-                let more = self.ring.take(&self.memory, &mut self.chains, which.len() - done);
-                if more.unwrap_or(0) == 0 {
-                    fault = more.err();
-                    full += 1;
-                    continue;
+                match self.more(&mut used, left) {
+                    Ok(0) => {
+                        full += left as u64;
+                        break;
+                    }
+                    Ok(_) => {}
+                    Err(found) => {
+                        (fault, stopped) = (Some(found), left as u64);
+                        break;
+                    }
                 }
             }
-            match self.place(burst, frame, used) {
+            let mut placed = self.place(burst, frame, used);
+            if let Err(Refusal::Crowded) = placed {
+                self.give(&mut used);
+                placed = self.place(burst, frame, used);
+            }
+            match placed {
                 Ok(count) => {
                     used += count;
                     frames += 1;
                     bytes += frame.len() as u64;
                 }
-                Err(Refusal::Full) => full += 1,
+                Err(Refusal::Full | Refusal::Crowded) => full += 1,
                 Err(Refusal::Oversize) => oversize += 1,
                 Err(Refusal::Fault(found)) => {
-                    fault = Some(found);
+                    (fault, stopped) = (Some(found), left as u64);
                     break;
                 }
             }
         }
-        self.ring.untake(&mut self.chains, used);
-        self.ring.give(self.chains.list());
+        self.give(&mut used);
         self.chains.clear();
+        if let Some(fault) = fault
+            && frames == 0
+        {
+            return Err(fault);
+        }
+        // A fault after good frames comes first at the next burst.
         let counters = &self.counters;
         counters.frames.add(frames);
         counters.bytes.add(bytes);
         counters.full.add(full);
         counters.oversize.add(oversize);
+        counters.stopped.add(stopped);
         counters.bursts.add(1);
-        match fault {
-            Some(fault) if frames == 0 => Err(fault),
-            // It will come first at the next burst.
-            _ => Ok(frames as usize),
+        Ok(frames as usize)
+    }
+
+    /// Takes up to `max` more chains; says how many. Where our own list has no room for them, the `used` ones go first.
+    fn more(&mut self, used: &mut usize, max: usize) -> Result<usize, Fault> {
+        let more = self.ring.take(&self.memory, &mut self.chains, max)?;
+        if more > 0 || *used == 0 {
+            return Ok(more);
         }
+        self.give(used);
+        self.ring.take(&self.memory, &mut self.chains, max)
+    }
+
+    /// Gives the first `used` chains to the driver, puts the others back, and starts an empty list.
+    #[inline(always)]
+    fn give(&mut self, used: &mut usize) {
+        self.ring.untake(&mut self.chains, *used);
+        self.ring.give(self.chains.list());
+        self.chains.start(&self.memory);
+        *used = 0;
     }
 
     /// Copies one frame into the chain with this index, or into that and as many after it as it needs; says how many.
     #[inline(always)]
     fn place(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
         let chains = &mut self.chains;
-        let Some(&chain) = chains.list().get(first) else { return Err(Refusal::Full) };
-        if chain.readable_len == 0
+        if let Some(&chain) = chains.list().get(first)
+            && chain.readable_len == 0
             && let &[target] = chains.writable(&chain)
             && target.len() >= frame.total()
             && let Some(head) = frame.full_head()
@@ -237,6 +274,7 @@ impl RxQueue {
             }
             if first + count == self.chains.list().len() {
                 match self.ring.take(&self.memory, &mut self.chains, 1) {
+                    Ok(0) if first > 0 => return Err(Refusal::Crowded),
                     Ok(0) if self.chains.room() == 0 => return Err(Refusal::Oversize),
                     Ok(0) => return Err(Refusal::Full),
                     Ok(_) => {}
@@ -251,7 +289,10 @@ impl RxQueue {
             if len < needed {
                 return Err(Refusal::Fault(Fault::Header { id, len, needed }));
             }
-            room += if chain.clipped { 0 } else { len as usize };
+            if chain.clipped {
+                return Err(Refusal::Oversize);
+            }
+            room += len as usize;
             count += 1;
         }
         let mut head = [0; crate::HEAD];
@@ -290,6 +331,8 @@ impl RxQueue {
 enum Refusal {
     /// Not enough buffers now.
     Full,
+    /// Not enough beside those of the frames before it.
+    Crowded,
     /// It never fits.
     Oversize,
     /// The driver has broken the queue.

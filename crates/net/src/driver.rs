@@ -80,7 +80,7 @@ impl Driver {
             };
             if index % 2 == 0 {
                 let mergeable = config.acked & bits::NET_F_MRG_RXBUF != 0;
-                rx.push(DriverRx { queue, mergeable, size: size as usize, pieces: Vec::new() });
+                rx.push(DriverRx { queue, mergeable, size: size as usize, pieces: Vec::with_capacity(size as usize) });
             } else {
                 tx.push(DriverTx { queue, under_way: 0, size: size as usize });
             }
@@ -212,11 +212,12 @@ pub struct DriverRx {
 impl DriverRx {
     queue_calls!();
 
-    /// Makes all free buffers available.
+    /// Makes all free buffers available, but for those of a frame that is not complete.
     #[inline]
     pub fn refill(&mut self) -> usize {
         let Queue { ring, buffers, .. } = &mut self.queue;
-        let added = ring.add_single(usize::MAX, true, |id| buffers.buffer(id, buffers.stride));
+        // Free ids come in the order in which they were used, so that those of an incomplete frame are the last.
+        let added = ring.add_single(ring.free() - self.pieces.len(), true, |id| buffers.buffer(id, buffers.stride));
         ring.publish();
         added
     }
@@ -244,20 +245,26 @@ impl DriverRx {
             }
             // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
             self.pieces.push(used);
-            let span = |used: &Used| buffers.span(used.id).map(|span| span.first(used.len as usize));
-            let parts: Vec<Span<'_>> = self.pieces.iter().filter_map(span).collect();
-            if let Some((&first, rest)) = parts.split_first()
-                // More than the ring has can only be a lie; what has come is all that will.
-                && parts.len() >= (num_buffers(first) as usize).min(self.size)
-            {
-                frame(&[&[first.skip(vnet_hdr::SIZE)], rest].concat());
-                self.pieces.clear();
+            let part = |used: &Used| buffers.span(used.id).map(|span| span.first(used.len as usize));
+            let Some(first) = self.pieces.first().and_then(part) else { continue };
+            // More than the ring has can only be a lie; what has come is all that will.
+            if self.pieces.len() < (num_buffers(first) as usize).min(self.size) {
+                continue;
             }
+            let rest = self.pieces.iter().skip(1).filter_map(part);
+            let all = std::iter::once(first.skip(vnet_hdr::SIZE)).chain(rest);
+            let count = self.pieces.len();
+            if count <= BURST {
+                let mut parts = [first; BURST];
+                parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
+                frame(&parts[..count]);
+            } else {
+                frame(&all.collect::<Vec<_>>());
+            }
+            self.pieces.clear();
         }
         if count > 0 {
-            // Free ids come in the order in which they were used, so that those of an incomplete frame are the last.
-            ring.add_single(ring.free() - self.pieces.len(), true, |id| buffers.buffer(id, buffers.stride));
-            ring.publish();
+            self.refill();
         }
         Ok(count)
     }

@@ -67,6 +67,8 @@ mod tests {
     fn packed_events() {
         assert!(Event::ENABLED.wanted(5, true, 1, 8) && !Event::ENABLED.wanted(5, true, 0, 8));
         assert!(!Event::DISABLED.wanted(5, true, 5, 8));
+        // Whoever has not asked for long has passed every position, however often.
+        assert!([8, 65536, 65537].iter().all(|&added| Event::at(5, true).wanted(5, true, added, 8)));
         // Positions 0..8 of a ring of 8, both wraps: entries [next - added, next) contain the position or not.
         for next in 0..8u16 {
             for added in 0..8u32 {

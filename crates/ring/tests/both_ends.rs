@@ -190,7 +190,9 @@ impl Pair {
             Op::Restart => self.restart(),
         }
         let used: usize = self.sent.values().map(|sent| sent.slots).sum();
-        assert_eq!(self.driver.free(), self.config.size as usize - used);
+        let free = self.config.size as usize - used;
+        assert_eq!(self.driver.free(), free);
+        assert_eq!(self.driver.next_id(free), None);
     }
 
     fn buffers(&self, serial: u64, cell: usize, count: usize) -> Vec<Buffer> {
@@ -480,7 +482,7 @@ fn config() -> impl Strategy<Value = Config> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn any_schedule(config in config(), words in prop::collection::vec(any::<u32>(), 1..300)) {
@@ -543,6 +545,31 @@ fn one_notification_for_one_sleep() {
         }
         assert_eq!(wanted, [1, 1], "{features:?}");
         assert!(!driver.wants_notification() && !device.wants_notification(), "nothing new");
+    }
+}
+
+/// Who has said that it looks by itself is left alone.
+#[test]
+fn no_notification_for_one_that_looks() {
+    for features in all_features() {
+        let memory = Memory::new(features, 8, 4096, None);
+        let (mut driver, mut device) = (memory.driver(), memory.device());
+        let mut burst = Chains::new(1, 1);
+        let buffer = Buffer { address: memory.address(0), len: 8 };
+        assert!(!device.enable_notification() && !driver.enable_notification());
+        for round in 0..1000 {
+            assert_eq!(driver.add_single(1, false, |_| buffer), 1);
+            driver.publish();
+            // The first ones are those that both have asked for.
+            assert_eq!(driver.wants_notification(), round == 0, "{features:?}, round {round}");
+            burst.start(&memory.device);
+            assert_eq!(device.take(&memory.device, &mut burst, 1), Ok(1));
+            device.disable_notification();
+            device.give(burst.list());
+            assert_eq!(device.wants_notification(), round == 0, "{features:?}, round {round}");
+            assert_eq!(driver.take_used(&mut [Used::default()]), Ok(1));
+            driver.disable_notification();
+        }
     }
 }
 

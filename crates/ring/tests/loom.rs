@@ -88,8 +88,10 @@ fn layouts(event_idx: bool) -> [Features; 2] {
 }
 
 /// What the device takes is what the driver wrote: descriptors, and the bytes behind them. What the driver gets back is
-/// what the device wrote: ids, lengths, bytes. With more buffers than the ring has entries.
+/// what the device wrote: ids, lengths, bytes. With more buffers than the ring has entries. In order the buffers are
+/// readable, so that a packed ring's device gives them back in batches.
 fn publish(features: Features) {
+    let writable = !features.in_order;
     const CHAINS: u32 = 3;
     let memory = memory();
     let most = StdArc::new(StdAtomicU32::new(0));
@@ -110,13 +112,13 @@ fn publish(features: Features) {
                 let mut next = 0;
                 for _ in 0..CHAINS {
                     turn.fetch_add(1, Relaxed);
-                    if let Some(serial) = take_one(&mut device, &memory, &mut burst, true) {
+                    if let Some(serial) = take_one(&mut device, &memory, &mut burst, writable) {
                         assert_eq!(serial, next);
                         next += 1;
                         assert_eq!(sent[serial as usize].load(Relaxed), 100 + serial, "bytes for the device");
                         replied[serial as usize].store(200 + serial, Relaxed);
                         turn.fetch_add(1, Relaxed);
-                        give_one(&mut device, &mut burst, 1 + serial);
+                        give_one(&mut device, &mut burst, if writable { 1 + serial } else { 0 });
                     }
                 }
                 next
@@ -126,7 +128,7 @@ fn publish(features: Features) {
         let mut serials = [None; SIZE as usize];
         for _ in 0..3 {
             // Two at once the first time; in a packed ring the first one of them publishes the second one as well.
-            driver.add_single((CHAINS - next) as usize, true, |id| {
+            driver.add_single((CHAINS - next) as usize, writable, |id| {
                 sent[next as usize].store(100 + next, Relaxed);
                 serials[id as usize] = Some(next);
                 next += 1;
@@ -139,7 +141,7 @@ fn publish(features: Features) {
             let count = driver.take_used(&mut used).expect("a fault of a good device");
             for used in &used[..count] {
                 let serial = serials[used.id as usize].take().expect("an id that is under way");
-                assert_eq!((serial, used.len), (back, 1 + back));
+                assert_eq!((serial, used.len), (back, if writable { 1 + back } else { 0 }));
                 assert_eq!(replied[serial as usize].load(Relaxed), 200 + serial, "bytes for the driver");
                 back += 1;
             }
@@ -159,6 +161,16 @@ fn split_publish() {
 #[test]
 fn packed_publish() {
     publish(layouts(false)[1]);
+}
+
+#[test]
+fn split_publish_in_order() {
+    publish(Features { in_order: true, ..layouts(false)[0] });
+}
+
+#[test]
+fn packed_publish_in_order() {
+    publish(Features { in_order: true, ..layouts(false)[1] });
 }
 
 /// What one side rings and the other one sleeps by: an eventfd.

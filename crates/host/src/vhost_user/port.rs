@@ -25,11 +25,13 @@ pub(crate) struct Slot<Q> {
     pub err: Option<File>,
     /// The fault that stopped it.
     pub fault: Option<Fault>,
+    /// The frontend will not kick: its worker has to look by itself, for ever.
+    pub no_kick: bool,
 }
 
 impl<Q> Default for Slot<Q> {
     fn default() -> Self {
-        Slot { queue: None, base: 0, call: None, err: None, fault: None }
+        Slot { queue: None, base: 0, call: None, err: None, fault: None, no_kick: false }
     }
 }
 
@@ -106,12 +108,52 @@ impl VhostPort {
         Some(VhostSink { slot, port: self, index })
     }
 
+    /// Counts what the frontend has done wrong, and says so on the vring's err descriptor.
+    pub(crate) fn count_fault(&self, vring: Option<usize>) {
+        // Counters have one writer at a time: whoever is in the queue's gate.
+        match vring {
+            Some(vring) if vring.is_multiple_of(2) => {
+                let slot = self.rx[vring / 2].enter();
+                self.rx_counters[vring / 2].faults.add(1);
+                Slot::<RxQueue>::signal(&slot.err);
+            }
+            Some(vring) => {
+                let slot = self.tx[vring / 2].enter();
+                self.tx_counters[vring / 2].faults.add(1);
+                Slot::<TxQueue>::signal(&slot.err);
+            }
+            None => {
+                let _in = self.tx[0].enter();
+                self.tx_counters[0].faults.add(1);
+            }
+        }
+    }
+
+    /// Tells the frontend of a vring that it has stopped.
+    pub(crate) fn signal_err(&self, vring: usize) {
+        if vring.is_multiple_of(2) {
+            Slot::<RxQueue>::signal(&self.rx[vring / 2].enter().err);
+        } else {
+            Slot::<TxQueue>::signal(&self.tx[vring / 2].enter().err);
+        }
+    }
+
+    /// Whether a fault of the driver has stopped a vring.
+    pub(crate) fn has_fault(&self, vring: usize) -> bool {
+        if vring.is_multiple_of(2) {
+            self.rx[vring / 2].enter().fault.is_some()
+        } else {
+            self.tx[vring / 2].enter().fault.is_some()
+        }
+    }
+
     /// Asks for a notification when the driver sends. `true`: the worker may leave the queue alone until then.
     pub(crate) fn sleep(&self, index: usize) -> bool {
         let Some(gate) = self.tx.get(index) else { return true };
         // Control is in: it will wake the worker itself if it starts something, but has perhaps not taken it away yet.
         let Some(mut slot) = gate.try_enter() else { return false };
-        !slot.queue.as_mut().is_some_and(|queue| queue.enable_notification())
+        let no_kick = slot.no_kick;
+        !slot.queue.as_mut().is_some_and(|queue| no_kick || queue.enable_notification())
     }
 
     /// Asks for no more notifications: the worker looks by itself.
@@ -168,7 +210,17 @@ impl Source for VhostSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
         let Some(queue) = &mut self.slot.queue else { return 0 };
         match queue.take(burst) {
+            // Else the memory of a guest that has gone would stay mapped until some other queue has frames.
+            Ok(0) => {
+                burst.clear();
+                0
+            }
             Ok(taken) => taken,
+            // Not the driver's fault: what it wrote is gone. The worker stops the port at its next look at memory.
+            Err(_) if queue.memory().is_lost() => {
+                burst.clear();
+                0
+            }
             Err(fault) => {
                 let base = queue.base();
                 let counters = &self.port.tx_counters[self.index];
@@ -211,6 +263,10 @@ impl Sink for VhostSink<'_> {
                     counters.notifications.add(1);
                 }
                 count
+            }
+            Err(_) if queue.memory().is_lost() => {
+                counters.stopped.add(which.len() as u64);
+                0
             }
             Err(fault) => {
                 let base = queue.base();

@@ -3,7 +3,7 @@
 
 use super::{
     port::VhostPort,
-    session::{Session, explain},
+    session::{Session, explain, is_violation},
 };
 use crate::{
     port::{Kind, Port},
@@ -15,6 +15,7 @@ use ringroad_switch::{Mode, Poll};
 use std::{
     fs,
     io::{self, Read, Write},
+    net::Shutdown,
     os::{
         fd::AsFd,
         unix::{
@@ -27,7 +28,7 @@ use std::{
     thread::{self, JoinHandle},
     time::Duration,
 };
-use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
+use vhost::vhost_user::{BackendReqHandler, VhostUserBackendReqHandlerMut};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Which end of the socket is ours.
@@ -107,10 +108,18 @@ const REPLY: u32 = 1 << 2;
 /// How often a client tries.
 const RETRY: Duration = Duration::from_millis(250);
 
+/// Why a connection ends whose frontend cannot be told that a message was refused.
+const CANNOT_REFUSE: &str = "a message was refused, and there is no REPLY_ACK to tell it by";
+
+/// The connection there is. A frontend that sends half a message, or does not read replies, holds up the port's thread;
+/// who ends the port shuts it down.
+type Current = Arc<Mutex<Option<UnixStream>>>;
+
 /// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
 pub struct Server {
     port: Arc<Port>,
     stop: EventFd,
+    current: Current,
     thread: Option<JoinHandle<()>>,
     socket: Option<PathBuf>,
 }
@@ -130,14 +139,15 @@ impl Server {
         let handle = Arc::new(worker.add(port.clone()).map_err(failed)?);
         let socket = listener.is_some().then(|| config.socket.clone());
         let name = format!("vhost {}", config.name);
+        let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
-            let config = config.clone();
+            let (config, current) = (config.clone(), current.clone());
             thread::Builder::new().name(name).stack_size(256 << 10).spawn(move || {
-                Thread { config, handle, stop, listener }.run();
+                Thread { config, handle, stop, current, listener }.run();
             })
         };
-        Ok(Server { port, stop, thread: Some(thread.map_err(failed)?), socket })
+        Ok(Server { port, stop, current, thread: Some(thread.map_err(failed)?), socket })
     }
 
     /// What the switch sees.
@@ -149,6 +159,10 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.stop.write(1);
+        // After `stop`: the thread sees either that, or the end of the connection.
+        if let Some(stream) = &*lock(&self.current) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -156,6 +170,10 @@ impl Drop for Server {
             let _ = fs::remove_file(socket);
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// Makes a listening socket. One that a dead program has left is removed.
@@ -182,10 +200,6 @@ fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
     }
 }
 
-fn lock(session: &Mutex<Session>) -> MutexGuard<'_, Session> {
-    session.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
 /// Obeys SET_VRING_ENABLE where the `vhost` crate would not: QEMU sends it as soon as there are protocol features, but the
 /// crate wants to have seen SET_FEATURES. `false`: something else comes next.
 fn set_vring_enable(mut socket: &UnixStream, session: &Mutex<Session>) -> io::Result<bool> {
@@ -207,7 +221,7 @@ fn set_vring_enable(mut socket: &UnixStream, session: &Mutex<Session>) -> io::Re
     let refused = session.set_vring_enable(vring, enable == 1).is_err();
     session.refused = false;
     if refused && !session.can_refuse() {
-        return Err(io::Error::other(Error::InvalidParam));
+        return Err(io::Error::other(CANNOT_REFUSE));
     }
     if session.can_refuse() && flags & NEED_REPLY != 0 {
         let words = [REQUEST, VERSION | REPLY, 8, refused.into(), 0];
@@ -220,6 +234,7 @@ struct Thread {
     config: VhostConfig,
     handle: Arc<PortHandle>,
     stop: EventFd,
+    current: Current,
     listener: Option<UnixListener>,
 }
 
@@ -228,7 +243,14 @@ impl Thread {
         while let Some(stream) = self.next_frontend() {
             log::info!("port {}: frontend connected", self.config.name);
             let why = self.serve(stream);
+            *lock(&self.current) = None;
             log::info!("port {}: frontend gone: {why}", self.config.name);
+            // A peer that closes each connection at once must not keep us busy.
+            if self.listener.is_none()
+                && matches!(sys::wait_readable([Some(sys::borrow(&self.stop))], Some(RETRY)), Ok([true]))
+            {
+                return;
+            }
         }
     }
 
@@ -262,8 +284,11 @@ impl Thread {
         let Kind::Vhost(port) = &self.handle.port().kind else { return "not a vhost-user port".into() };
         let session = Session::new(self.handle.clone(), self.config.features, self.config.config);
         let session = Arc::new(Mutex::new(session));
-        let socket = match stream.try_clone() {
-            Ok(socket) => socket,
+        let socket = match stream.try_clone().and_then(|socket| Ok((socket, stream.try_clone()?))) {
+            Ok((socket, current)) => {
+                *lock(&self.current) = Some(current);
+                socket
+            }
             Err(error) => return error.to_string(),
         };
         let _ = port.attention.read();
@@ -276,11 +301,15 @@ impl Thread {
                 Ok([true, ..]) => return "the port is going down".into(),
                 Ok([_, true, ..]) => return "its memory is gone".into(),
                 Ok([_, _, true, _]) => {}
-                // Only now: a frontend that closes and connects again must find its old connection ended.
-                Ok([.., true]) => {
-                    self.turn_away();
-                    continue;
-                }
+                // Only when the first one is still there, seen after the second one: a frontend that closes and connects
+                // again, perhaps while we look from one to the other, must find its old connection ended.
+                Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {
+                    Ok([true]) => {}
+                    _ => {
+                        self.turn_away();
+                        continue;
+                    }
+                },
                 Ok(_) => continue,
                 Err(error) => return error.to_string(),
             }
@@ -289,11 +318,18 @@ impl Thread {
                 Ok(false) => {}
                 Err(error) => return error.to_string(),
             }
+            // The `vhost` crate answers some refusals by itself, and says nothing of them here.
+            lock(&session).refused = false;
             if let Err(error) = handler.handle_request() {
                 let mut session = lock(&session);
-                let refused = std::mem::take(&mut session.refused);
-                if !(refused && session.can_refuse()) {
-                    return explain(&error);
+                match std::mem::take(&mut session.refused) {
+                    true if session.can_refuse() => {}
+                    true => return CANNOT_REFUSE.into(),
+                    false if is_violation(&error) => {
+                        session.violated(explain(&error));
+                        return "it does not keep to the protocol".into();
+                    }
+                    false => return explain(&error),
                 }
             }
         }

@@ -85,8 +85,24 @@ impl Session {
 
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
         log::error!("port {}: {why}; refused", self.port().name());
+        self.port().count_fault(None);
         self.refused = true;
         Err(Error::InvalidParam)
+    }
+
+    /// The same for what concerns one vring, whose err descriptor tells it too.
+    fn refuse_vring<T>(&mut self, index: usize, why: impl std::fmt::Display) -> Result<T> {
+        log::error!("port {} queue {index}: {why}; refused", self.port().name());
+        self.port().count_fault(Some(index));
+        self.refused = true;
+        Err(Error::InvalidParam)
+    }
+
+    /// The frontend does not keep to the protocol: the connection cannot go on.
+    pub(crate) fn violated(&mut self, why: impl std::fmt::Display) {
+        log::error!("port {}: {why}; disconnected", self.port().name());
+        self.port().count_fault(None);
+        (0..self.vrings.len()).for_each(|index| self.port().signal_err(index));
     }
 
     /// The vring with this index, or the error for a message about one that there is not.
@@ -98,8 +114,17 @@ impl Session {
         self.refuse(format_args!("a message about vring {index}, expected 0 to {}", count - 1))
     }
 
-    /// Starts a vring if all is there that it needs.
+    /// Starts a vring if all is there that it needs. If that fails it stays stopped until there is a new kick, so that
+    /// the frontend can put it right message by message.
     fn start(&mut self, index: usize) -> Result<()> {
+        let result = self.try_start(index);
+        if result.is_err() {
+            self.vrings[index].kick = None;
+        }
+        result
+    }
+
+    fn try_start(&mut self, index: usize) -> Result<()> {
         let vring = &self.vrings[index];
         let enabled = vring.enabled.unwrap_or(self.acked & bits::PROTOCOL_FEATURES == 0);
         let (Some(addresses), Some(kick), true, false) = (vring.addresses, &vring.kick, enabled, vring.running) else {
@@ -107,9 +132,8 @@ impl Session {
         };
         let kick = kick.as_ref();
         if self.acked & bits::VERSION_1 == 0 {
-            return self.refuse(format_args!(
-                "queue {index}: the driver does not speak virtio 1.0 (VIRTIO_F_VERSION_1 not acknowledged)"
-            ));
+            let why = "the driver does not speak virtio 1.0 (VIRTIO_F_VERSION_1 not acknowledged)";
+            return self.refuse_vring(index, why);
         }
         let (memory, acked, size, base) = (self.memory.clone(), self.acked, vring.size, vring.base);
         let port = self.port();
@@ -124,6 +148,7 @@ impl Session {
             )
         } else {
             let counters: Arc<Counters> = port.tx_counters[pair].clone();
+            port.tx[pair].enter().no_kick = kick.is_none();
             start_slot(
                 &port.tx[pair],
                 base,
@@ -132,14 +157,15 @@ impl Session {
             )
         };
         if let Err(error) = started {
-            return self.refuse(format_args!("queue {index}: {error}"));
+            return self.refuse_vring(index, error);
         }
         if !index.is_multiple_of(2) {
             if let Some(kick) = kick
                 && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
             {
-                return self
-                    .refuse(format_args!("queue {index}: cannot wait for its kick: {error}; expected an eventfd"));
+                stop_slot(&self.port().tx[pair], TxQueue::base);
+                let why = format!("cannot wait for its kick: {error}; expected an eventfd");
+                return self.refuse_vring(index, why);
             }
             self.handle.wake(pair as u16);
         }
@@ -181,8 +207,10 @@ impl Session {
     /// Puts new memory in the place of the old one. Running queues go on in it where they were; the old one is unmapped
     /// before this returns.
     fn replace_memory(&mut self, memory: Table) -> Result<()> {
-        let running: Vec<usize> = (0..self.vrings.len()).filter(|&index| self.vrings[index].running).collect();
+        let mut running: Vec<usize> = (0..self.vrings.len()).filter(|&index| self.vrings[index].running).collect();
         running.iter().for_each(|&index| self.stop(index));
+        // New memory does not mend what the driver has broken.
+        running.retain(|&index| !self.port().has_fault(index));
         self.memory = Arc::new(memory);
         // One that cannot go on is refused; the others do.
         let mut result = Ok(());
@@ -197,7 +225,7 @@ impl Session {
         if let Some(file) = &file
             && let Err(error) = sys::set_nonblocking(file.as_fd())
         {
-            return self.refuse(format_args!("queue {index}: {error}"));
+            return self.refuse_vring(index, error);
         }
         let port = self.port();
         if index.is_multiple_of(2) {
@@ -317,8 +345,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let index = self.vring(index)?;
         let packed = self.acked & bits::RING_PACKED != 0;
         if size == 0 || size > ringroad_ring::MAX_SIZE || !packed && !size.is_power_of_two() {
-            let error = SetupError::Size { size, packed };
-            return self.refuse(format_args!("queue {index}: {error}"));
+            return self.refuse_vring(index, SetupError::Size { size, packed });
         }
         self.vrings[index].size = size;
         Ok(())
@@ -347,7 +374,10 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        let vring = self.vring(index)?;
+        let vring = self.vring(index).inspect_err(|_| {
+            // Its only answer is a base; without one the frontend would wait for ever.
+            self.refused = false;
+        })?;
         self.stop(vring);
         // The ring stays stopped until there is a new kick.
         self.vrings[vring].kick = None;
@@ -471,7 +501,12 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 }
 
-/// Whether a connection can go on after an error of the `vhost` crate, and how it is told in the log otherwise.
+/// Whether an error of the `vhost` crate is more than the end of a connection.
+pub(crate) fn is_violation(error: &Error) -> bool {
+    !matches!(error, Error::Disconnected | Error::PartialMessage | Error::SocketBroken(_))
+}
+
+/// How the log tells an error of the `vhost` crate.
 pub(crate) fn explain(error: &Error) -> String {
     match error {
         Error::Disconnected => "the frontend has disconnected".into(),

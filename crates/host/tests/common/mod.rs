@@ -1,0 +1,594 @@
+//! What vhost_user.rs tests with: a frontend that says exactly what it is told to, guests that use it, a switch with
+//! ports for them, and the log by port.
+
+use ringroad_host::{
+    PortReport, Worker, WorkerConfig,
+    vhost_user::{Role, Server, VhostConfig},
+};
+use ringroad_mem::{Region, Span};
+use ringroad_net::{Config, Driver, DriverConfig, Features, bits};
+use ringroad_switch::{Mode, Poll};
+use ringroad_wire::ethernet::MacAddr;
+use std::{
+    fs,
+    io::{self, ErrorKind, Read},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::{
+            fs::MetadataExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, Once},
+    thread,
+    time::{Duration, Instant},
+};
+use vmm_sys_util::{
+    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
+    sock_ctrl_msg::ScmSocket,
+};
+
+/// For how long anything is waited for that should happen.
+pub const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Requests by their names in the vhost-user specification.
+pub mod request {
+    pub const GET_FEATURES: u32 = 1;
+    pub const SET_FEATURES: u32 = 2;
+    pub const SET_OWNER: u32 = 3;
+    pub const RESET_OWNER: u32 = 4;
+    pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_LOG_BASE: u32 = 6;
+    pub const SET_VRING_NUM: u32 = 8;
+    pub const SET_VRING_ADDR: u32 = 9;
+    pub const SET_VRING_BASE: u32 = 10;
+    pub const GET_VRING_BASE: u32 = 11;
+    pub const SET_VRING_KICK: u32 = 12;
+    pub const SET_VRING_CALL: u32 = 13;
+    pub const SET_VRING_ERR: u32 = 14;
+    pub const GET_PROTOCOL_FEATURES: u32 = 15;
+    pub const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub const GET_QUEUE_NUM: u32 = 17;
+    pub const SET_VRING_ENABLE: u32 = 18;
+    pub const SET_BACKEND_REQ_FD: u32 = 21;
+    pub const GET_CONFIG: u32 = 24;
+    pub const SET_CONFIG: u32 = 25;
+    pub const GET_INFLIGHT_FD: u32 = 31;
+    pub const GPU_SET_SOCKET: u32 = 33;
+    pub const RESET_DEVICE: u32 = 34;
+    pub const GET_MAX_MEM_SLOTS: u32 = 36;
+    pub const ADD_MEM_REG: u32 = 37;
+    pub const REM_MEM_REG: u32 = 38;
+    pub const CHECK_DEVICE_STATE: u32 = 43;
+}
+use request::*;
+
+/// Header flags: the version, and that an answer is wanted.
+pub const VERSION: u32 = 1;
+const NEED_REPLY: u32 = 8;
+/// SET_VRING_KICK and the like: no descriptor comes with it.
+pub const NO_FD: u64 = 0x100;
+
+/// Feature bits of a plain driver.
+pub const SPLIT: u64 = bits::VERSION_1 | bits::PROTOCOL_FEATURES;
+/// The same with packed rings.
+pub const PACKED: u64 = SPLIT | bits::RING_PACKED;
+
+/// Waits until something is so; `false` if it never is.
+pub fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !is() {
+        if start.elapsed() > patience {
+            return false;
+        }
+        thread::sleep(Duration::from_micros(200));
+    }
+    true
+}
+
+pub fn eventfd() -> EventFd {
+    EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).unwrap()
+}
+
+/// Integers as a message carries them.
+pub fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// The same for 64-bit ones.
+pub fn longs(longs: &[u64]) -> Vec<u8> {
+    longs.iter().flat_map(|long| long.to_ne_bytes()).collect()
+}
+
+/// A message as it goes over the socket.
+pub fn message(request: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
+    [&words(&[request, flags, size]), payload].concat()
+}
+
+// ---------------------------------------------------------------------------------------------------------- the log
+
+struct Log(Mutex<Vec<String>>);
+
+static LOG: Log = Log(Mutex::new(Vec::new()));
+
+impl Log {
+    fn lines(&self) -> MutexGuard<'_, Vec<String>> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl log::Log for Log {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record) {
+        self.lines().push(format!("{} {}", record.level(), record.args()));
+    }
+    fn flush(&self) {}
+}
+
+/// What the log has said about a port, with levels. Port names are a test's own, so that tests do not see each other's.
+pub fn log_of(port: &str) -> Vec<String> {
+    let about = [format!(" port {port}:"), format!(" port {port} ")];
+    LOG.lines().iter().filter(|line| about.iter().any(|about| line.contains(about))).cloned().collect()
+}
+
+/// The first line about a port that has all of some words in it, waiting for it.
+#[track_caller]
+pub fn logged(port: &str, wanted: &[&str]) -> String {
+    let mut found = None;
+    within(PATIENCE, || {
+        found = log_of(port).into_iter().find(|line| wanted.iter().all(|word| line.contains(word)));
+        found.is_some()
+    });
+    found.unwrap_or_else(|| panic!("no line with {wanted:?} about {port} in {:#?}", log_of(port)))
+}
+
+// ------------------------------------------------------------------------------------------------------- the switch
+
+/// A folder that goes with its owner.
+pub struct Folder(pub PathBuf);
+
+impl Folder {
+    pub fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("ringroad-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+pub fn worker() -> Worker {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        log::set_logger(&LOG).unwrap();
+        log::set_max_level(log::LevelFilter::Debug);
+    });
+    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300 }).unwrap()
+}
+
+/// The configuration space of all ports here.
+pub const CONFIG: Config =
+    Config { mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]), link_up: true, queue_pairs: 1, mtu: 9001 };
+
+pub fn config(name: &str, socket: &Path) -> VhostConfig {
+    VhostConfig {
+        name: name.to_owned(),
+        socket: socket.to_owned(),
+        role: Role::Server,
+        features: Features::ALL,
+        config: CONFIG,
+        mode: Mode::Switch,
+        hairpin: false,
+        poll: Poll::For(Duration::ZERO),
+    }
+}
+
+/// A switch with three ports: 0 is mistreated, 1 and 2 must not notice.
+pub struct Rig {
+    pub servers: Vec<Server>,
+    name: String,
+    pub folder: Folder,
+    pub worker: Worker,
+}
+
+impl Rig {
+    pub fn new(name: &str) -> Rig {
+        let (worker, folder) = (worker(), Folder::new(name));
+        let start = |index| {
+            let config = config(&format!("{name}-{index}"), &folder.file(&format!("{index}.sock")));
+            Server::start(config, &worker).unwrap()
+        };
+        Rig { servers: (0..3).map(start).collect(), name: name.to_owned(), folder, worker }
+    }
+
+    pub fn socket(&self, port: usize) -> PathBuf {
+        self.folder.file(&format!("{port}.sock"))
+    }
+
+    /// The name of port 0.
+    pub fn victim(&self) -> String {
+        format!("{}-0", self.name)
+    }
+
+    pub fn guest(&self, port: usize, acked: u64) -> Guest {
+        let mut guest = Guest::new(Peer::connect(&self.socket(port)), acked, 64);
+        guest.mac = MacAddr::local(port as u32 + 1);
+        guest.start_all();
+        guest
+    }
+
+    /// A connection to port 0 that has agreed on features, and nothing else.
+    pub fn peer(&self, acked: u64) -> Peer {
+        let mut peer = Peer::connect(&self.socket(0));
+        peer.negotiate(acked);
+        peer
+    }
+
+    pub fn others(&self) -> Others {
+        Others(self.guest(1, SPLIT), self.guest(2, PACKED))
+    }
+
+    pub fn report(&self, port: usize) -> PortReport {
+        self.servers[port].port().report()
+    }
+
+    /// Faults of port 0, in both directions.
+    pub fn faults(&self) -> u64 {
+        let report = self.report(0);
+        report.received.faults + report.sent.faults
+    }
+
+    #[track_caller]
+    pub fn expect_faults(&self, faults: u64) {
+        within(PATIENCE, || self.faults() >= faults);
+        assert_eq!(self.faults(), faults, "faults of {}; log: {:#?}", self.victim(), log_of(&self.victim()));
+    }
+}
+
+/// Two guests that behave, on ports 1 and 2.
+pub struct Others(pub Guest, pub Guest);
+
+impl Others {
+    /// Frames go both ways, on the connections that there were from the beginning.
+    #[track_caller]
+    pub fn work(&mut self) {
+        exchange(&mut self.0, &mut self.1);
+    }
+}
+
+/// A few frames each way.
+#[track_caller]
+pub fn exchange(a: &mut Guest, b: &mut Guest) {
+    for _ in 0..3 {
+        let sequence = a.send_to(b.mac);
+        assert!(b.receives(a.mac, sequence), "a frame from {} to {} got lost", a.mac, b.mac);
+        let sequence = b.send_to(a.mac);
+        assert!(a.receives(b.mac, sequence), "a frame from {} to {} got lost", b.mac, a.mac);
+    }
+}
+
+/// A file of so many bytes.
+pub fn memory(len: usize) -> fs::File {
+    Region::create(len, 0, false).unwrap().1
+}
+
+/// How many mappings and descriptors this process has of a file, which is known by device and inode.
+pub fn held((device, inode): (u64, u64)) -> (usize, usize) {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let maps = maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count();
+    let fds = fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let is = |meta: fs::Metadata| (meta.dev(), meta.ino()) == (device, inode);
+    (maps, fds.filter_map(|fd| fs::metadata(fd.path()).ok()).filter(|meta| is(meta.clone())).count())
+}
+
+pub fn identity(file: &fs::File) -> (u64, u64) {
+    let meta = file.metadata().unwrap();
+    (meta.dev(), meta.ino())
+}
+
+// ----------------------------------------------------------------------------------------------------- the frontend
+
+/// One end of a vhost-user socket.
+pub struct Peer(pub UnixStream);
+
+impl Peer {
+    pub fn connect(path: &Path) -> Peer {
+        Peer::of(UnixStream::connect(path).unwrap())
+    }
+
+    pub fn of(stream: UnixStream) -> Peer {
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        Peer(stream)
+    }
+
+    /// The next one to connect.
+    pub fn accept(listener: &UnixListener) -> Peer {
+        listener.set_nonblocking(true).unwrap();
+        let mut stream = None;
+        within(PATIENCE, || {
+            stream = listener.accept().ok();
+            stream.is_some()
+        });
+        let (stream, _) = stream.expect("nobody connected");
+        stream.set_nonblocking(false).unwrap();
+        Peer::of(stream)
+    }
+
+    /// Bytes as they are. That the other side has already gone is no news.
+    pub fn send(&mut self, bytes: &[u8], fds: &[RawFd]) {
+        let mut sent = 0;
+        while sent < bytes.len() {
+            match self.0.send_with_fds(&[&bytes[sent..]], if sent == 0 { fds } else { &[] }) {
+                Ok(count) => sent += count,
+                Err(error) if matches!(io::Error::from(error).kind(), ErrorKind::BrokenPipe) => return,
+                Err(error) => panic!("cannot send: {error}"),
+            }
+        }
+    }
+
+    /// A message that is answered with a value: its payload.
+    #[track_caller]
+    pub fn ask(&mut self, request: u32, payload: &[u8]) -> Vec<u8> {
+        self.send(&message(request, VERSION, payload.len() as u32, payload), &[]);
+        self.answer(request).unwrap_or_else(|error| panic!("no answer to request {request}: {error}"))
+    }
+
+    pub fn answer(&mut self, request: u32) -> io::Result<Vec<u8>> {
+        let mut header = [0; 12];
+        self.0.read_exact(&mut header)?;
+        let word = |index: usize| u32::from_ne_bytes(header[4 * index..][..4].try_into().unwrap());
+        assert_eq!((word(0), word(1)), (request, VERSION | 4), "the answer's request and flags");
+        let mut payload = vec![0; word(2) as usize];
+        self.0.read_exact(&mut payload)?;
+        Ok(payload)
+    }
+
+    #[track_caller]
+    pub fn ask_u64(&mut self, request: u32) -> u64 {
+        u64::from_ne_bytes(self.ask(request, &[]).try_into().unwrap())
+    }
+
+    /// A message that wants to know whether it was obeyed: whether it was.
+    #[track_caller]
+    pub fn obeys(&mut self, request: u32, payload: &[u8], fds: &[RawFd]) -> bool {
+        self.send(&message(request, VERSION | NEED_REPLY, payload.len() as u32, payload), fds);
+        let answer = self.answer(request);
+        let answer = answer.unwrap_or_else(|error| panic!("request {request} was not acknowledged: {error}"));
+        u64::from_ne_bytes(answer.try_into().unwrap()) == 0
+    }
+
+    #[track_caller]
+    pub fn ok(&mut self, request: u32, payload: &[u8], fds: &[RawFd]) {
+        assert!(self.obeys(request, payload, fds), "request {request} was refused");
+    }
+
+    #[track_caller]
+    pub fn refused(&mut self, request: u32, payload: &[u8], fds: &[RawFd]) {
+        assert!(!self.obeys(request, payload, fds), "request {request} was obeyed");
+    }
+
+    /// Whether the other side closes the connection.
+    pub fn ends(&mut self) -> bool {
+        let mut bytes = [0; 4096];
+        loop {
+            match self.0.read(&mut bytes) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => return matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe),
+            }
+        }
+    }
+
+    #[track_caller]
+    pub fn negotiate(&mut self, acked: u64) {
+        self.send(&message(SET_OWNER, VERSION, 0, &[]), &[]);
+        let offered = self.ask_u64(GET_FEATURES);
+        assert_eq!(acked & !offered, 0, "not offered");
+        let protocol = self.ask_u64(GET_PROTOCOL_FEATURES);
+        self.send(&message(SET_PROTOCOL_FEATURES, VERSION, 8, &longs(&[protocol])), &[]);
+        self.ok(SET_FEATURES, &longs(&[acked]), &[]);
+    }
+
+    /// The base of a vring, which stops.
+    #[track_caller]
+    pub fn get_base(&mut self, index: u32) -> u32 {
+        let answer = self.ask(GET_VRING_BASE, &words(&[index, 0]));
+        assert_eq!(answer[..4], index.to_ne_bytes());
+        u32::from_ne_bytes(answer[4..].try_into().unwrap())
+    }
+}
+
+/// The payload of SET_MEM_TABLE: guest address, size, user address, offset in the file of each region.
+pub fn mem_table(regions: &[[u64; 4]]) -> Vec<u8> {
+    [words(&[regions.len() as u32, 0]), longs(regions.as_flattened())].concat()
+}
+
+/// The payload of ADD_MEM_REG and REM_MEM_REG.
+pub fn mem_reg(region: [u64; 4]) -> Vec<u8> {
+    longs(&[&[0], &region[..]].concat())
+}
+
+// -------------------------------------------------------------------------------------------------------- the guest
+
+/// The descriptors of a vring.
+pub struct Vring {
+    pub kick: EventFd,
+    pub call: EventFd,
+    pub err: EventFd,
+}
+
+impl Vring {
+    /// Whether the device says that the vring has stopped by a fault.
+    pub fn failed(&self) -> bool {
+        within(PATIENCE, || self.err.read().is_ok())
+    }
+}
+
+/// A guest's driver, with memory and rings of its own, on a connection that does what a test wants.
+pub struct Guest {
+    pub peer: Peer,
+    pub driver: Driver,
+    pub acked: u64,
+    pub size: u32,
+    pub mac: MacAddr,
+    /// Receive and transmit queue.
+    pub vrings: [Vring; 2],
+    next: u64,
+    came: Vec<Vec<u8>>,
+}
+
+impl Guest {
+    /// Agrees on features; nothing runs.
+    pub fn new(mut peer: Peer, acked: u64, size: u32) -> Guest {
+        peer.negotiate(acked);
+        Guest::on(peer, acked, size)
+    }
+
+    /// The same where features are agreed on.
+    pub fn on(peer: Peer, acked: u64, size: u32) -> Guest {
+        let config = DriverConfig { acked, queue_pairs: 1, queue_size: size, frame: 1518, huge: false };
+        let vring = || Vring { kick: eventfd(), call: eventfd(), err: eventfd() };
+        let driver = Driver::new(config).unwrap();
+        let mac = MacAddr::local(1);
+        Guest { peer, driver, acked, size, mac, vrings: [vring(), vring()], next: 0, came: Vec::new() }
+    }
+
+    pub fn is_packed(&self) -> bool {
+        self.acked & bits::RING_PACKED != 0
+    }
+
+    /// The base of a ring that was never used.
+    pub fn fresh(&self) -> u32 {
+        if self.is_packed() { 0x8000_8000 } else { 0 }
+    }
+
+    /// Its memory as messages name it.
+    pub fn region(&self) -> [u64; 4] {
+        let region = &self.driver.region;
+        [region.guest(), region.len() as u64, region.user(), 0]
+    }
+
+    #[track_caller]
+    pub fn set_memory(&mut self) {
+        let region = self.region();
+        self.peer.ok(SET_MEM_TABLE, &mem_table(&[region]), &[self.driver.file.as_raw_fd()]);
+    }
+
+    /// The payload of SET_VRING_ADDR: index and flags, descriptor, device ("used"), driver ("available") area, log.
+    pub fn addresses(&self, index: u32) -> [u64; 5] {
+        let at = if index == 0 { self.driver.rx[0].addresses() } else { self.driver.tx[0].addresses() };
+        [index.into(), at.descriptor, at.device, at.driver, 0]
+    }
+
+    /// All that a vring needs but to be enabled.
+    #[track_caller]
+    pub fn prepare(&mut self, index: u32, base: u32) {
+        let addresses = longs(&self.addresses(index));
+        let Vring { kick, call, err } = &self.vrings[index as usize];
+        let peer = &mut self.peer;
+        peer.ok(SET_VRING_NUM, &words(&[index, self.size]), &[]);
+        peer.ok(SET_VRING_BASE, &words(&[index, base]), &[]);
+        peer.ok(SET_VRING_ADDR, &addresses, &[]);
+        peer.ok(SET_VRING_CALL, &longs(&[index.into()]), &[call.as_raw_fd()]);
+        peer.ok(SET_VRING_ERR, &longs(&[index.into()]), &[err.as_raw_fd()]);
+        peer.ok(SET_VRING_KICK, &longs(&[index.into()]), &[kick.as_raw_fd()]);
+    }
+
+    #[track_caller]
+    pub fn start_all(&mut self) {
+        self.set_memory();
+        self.driver.rx[0].refill();
+        for index in 0..2 {
+            self.prepare(index, self.fresh());
+            self.peer.ok(SET_VRING_ENABLE, &words(&[index, 1]), &[]);
+        }
+    }
+
+    /// The same guest after a reset: new memory and rings, old connection.
+    pub fn again(self) -> Guest {
+        let acked = self.acked;
+        self.again_with(acked)
+    }
+
+    /// The same with other features.
+    #[track_caller]
+    pub fn again_with(self, acked: u64) -> Guest {
+        let Guest { mut peer, size, mac, .. } = self;
+        peer.ok(SET_FEATURES, &longs(&[acked]), &[]);
+        let mut guest = Guest { mac, ..Guest::on(peer, acked, size) };
+        guest.start_all();
+        guest
+    }
+
+    /// Adds a frame to the transmit queue; says its number. Without a kick nobody looks.
+    pub fn add(&mut self, to: MacAddr) -> Option<u64> {
+        let sequence = self.next;
+        let frame = [&to.0[..], &self.mac.0, &[0x88, 0xb5], &sequence.to_be_bytes(), &[7; 42]].concat();
+        let tx = &mut self.driver.tx[0];
+        let _ = tx.reclaim().unwrap();
+        let added = tx.add(1, |_, place| place.write(&frame));
+        tx.publish();
+        self.next += added as u64;
+        (added > 0).then_some(sequence)
+    }
+
+    /// Sends a frame.
+    #[track_caller]
+    pub fn send_to(&mut self, to: MacAddr) -> u64 {
+        let sequence = self.add(to).expect("the transmit queue is full");
+        let _ = self.vrings[1].kick.write(1);
+        sequence
+    }
+
+    /// Numbers of the frames that came from somebody since the last call.
+    pub fn received(&mut self, from: MacAddr) -> Vec<u64> {
+        let came = &mut self.came;
+        let mut receive = |pieces: &[Span<'_>]| {
+            let mut frame = vec![0; pieces.iter().map(|piece| piece.len()).sum()];
+            let mut at = 0;
+            pieces.iter().for_each(|piece| at += piece.read(&mut frame[at..]));
+            came.push(frame);
+        };
+        while self.driver.rx[0].receive(&mut receive).unwrap() > 0 {}
+        let _ = self.vrings[0].call.read();
+        let number = |frame: &Vec<u8>| {
+            assert_eq!((frame.len(), &frame[12..14], &frame[22..]), (64, &[0x88, 0xb5][..], &[7; 42][..]), "damaged");
+            u64::from_be_bytes(frame[14..22].try_into().unwrap())
+        };
+        let frames = self.came.extract_if(.., |frame| frame.get(6..12) == Some(&from.0[..]));
+        frames.map(|frame| number(&frame)).collect()
+    }
+
+    /// Whether this frame comes next from somebody.
+    pub fn receives(&mut self, from: MacAddr, sequence: u64) -> bool {
+        within(PATIENCE, || self.received(from).contains(&sequence))
+    }
+
+    /// Writes to its memory, at one of its user addresses, as a driver out of its mind does.
+    pub fn poke(&self, address: u64, bytes: &[u8]) {
+        let offset = (address - self.driver.region.user()) as usize;
+        assert_eq!(self.driver.region.span(offset, bytes.len()).unwrap().write(bytes), bytes.len());
+    }
+
+    /// Makes one descriptor available in a ring that was not used yet.
+    pub fn poke_descriptor(&self, index: u32, address: u64, len: u32, flags: u16) {
+        let [_, descriptor, _, available, _] = self.addresses(index);
+        let (flags, tail) = if self.is_packed() { (0, flags | 1 << 7) } else { (flags, 0) };
+        self.poke(descriptor, &address.to_le_bytes());
+        self.poke(descriptor + 8, &[&len.to_le_bytes()[..], &flags.to_le_bytes(), &tail.to_le_bytes()].concat());
+        if !self.is_packed() {
+            self.poke(available, &[0, 0, 1, 0, 0, 0]);
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! What a frontend and its guest can do wrong, over real sockets against the server and worker of this crate: that queue
+//! or port stops, with a line in the log, a counter and the vring's err descriptor; everything else goes on.
+
+mod common;
+#[path = "vhost_user/connections.rs"]
+mod connections;
+#[path = "vhost_user/memory.rs"]
+mod memory;
+#[path = "vhost_user/messages.rs"]
+mod messages;
+#[path = "vhost_user/queues.rs"]
+mod queues;
+
+use ringroad_wire::ethernet::MacAddr;
+
+/// Feature bits for each layout of the rings.
+const LAYOUTS: [u64; 2] = [common::SPLIT, common::PACKED];
+
+/// Anybody's address.
+const NOBODY: MacAddr = MacAddr([2, 0, 0, 0, 0xff, 0xff]);

@@ -1,0 +1,212 @@
+//! Connections that end, stall, come twice or not at all.
+
+use crate::{
+    LAYOUTS, NOBODY,
+    common::{request::*, *},
+};
+use ringroad_host::vhost_user::{Role, Server, SocketError, VhostConfig};
+use std::{
+    fs,
+    io::Write,
+    os::unix::{self, net::UnixListener},
+    path::Path,
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+#[test]
+fn disconnect_in_the_middle_of_a_message() {
+    let rig = Rig::new("middle");
+    let mut others = rig.others();
+    let whole = message(SET_VRING_NUM, VERSION, 8, &words(&[1, 64]));
+    for len in 1..whole.len() {
+        let mut guest = rig.guest(0, SPLIT);
+        let memory = identity(&guest.driver.file);
+        guest.peer.send(&whole[..len], &[]);
+        drop(guest);
+        assert!(within(PATIENCE, || held(memory) == (0, 0)), "after {len} bytes: {:?}", held(memory));
+    }
+    logged(&rig.victim(), &["frontend gone", "in the middle of a message"]);
+    others.work();
+    exchange(&mut rig.guest(0, SPLIT), &mut others.0);
+}
+
+#[test]
+fn reconnects_with_traffic() {
+    let rig = Rig::new("reconnects");
+    let mut others = rig.others();
+    let mut memories = Vec::new();
+    for round in 0..50 {
+        let mut guest = rig.guest(0, LAYOUTS[round % 2]);
+        memories.push(identity(&guest.driver.file));
+        exchange(&mut guest, &mut others.0);
+        // It goes with its ring full of frames, and with some on their way to it.
+        (0..16).for_each(|_| assert!(guest.add(others.1.mac).is_some()));
+        let _ = guest.vrings[1].kick.write(1);
+        for _ in 0..8 {
+            others.0.send_to(guest.mac);
+        }
+        let from = guest.mac;
+        drop(guest);
+        let _ = others.1.received(from);
+        if round % 10 == 0 {
+            others.work();
+        }
+    }
+    others.work();
+    for memory in memories {
+        assert!(within(PATIENCE, || held(memory) == (0, 0)), "mappings, descriptors: {:?}", held(memory));
+    }
+    assert_eq!(rig.faults(), 0, "{:#?}", log_of(&rig.victim()));
+}
+
+#[test]
+fn a_frontend_that_comes_back_at_once() {
+    let rig = Rig::new("atonce");
+    for round in 0..500 {
+        let mut peer = Peer::connect(&rig.socket(0));
+        assert_ne!(peer.ask_u64(GET_FEATURES), 0, "round {round}");
+    }
+    assert!(!log_of(&rig.victim()).iter().any(|line| line.contains("turned away")));
+}
+
+/// The daemon's ports end in time, whatever their frontends do.
+#[track_caller]
+fn ends_soon(rig: Rig) {
+    let (ended, result) = mpsc::channel();
+    thread::spawn(move || {
+        drop(rig);
+        let _ = ended.send(());
+    });
+    assert!(result.recv_timeout(PATIENCE).is_ok(), "a frontend that does nothing holds up the end");
+}
+
+#[test]
+fn a_frontend_that_never_sends_the_rest() {
+    let whole = message(SET_VRING_NUM, VERSION, 8, &words(&[1, 64]));
+    for len in [5, 12] {
+        let rig = Rig::new(&format!("rest{len}"));
+        let mut others = rig.others();
+        let mut guest = rig.guest(0, PACKED);
+        guest.peer.send(&whole[..len], &[]);
+        others.work();
+        // Its queues are not at fault.
+        exchange(&mut guest, &mut others.0);
+        ends_soon(rig);
+        assert!(guest.peer.ends());
+    }
+}
+
+#[test]
+fn a_frontend_that_does_not_read() {
+    let rig = Rig::new("deaf");
+    let mut others = rig.others();
+    let mut guest = rig.guest(0, PACKED);
+    let socket = guest.peer.0.try_clone().unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let questions = message(GET_FEATURES, VERSION, 0, &[]).repeat(64);
+    let mut last = Instant::now();
+    // Both directions are full when nothing has gone for a while.
+    assert!(within(PATIENCE, || {
+        while (&socket).write(&questions).is_ok() {
+            last = Instant::now();
+        }
+        last.elapsed() > Duration::from_millis(100)
+    }));
+    others.work();
+    exchange(&mut guest, &mut others.0);
+    ends_soon(rig);
+}
+
+#[test]
+fn a_second_frontend() {
+    let rig = Rig::new("second");
+    let mut others = rig.others();
+    let mut first = rig.guest(0, SPLIT);
+    for _ in 0..3 {
+        let mut second = Peer::connect(&rig.socket(0));
+        second.send(&message(GET_FEATURES, VERSION, 0, &[]), &[]);
+        assert!(second.ends());
+        exchange(&mut first, &mut others.0);
+    }
+    let turned_away = |line: &String| line.contains("WARN") && line.contains("a second frontend was turned away");
+    assert_eq!(log_of(&rig.victim()).into_iter().filter(turned_away).count(), 3);
+    drop(first);
+    exchange(&mut rig.guest(0, SPLIT), &mut others.0);
+}
+
+#[test]
+fn socket_paths() {
+    let rig = Rig::new("paths");
+    let start = |name: &str, path: &Path| Server::start(config(&format!("paths-{name}"), path), &rig.worker).map(drop);
+    let error = start("used", &rig.socket(0)).unwrap_err();
+    assert!(matches!(error, SocketError::InUse { .. }), "{error:?}");
+    assert!(error.to_string().contains("port paths-used: socket"), "{error}");
+    assert!(error.to_string().contains("0.sock is in use by a running program"), "{error}");
+    exchange(&mut rig.guest(0, SPLIT), &mut rig.guest(1, SPLIT));
+
+    let stale = rig.folder.file("stale.sock");
+    drop(UnixListener::bind(&stale).unwrap());
+    let server = Server::start(config("paths-stale", &stale), &rig.worker).unwrap();
+    logged("paths-stale", &["INFO", "removing the stale socket", "stale.sock"]);
+    Peer::connect(&stale).negotiate(SPLIT);
+    drop(server);
+    assert!(!stale.exists(), "the socket goes with its server");
+
+    let file = rig.folder.file("file");
+    fs::write(&file, "kept").unwrap();
+    for path in [&file, &rig.folder.0] {
+        let error = start("taken", path).unwrap_err();
+        assert!(matches!(error, SocketError::NotASocket { .. }), "{error:?}");
+        assert!(error.to_string().contains("exists and is not a socket"), "{error}");
+    }
+    assert_eq!(fs::read_to_string(&file).unwrap(), "kept");
+    let dangling = rig.folder.file("link");
+    unix::fs::symlink("nowhere", &dangling).unwrap();
+    assert!(matches!(start("link", &dangling), Err(SocketError::NotASocket { .. })));
+
+    // procfs takes no files from anybody, root included.
+    let long = rig.folder.file(&"x".repeat(120));
+    for path in [&rig.folder.file("missing/a.sock"), &file.join("a.sock"), &"/proc/a.sock".into(), &long] {
+        let error = start("bind", path).unwrap_err();
+        assert!(matches!(error, SocketError::Bind { .. }), "{error:?}");
+        assert!(error.to_string().contains(&format!("port paths-bind: cannot make socket {}", path.display())));
+    }
+}
+
+#[test]
+fn role_client() {
+    let (worker, folder) = (worker(), Folder::new("client"));
+    let path = folder.file("qemu.sock");
+    let start = |name: &str, path: &Path, role| {
+        let config = VhostConfig { role, ..config(name, path) };
+        Server::start(config, &worker).unwrap()
+    };
+    let other_path = folder.file("other.sock");
+    let _other = start("client-other", &other_path, Role::Server);
+    let client = start("client", &path, Role::Client);
+    let mut other = Guest::new(Peer::connect(&other_path), SPLIT, 64);
+    other.mac = NOBODY;
+    other.start_all();
+    for round in 0..3 {
+        // Meanwhile it tries in vain.
+        thread::sleep(Duration::from_millis(100));
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut guest = Guest::new(Peer::accept(&listener), LAYOUTS[round % 2], 64);
+        guest.start_all();
+        exchange(&mut guest, &mut other);
+        fs::remove_file(&path).unwrap();
+    }
+    // One that hangs up on everybody does not keep the daemon busy.
+    let listener = UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (start, mut came) = (Instant::now(), 0);
+    while start.elapsed() < Duration::from_secs(1) {
+        came += u32::from(listener.accept().is_ok());
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert!((1..=8).contains(&came), "{came} connections in a second");
+    drop(client);
+    assert!(path.exists(), "the socket of somebody else stays");
+}

@@ -1,0 +1,343 @@
+//! net::Driver against net::{TxQueue, RxQueue}: two guests and a wire between them, on random schedules. A model beside
+//! them knows of each frame whether it arrives, in how many buffers, and if not, which counter has it.
+
+mod common;
+
+use proptest::prelude::*;
+use ringroad_mem::Span;
+use ringroad_net::{Burst, Counters, Driver, MAX_FRAME, RxQueue, Snapshot, TxQueue, bits};
+use ringroad_ring::BURST;
+use ringroad_wire::{ethernet, vnet_hdr};
+use std::{collections::VecDeque, sync::Arc};
+
+/// The most receive buffers that a frame may be spread over.
+const MERGED: usize = 256;
+
+/// Of one guest.
+#[derive(Clone, Copy, Debug)]
+struct End {
+    acked: u64,
+    size: u32,
+    /// What its buffers are made for.
+    frame: usize,
+}
+
+impl End {
+    fn buffer(&self) -> usize {
+        ((vnet_hdr::SIZE + self.frame).div_ceil(64) | 1) * 64
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    /// Adds `count` frames of `len` to `len + spread` bytes.
+    Send {
+        count: usize,
+        len: usize,
+        spread: usize,
+        publish: bool,
+    },
+    Publish,
+    /// A burst from the sender to the receiver, in two parts if `split`.
+    Carry {
+        split: bool,
+    },
+    Reclaim,
+    Receive,
+    Refill,
+    /// The device, or the receiver, waits for a notification if there is nothing to do.
+    DeviceSleeps,
+    ReceiverSleeps,
+}
+
+/// Queue size and frame.
+fn end(shape: impl Strategy<Value = (u32, usize)>) -> impl Strategy<Value = End> {
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    (flags, shape).prop_map(|((packed, in_order, merge, event, indirect), (size, frame))| End {
+        acked: common::acked(&[
+            (packed, bits::RING_PACKED),
+            (in_order, bits::IN_ORDER),
+            (merge, bits::NET_F_MRG_RXBUF),
+            (event, bits::EVENT_IDX),
+            (indirect, bits::INDIRECT_DESC),
+        ]),
+        size: if packed { size } else { 1 << size.ilog2() },
+        frame,
+    })
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let frames = prop_oneof![
+        4 => (1..=40usize, 14..=70usize, 0..=20usize),
+        4 => (1..=40usize, 14..=1600usize, 0..=300usize),
+        2 => (1..=4usize, 14..=65000usize, 0..=1usize),
+        // Runts, and what is too large.
+        1 => (1..=3usize, 0..=13usize, 0..=4usize),
+        1 => (1..=2usize, MAX_FRAME - 2..=MAX_FRAME + 3, 0..=2usize),
+    ];
+    prop_oneof![
+        6 => (frames, prop::bool::weighted(0.9))
+            .prop_map(|((count, len, spread), publish)| Op::Send { count, len, spread, publish }),
+        1 => Just(Op::Publish),
+        6 => prop::bool::weighted(0.2).prop_map(|split| Op::Carry { split }),
+        3 => Just(Op::Reclaim),
+        5 => Just(Op::Receive),
+        1 => Just(Op::Refill),
+        2 => Just(Op::DeviceSleeps),
+        2 => Just(Op::ReceiverSleeps),
+    ]
+}
+
+/// The bytes of a frame, which no other frame has.
+fn bytes(serial: u64, len: usize) -> Vec<u8> {
+    let step = serial as u8 | 1;
+    let mut frame: Vec<u8> = (0..len).map(|at| (at as u8).wrapping_mul(step) ^ (at >> 8) as u8).collect();
+    let stamp = len.min(8);
+    frame[..stamp].copy_from_slice(&serial.to_le_bytes()[..stamp]);
+    frame
+}
+
+fn gather(parts: &[Span<'_>]) -> Vec<u8> {
+    let mut all = Vec::new();
+    for part in parts {
+        let at = all.len();
+        all.resize(at + part.len(), 0);
+        part.read(&mut all[at..]);
+    }
+    all
+}
+
+/// A frame that was sent: its number and length.
+type Sent = (u64, usize);
+
+struct Wire {
+    receiver_end: End,
+    sender: Driver,
+    receiver: Driver,
+    tx: TxQueue,
+    rx: RxQueue,
+    tx_counters: Arc<Counters>,
+    rx_counters: Arc<Counters>,
+    burst: Burst,
+    serial: u64,
+    /// Added and not taken; the first `visible` are published.
+    waiting: VecDeque<Sent>,
+    visible: usize,
+    taken: usize,
+    reclaimed: usize,
+    /// Placed and not received, with the number of their buffers.
+    arriving: VecDeque<(Sent, usize)>,
+    /// Receive buffers that the device has filled, those that were taken back, and those of complete frames.
+    filled: usize,
+    emptied: usize,
+    delivered: usize,
+    device_awake: bool,
+    receiver_awake: bool,
+    sent: Snapshot,
+    received: Snapshot,
+}
+
+impl Wire {
+    fn new(sender_end: End, receiver_end: End) -> Wire {
+        let sender = common::driver(sender_end.acked, sender_end.size, sender_end.frame);
+        let mut receiver = common::driver(receiver_end.acked, receiver_end.size, receiver_end.frame);
+        let (tx, tx_counters) = common::tx(&sender, sender_end.acked, sender_end.size);
+        let (rx, rx_counters) = common::rx(&receiver, receiver_end.acked, receiver_end.size);
+        assert_eq!(receiver.rx[0].refill(), receiver_end.size as usize);
+        Wire {
+            receiver_end,
+            sender,
+            receiver,
+            tx,
+            rx,
+            tx_counters,
+            rx_counters,
+            burst: Burst::default(),
+            serial: 0,
+            waiting: VecDeque::new(),
+            visible: 0,
+            taken: 0,
+            reclaimed: 0,
+            arriving: VecDeque::new(),
+            filled: 0,
+            emptied: 0,
+            delivered: 0,
+            device_awake: true,
+            receiver_awake: true,
+            sent: Snapshot::default(),
+            received: Snapshot::default(),
+        }
+    }
+
+    fn run(&mut self, op: Op) {
+        match op {
+            Op::Send { count, len, spread, publish } => {
+                let Wire { sender, serial, waiting, .. } = self;
+                let free = sender.tx[0].free();
+                let added = sender.tx[0].add(count, |_, place| {
+                    let len = len + *serial as usize % (spread + 1);
+                    assert_eq!(place.write(&bytes(*serial, len)), len);
+                    waiting.push_back((*serial, len));
+                    *serial += 1;
+                    len
+                });
+                assert_eq!(added, count.min(free));
+                if publish {
+                    self.publish();
+                }
+            }
+            Op::Publish => self.publish(),
+            Op::Carry { split } if self.device_awake => {
+                self.carry(split);
+            }
+            Op::Carry { .. } => {}
+            Op::Reclaim => {
+                self.reclaim();
+            }
+            Op::Receive if self.receiver_awake => {
+                self.receive();
+            }
+            Op::Receive => {}
+            // Not those of a frame of which only a part has been received.
+            Op::Refill => assert_eq!(self.receiver.rx[0].refill(), 0),
+            Op::DeviceSleeps => self.device_awake = self.tx.enable_notification(),
+            Op::ReceiverSleeps => self.receiver_awake = self.receiver.rx[0].enable_notification(),
+        }
+        assert!(self.device_awake || self.visible == 0, "the device sleeps and was not told");
+        assert!(self.receiver_awake || self.filled == self.emptied, "the receiver sleeps and was not told");
+    }
+
+    fn publish(&mut self) {
+        self.sender.tx[0].publish();
+        self.visible = self.waiting.len();
+        if self.sender.tx[0].wants_notification() && !self.device_awake {
+            self.device_awake = true;
+            self.tx.disable_notification();
+        }
+    }
+
+    fn carry(&mut self, split: bool) -> usize {
+        let taken = self.tx.take(&mut self.burst).unwrap();
+        assert_eq!(taken, self.visible.min(BURST));
+        if taken == 0 {
+            return 0;
+        }
+        self.sent.bursts += 1;
+        self.visible -= taken;
+        self.taken += taken;
+        let mut frames = Vec::new();
+        for (serial, len) in self.waiting.drain(..taken) {
+            match len {
+                0..ethernet::HEADER => self.sent.runt += 1,
+                ethernet::HEADER..=MAX_FRAME => {
+                    self.sent.frames += 1;
+                    self.sent.bytes += len as u64;
+                    frames.push((serial, len));
+                }
+                _ => self.sent.oversize += 1,
+            }
+        }
+        assert_eq!(self.burst.frames().iter().map(|frame| frame.len()).collect::<Vec<_>>(), {
+            frames.iter().map(|&(_, len)| len).collect::<Vec<_>>()
+        });
+        let (mut one, mut other): (Vec<u8>, Vec<u8>) = ((0..frames.len() as u8).collect(), Vec::new());
+        if split {
+            (one, other) = one.into_iter().partition(|index| index % 3 != 1);
+        }
+        for which in [one, other] {
+            if which.is_empty() {
+                continue;
+            }
+            let expected = self.expect(which.iter().map(|&index| frames[index as usize]));
+            assert_eq!(self.rx.put(&self.burst, &which).unwrap(), expected);
+            if self.rx.wants_notification() && !self.receiver_awake {
+                self.receiver_awake = true;
+                self.receiver.rx[0].disable_notification();
+            }
+        }
+        self.tx.done(&mut self.burst);
+        taken
+    }
+
+    /// What has to become of these frames; returns how many of them are placed.
+    fn expect(&mut self, frames: impl Iterator<Item = Sent>) -> usize {
+        self.received.bursts += 1;
+        let merge = self.receiver_end.acked & bits::NET_F_MRG_RXBUF != 0;
+        let mut placed = 0;
+        for (serial, len) in frames {
+            let free = self.receiver_end.size as usize - (self.filled - self.delivered);
+            let buffers = (vnet_hdr::SIZE + len).div_ceil(self.receiver_end.buffer());
+            if buffers <= free && buffers <= if merge { MERGED } else { 1 } {
+                self.received.frames += 1;
+                self.received.bytes += len as u64;
+                self.filled += buffers;
+                self.arriving.push_back(((serial, len), buffers));
+                placed += 1;
+            } else if free == 0 || merge && free < MERGED {
+                self.received.full += 1;
+            } else {
+                self.received.oversize += 1;
+            }
+        }
+        placed
+    }
+
+    fn reclaim(&mut self) -> usize {
+        let count = self.sender.tx[0].reclaim().unwrap();
+        assert_eq!(count, (self.taken - self.reclaimed).min(BURST));
+        self.reclaimed += count;
+        assert_eq!(self.sender.tx[0].under_way(), self.serial as usize - self.reclaimed);
+        count
+    }
+
+    fn receive(&mut self) -> usize {
+        let Wire { receiver, arriving, delivered, .. } = self;
+        let count = receiver.rx[0].receive(|parts| {
+            let ((serial, len), buffers) = arriving.pop_front().expect("a frame that nobody sent");
+            assert_eq!(parts.len(), buffers);
+            assert!(gather(parts) == bytes(serial, len), "frame {serial} of {len} bytes is damaged");
+            *delivered += buffers;
+        });
+        let count = count.unwrap();
+        assert_eq!(count, (self.filled - self.emptied).min(BURST));
+        self.emptied += count;
+        count
+    }
+
+    fn finish(mut self) {
+        self.publish();
+        // A single `|`: all three.
+        while (self.carry(false) > 0) | (self.receive() > 0) | (self.reclaim() > 0) {}
+        assert_eq!((self.waiting.len(), self.arriving.len()), (0, 0));
+        assert_eq!(self.sender.tx[0].under_way(), 0);
+        let (sent, received) = (self.tx_counters.snapshot(), self.rx_counters.snapshot());
+        assert_eq!((sent, received), (self.sent, self.received));
+        assert_eq!(sent.frames + sent.dropped(), self.serial);
+        assert_eq!(received.frames + received.dropped(), sent.frames);
+        // Nobody keeps a guest's memory when there is nothing to do.
+        let (memory, other) = (self.tx.memory().clone(), self.rx.memory().clone());
+        drop((self.tx, self.rx));
+        assert_eq!((Arc::strong_count(&memory), Arc::strong_count(&other)), (1, 1));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_frame_arrives_or_is_counted(
+        sender in end((1..=64u32, Just(MAX_FRAME + 64))),
+        receiver in end(prop_oneof![
+            (1..=600u32, 14..=200usize),
+            (1..=600u32, 14..=2000usize),
+            (1..=32u32, Just(65000usize)),
+        ]),
+        ops in prop::collection::vec(op(), 1..60),
+    ) {
+        let mut wire = Wire::new(sender, receiver);
+        for op in ops {
+            wire.run(op);
+        }
+        wire.finish();
+    }
+}

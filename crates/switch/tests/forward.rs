@@ -1,0 +1,477 @@
+//! A switch between ports of memory: who gets which frames, in which order, and how often. Beside it a model.
+
+use proptest::prelude::*;
+use ringroad_mem::{Region, Table};
+use ringroad_net::{Burst, Sink, Source};
+use ringroad_ring::BURST;
+use ringroad_switch::{Fdb, Mode, Port, Switch};
+use ringroad_wire::{ethernet::MacAddr, vnet_hdr};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+/// Of one frame, in a port's memory.
+const BUFFER: usize = 2048;
+const AGEING: u32 = 300;
+
+type Bytes = Vec<u8>;
+
+/// A port that sends what it is told to and keeps what it gets.
+struct Fake {
+    memory: Arc<Table>,
+    mode: Mode,
+    hairpin: bool,
+    to_send: Mutex<VecDeque<Vec<Bytes>>>,
+    got: Mutex<Vec<Bytes>>,
+    /// Whether there is a sink, and what was meant for it while there was none.
+    running: AtomicBool,
+    missed: AtomicUsize,
+    /// Chains that were given back.
+    done: AtomicUsize,
+}
+
+impl Fake {
+    fn new(mode: Mode, hairpin: bool) -> Arc<Fake> {
+        let region = Region::private(BURST * BUFFER, 0).unwrap();
+        Arc::new(Fake {
+            memory: Arc::new(Table::default().with(region).unwrap()),
+            mode,
+            hairpin,
+            to_send: Mutex::default(),
+            got: Mutex::default(),
+            running: AtomicBool::new(true),
+            missed: AtomicUsize::new(0),
+            done: AtomicUsize::new(0),
+        })
+    }
+
+    fn got(&self) -> Vec<Bytes> {
+        std::mem::take(&mut self.got.lock().unwrap())
+    }
+
+    fn stop(&self, stop: bool) {
+        self.running.store(!stop, Relaxed);
+    }
+}
+
+struct FakeSource<'a>(&'a Fake);
+
+impl Source for FakeSource<'_> {
+    fn take(&mut self, burst: &mut Burst) -> usize {
+        let frames = self.0.to_send.lock().unwrap().pop_front().unwrap_or_default();
+        burst.start(&self.0.memory);
+        for (index, frame) in frames.iter().enumerate() {
+            // A header full of promises, which nobody should see.
+            let bytes = [&[0xff; vnet_hdr::SIZE][..], frame].concat();
+            self.0.memory.regions()[0].span(index * BUFFER, BUFFER).unwrap().write(&bytes);
+            assert!(burst.push_private(&self.0.memory, (index * BUFFER) as u64, bytes.len() as u32));
+        }
+        frames.len()
+    }
+
+    fn done(&mut self, burst: &mut Burst) {
+        self.0.done.fetch_add(burst.chains.list().len(), Relaxed);
+        burst.clear();
+    }
+}
+
+struct FakeSink<'a>(&'a Fake);
+
+impl Sink for FakeSink<'_> {
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        assert!(!which.is_empty() && which.is_sorted_by(|a, b| a < b), "{which:?}");
+        for &index in which {
+            let frame = &burst.frames()[index as usize];
+            let mut bytes = frame.head().to_vec();
+            for piece in burst.rest(frame) {
+                let at = bytes.len();
+                bytes.resize(at + piece.len(), 0);
+                piece.read(&mut bytes[at..]);
+            }
+            assert_eq!(bytes.len(), frame.total());
+            assert_eq!(bytes[..vnet_hdr::SIZE], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+            self.0.got.lock().unwrap().push(bytes.split_off(vnet_hdr::SIZE));
+        }
+        which.len()
+    }
+}
+
+impl Port for Fake {
+    type Source<'a> = FakeSource<'a>;
+    type Sink<'a> = FakeSink<'a>;
+
+    fn source(&self, queue: usize) -> Option<FakeSource<'_>> {
+        (queue == 0).then_some(FakeSource(self))
+    }
+
+    fn sink(&self, _: usize, frames: usize) -> Option<FakeSink<'_>> {
+        if self.running.load(Relaxed) {
+            return Some(FakeSink(self));
+        }
+        self.missed.fetch_add(frames, Relaxed);
+        None
+    }
+
+    fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    fn hairpin(&self) -> bool {
+        self.hairpin
+    }
+}
+
+/// A switch with its ports by number.
+struct Net {
+    switch: Switch<Fake>,
+    ports: Vec<Arc<Fake>>,
+    now: u32,
+}
+
+impl Net {
+    fn new(ports: usize) -> Net {
+        Net::of(vec![(Mode::Switch, false); ports])
+    }
+
+    fn of(ports: Vec<(Mode, bool)>) -> Net {
+        let mut switch = Switch::new(Fdb::new(4096, AGEING));
+        let ports: Vec<_> = ports.into_iter().map(|(mode, hairpin)| Fake::new(mode, hairpin)).collect();
+        for (number, port) in ports.iter().enumerate() {
+            assert_eq!(switch.add(port.clone()), number as u32);
+        }
+        Net { switch, ports, now: 0 }
+    }
+
+    /// A burst comes from a port; who got what, by port.
+    fn send(&mut self, from: usize, frames: &[Bytes]) -> Vec<Vec<Bytes>> {
+        let before = self.ports[from].done.load(Relaxed);
+        self.ports[from].to_send.lock().unwrap().push_back(frames.to_vec());
+        assert_eq!(self.switch.carry(from as u32, 0, self.now), frames.len());
+        assert_eq!(self.ports[from].done.load(Relaxed) - before, frames.len());
+        self.ports.iter().map(|port| port.got()).collect()
+    }
+
+    /// The same with one frame: the ports that got it, whole.
+    fn send_one(&mut self, from: usize, destination: MacAddr, source: MacAddr) -> Vec<usize> {
+        let frame = frame(destination, source, 0);
+        let got = self.send(from, std::slice::from_ref(&frame));
+        assert!(got.iter().flatten().all(|bytes| *bytes == frame));
+        let times = |frames: &Vec<Bytes>, port| std::iter::repeat_n(port, frames.len());
+        got.iter().enumerate().flat_map(|(port, frames)| times(frames, port)).collect()
+    }
+}
+
+/// A frame that a number tells from others; some of them are as short as frames get.
+fn frame(destination: MacAddr, source: MacAddr, number: usize) -> Bytes {
+    let mut bytes = [destination.0, source.0].concat();
+    bytes.extend((number as u16).to_be_bytes());
+    bytes.resize(14 + number * 37 % 1500, number as u8);
+    bytes
+}
+
+/// The addresses of guests.
+fn mac(number: usize) -> MacAddr {
+    MacAddr::local(number as u32)
+}
+
+const GROUP: MacAddr = MacAddr([0x01, 0x00, 0x5e, 0, 0, 1]);
+
+#[test]
+fn learns_by_source_and_follows_moves() {
+    let mut net = Net::new(4);
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1, 2, 3], "unknown: everywhere but back");
+    assert_eq!(net.send_one(1, mac(0), mac(1)), [0]);
+    assert_eq!(net.send_one(2, mac(1), mac(2)), [1]);
+    assert_eq!(net.switch.fdb().len(0), 3);
+    // The first one moves.
+    assert_eq!(net.send_one(3, mac(2), mac(0)), [2]);
+    assert_eq!(net.send_one(1, mac(0), mac(1)), [3]);
+    assert_eq!(net.switch.fdb().len(0), 3);
+}
+
+#[test]
+fn moves_within_a_burst() {
+    let mut net = Net::new(3);
+    net.send_one(1, mac(0), mac(1));
+    // 1 is at port 1, then, by the second frame, at port 0, where the third one would go back to.
+    let frames = [frame(mac(1), mac(0), 1), frame(mac(9), mac(1), 2), frame(mac(1), mac(0), 3)];
+    let got = net.send(0, &frames);
+    assert_eq!(got, [vec![], frames[..2].to_vec(), frames[1..2].to_vec()]);
+}
+
+#[test]
+fn an_address_that_nobody_confirms_ages() {
+    let mut net = Net::new(3);
+    net.send_one(1, mac(0), mac(1));
+    net.now = AGEING - 1;
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+    net.now = AGEING;
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1, 2]);
+    // As destination it is not confirmed, as source it is.
+    assert_eq!(net.send_one(1, mac(9), mac(1)), [0, 2]);
+    net.now = 2 * AGEING - 1;
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+}
+
+#[test]
+fn broadcast_and_multicast_go_everywhere_but_back() {
+    let mut net = Net::new(4);
+    for destination in [MacAddr::BROADCAST, GROUP, MacAddr([0x33, 0x33, 0, 0, 0, 1])] {
+        assert_eq!(net.send_one(2, destination, mac(2)), [0, 1, 3]);
+    }
+}
+
+#[test]
+fn a_multicast_source_is_never_learned() {
+    let mut net = Net::new(3);
+    for source in [GROUP, MacAddr::BROADCAST] {
+        assert_eq!(net.send_one(1, mac(9), source), [0, 2]);
+        assert_eq!(net.send_one(0, source, mac(0)), [1, 2]);
+    }
+    assert_eq!(net.switch.fdb().len(0), 1);
+}
+
+#[test]
+fn no_frame_goes_back_unless_the_port_is_a_hairpin() {
+    for hairpin in [false, true] {
+        let mut net = Net::of(vec![(Mode::Switch, hairpin), (Mode::Switch, false)]);
+        net.send_one(0, mac(9), mac(0));
+        // Two guests behind one port.
+        assert_eq!(net.send_one(0, mac(0), mac(1)), if hairpin { vec![0] } else { vec![] });
+        assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), if hairpin { vec![0, 1] } else { vec![1] });
+        assert_eq!(net.send_one(1, MacAddr::BROADCAST, mac(5)), [0]);
+    }
+}
+
+#[test]
+fn frames_with_a_vlan_tag_are_not_touched() {
+    let mut net = Net::new(3);
+    net.send_one(1, mac(0), mac(1));
+    for len in [18, 19, 20, 21, 60, 1522] {
+        for tag in [&[0x81, 0x00, 0x6f, 0xff][..], &[0x88, 0xa8, 0x00, 0x02, 0x81, 0x00, 0x00, 0x03]] {
+            let mut tagged = [&mac(1).0[..], &mac(0).0, tag].concat();
+            tagged.resize(len.max(tagged.len()), 0x5a);
+            assert_eq!(net.send(0, std::slice::from_ref(&tagged)), [vec![], vec![tagged], vec![]]);
+        }
+    }
+}
+
+#[test]
+fn each_of_32_destinations_gets_its_frame() {
+    let mut net = Net::new(BURST + 1);
+    for port in 1..=BURST {
+        net.send_one(port, MacAddr::BROADCAST, mac(port));
+    }
+    let frames: Vec<_> = (1..=BURST).rev().map(|port| frame(mac(port), mac(0), port)).collect();
+    let got = net.send(0, &frames);
+    assert_eq!(got[0], Vec::<Bytes>::new());
+    for (port, frame) in (1..=BURST).zip(frames.iter().rev()) {
+        assert_eq!(got[port], std::slice::from_ref(frame), "port {port}");
+    }
+}
+
+#[test]
+fn frames_to_one_destination_stay_in_order() {
+    let mut net = Net::new(4);
+    (1..3).for_each(|port| drop(net.send_one(port, mac(0), mac(port))));
+    // To 1, to 2, to nobody known, to 1 again, and so on.
+    let frames: Vec<_> = (0..BURST).map(|number| frame(mac([1, 2, 9, 1][number % 4]), mac(0), number)).collect();
+    let got = net.send(0, &frames);
+    let to = |wanted: usize| frames.iter().filter(|frame| frame[..6] == mac(wanted).0).cloned().collect::<Vec<_>>();
+    let only =
+        |port: usize, wanted| got[port].iter().filter(|frame| frame[..6] == mac(wanted).0).cloned().collect::<Vec<_>>();
+    assert_eq!((only(1, 1), only(2, 2)), (to(1), to(2)));
+    for port in 1..4 {
+        assert_eq!(only(port, 9), to(9), "port {port}");
+    }
+    assert_eq!(got.iter().map(Vec::len).collect::<Vec<_>>(), [0, 16 + 8, 8 + 8, 8]);
+}
+
+#[test]
+fn ports_for_measuring_take_no_part() {
+    let mut net =
+        Net::of(vec![(Mode::Switch, false), (Mode::Reflect, false), (Mode::Drop, false), (Mode::Switch, false)]);
+    assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), [3]);
+    let sent: Vec<_> = (0..BURST).map(|number| frame(mac(0), mac(1), number)).collect();
+    let swapped: Vec<_> = (0..BURST).map(|number| frame(mac(1), mac(0), number)).collect();
+    assert_eq!(net.send(1, &sent), [vec![], swapped, vec![], vec![]]);
+    assert_eq!(net.send(2, &sent), vec![Vec::<Bytes>::new(); 4]);
+    // Nothing was learned from either.
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [3]);
+    assert_eq!(net.switch.fdb().len(0), 1);
+}
+
+#[test]
+fn what_a_removed_port_had_is_forgotten() {
+    let mut net = Net::new(4);
+    (0..3).for_each(|port| drop(net.send_one(port, MacAddr::BROADCAST, mac(port))));
+    assert!(Arc::ptr_eq(&net.switch.remove(1).unwrap(), &net.ports[1]));
+    assert!(net.switch.remove(1).is_none() && net.switch.remove(99).is_none());
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [2, 3]);
+    assert_eq!(net.send_one(0, mac(2), mac(0)), [2]);
+    assert_eq!(net.switch.carry(1, 0, 0), 0);
+    assert_eq!(Arc::strong_count(&net.ports[1]), 1);
+    // Its number is free for another one, which gets nothing of its frames.
+    net.ports[1] = Fake::new(Mode::Switch, false);
+    assert_eq!(net.switch.add(net.ports[1].clone()), 1);
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1, 2, 3]);
+    assert_eq!(net.send_one(1, mac(2), mac(7)), [2]);
+}
+
+#[test]
+fn a_port_that_cannot_take_frames_keeps_nobody_else_from_them() {
+    let mut net = Net::new(4);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    net.ports[1].stop(true);
+    let frames = [frame(mac(1), mac(0), 1), frame(mac(9), mac(0), 2), frame(mac(1), mac(0), 3)];
+    let flooded = frames[1..2].to_vec();
+    assert_eq!(net.send(0, &frames), [vec![], vec![], flooded.clone(), flooded]);
+    assert_eq!(net.ports[1].missed.load(Relaxed), 3);
+    // Still known, not flooded instead.
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [] as [usize; 0]);
+    net.ports[1].stop(false);
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+    assert_eq!(net.ports[1].missed.load(Relaxed), 4);
+}
+
+#[test]
+fn nothing_comes_from_where_there_is_nothing() {
+    let mut net = Net::new(2);
+    assert_eq!(net.switch.carry(0, 0, 0), 0);
+    assert_eq!(net.switch.carry(0, 1, 0), 0, "no such queue");
+    assert_eq!(net.switch.carry(2, 0, 0), 0, "no such port");
+    assert!(net.ports.iter().all(|port| port.got().is_empty()));
+}
+
+/// What is done to a switch. Ports are modulo their number, addresses are small.
+#[derive(Clone, Debug)]
+enum Op {
+    Send { from: usize, frames: Vec<(usize, usize)> },
+    Wait(u32),
+    Stop { port: usize, stop: bool },
+    Replace { port: usize, mode: Mode, hairpin: bool },
+}
+
+fn kind() -> impl Strategy<Value = (Mode, bool)> {
+    (prop_oneof![6 => Just(Mode::Switch), 1 => Just(Mode::Reflect), 1 => Just(Mode::Drop)], prop::bool::weighted(0.3))
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        10 => (0..8usize, prop::collection::vec((0..12usize, 0..12usize), 1..=BURST))
+            .prop_map(|(from, frames)| Op::Send { from, frames }),
+        2 => prop_oneof![0..10u32, AGEING - 2..AGEING + 2].prop_map(Op::Wait),
+        1 => (0..8usize, any::<bool>()).prop_map(|(port, stop)| Op::Stop { port, stop }),
+        1 => (0..8usize, kind()).prop_map(|(port, (mode, hairpin))| Op::Replace { port, mode, hairpin }),
+    ]
+}
+
+/// A few guests, and two groups.
+fn some_mac(number: usize) -> MacAddr {
+    match number {
+        10 => GROUP,
+        11 => MacAddr::BROADCAST,
+        _ => mac(number),
+    }
+}
+
+/// What each port gets, and whether it was flooded.
+type Expected = Vec<Vec<(Bytes, bool)>>;
+
+/// A switch that is plain and slow.
+#[derive(Default)]
+struct Model {
+    seen: HashMap<MacAddr, (usize, u32)>,
+}
+
+impl Model {
+    fn send(&mut self, ports: &[Arc<Fake>], from: usize, frames: &[(MacAddr, MacAddr, Bytes)], now: u32) -> Expected {
+        let mut expected = vec![Vec::new(); ports.len()];
+        for (destination, source, bytes) in frames {
+            match ports[from].mode {
+                Mode::Drop => continue,
+                Mode::Reflect => {
+                    let swapped = [&bytes[6..12], &bytes[..6], &bytes[12..]].concat();
+                    expected[from].push((swapped, false));
+                    continue;
+                }
+                Mode::Switch => {}
+            }
+            if !source.is_multicast() {
+                self.seen.insert(*source, (from, now));
+            }
+            let known = self.seen.get(destination).filter(|(_, seen)| now - seen < AGEING).map(|(port, _)| *port);
+            for (number, port) in ports.iter().enumerate() {
+                let wanted = known.map_or(port.mode == Mode::Switch, |known| known == number);
+                if wanted && (number != from || port.hairpin) {
+                    expected[number].push((bytes.clone(), known.is_none()));
+                }
+            }
+        }
+        expected
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn does_what_the_model_does(
+        kinds in prop::collection::vec(kind(), 1..=8),
+        ops in prop::collection::vec(op(), 1..40),
+    ) {
+        let mut net = Net::of(kinds);
+        let mut model = Model::default();
+        let mut number = 0;
+        for op in ops {
+            let count = net.ports.len();
+            match op {
+                Op::Send { from, frames } => {
+                    let from = from % count;
+                    let frames: Vec<_> = frames
+                        .into_iter()
+                        .map(|(destination, source)| {
+                            number += 1;
+                            let (destination, source) = (some_mac(destination), some_mac(source));
+                            (destination, source, frame(destination, source, number))
+                        })
+                        .collect();
+                    let missed: Vec<_> = net.ports.iter().map(|port| port.missed.swap(0, Relaxed)).collect();
+                    prop_assert!(missed.iter().all(|&missed| missed == 0), "counted twice");
+                    let expected = model.send(&net.ports, from, &frames, net.now);
+                    let bytes: Vec<_> = frames.into_iter().map(|(_, _, bytes)| bytes).collect();
+                    let got = net.send(from, &bytes);
+                    for ((port, got), expected) in net.ports.iter().zip(got).zip(expected) {
+                        if !port.running.load(Relaxed) {
+                            prop_assert_eq!((got.len(), port.missed.swap(0, Relaxed)), (0, expected.len()));
+                            continue;
+                        }
+                        // In order among those for this port, and among those for all.
+                        let part = |flooded: bool| -> Vec<&Bytes> {
+                            expected.iter().filter(|(_, all)| *all == flooded).map(|(bytes, _)| bytes).collect()
+                        };
+                        let (all, own) = (part(true), part(false));
+                        let is_flooded = |bytes: &&Bytes| all.contains(bytes);
+                        prop_assert_eq!(got.iter().filter(is_flooded).collect::<Vec<_>>(), all.clone());
+                        prop_assert_eq!(got.iter().filter(|bytes| !is_flooded(bytes)).collect::<Vec<_>>(), own);
+                    }
+                }
+                Op::Wait(seconds) => net.now += seconds,
+                Op::Stop { port, stop } => net.ports[port % count].stop(stop),
+                Op::Replace { port, mode, hairpin } => {
+                    let port = port % count;
+                    prop_assert!(net.switch.remove(port as u32).is_some());
+                    net.ports[port] = Fake::new(mode, hairpin);
+                    prop_assert_eq!(net.switch.add(net.ports[port].clone()), port as u32);
+                    model.seen.retain(|_, (at, _)| *at != port);
+                }
+            }
+            let live = model.seen.values().filter(|(_, seen)| net.now - seen < AGEING).count();
+            prop_assert_eq!(net.switch.fdb().len(net.now), live);
+        }
+    }
+}
