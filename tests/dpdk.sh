@@ -12,8 +12,8 @@
 #   ovs        our driver on OVS-DPDK, whose bridge sends back (not with --quick)
 #
 # DPDK 22.11 is Debian 12's (dpdk-testpmd of package dpdk-dev), 25.11 that of the chroot of scripts/peers (not with --quick).
-# Each combination of `driver` takes 60 s, other checks 10 s (--quick: 3 s); --seconds sets both. All of it: half an hour;
-# --quick: two minutes. Takes CPUs 0 and 1 and leaves 1024 hugepages reserved. $RINGROAD is the program (default
+# Each combination of `driver` takes 60 s, other checks 10 s (--quick: 3 s); --seconds sets both. All of it: 35 minutes;
+# --quick: 100 s. Takes CPUs 0 and 1 and leaves 1024 hugepages reserved. $RINGROAD is the program (default
 # target/release/ringroad). Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and at last
 # "N passed, M failed" (the exit status).
 set -euo pipefail
@@ -311,9 +311,9 @@ driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECON
 
   counters was || return 1
   blast "$seconds" "$state/b.sock" --event-driven --ring "$layout" --size "$sizes" --destination $address || return 1
+  await 3 "return of the last frames" settled "$port" || true # the counts below will tell
   tell stop
   await 5 "end of testpmd's forwarding" grep -q 'Accumulated forward statistics' "$state/testpmd.log" || return 1
-  sleep 0.2 # for what it has just sent
   counters is || return 1
   quit_testpmd || return 1
 
@@ -333,6 +333,8 @@ driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECON
   dropped=$(($(since "$port.dropped") + tx_bad))
   figure="$received frames, $errors errors, $dropped dropped ($(names "$features"); Rx $(path Rx), Tx $(path Tx))"
 }
+
+settled() { counters is && [ "$(since "$1.to")" = "$(since "$1.from")" ]; } # PORT: all that went to it has come back
 
 vectorizable() { # split|packed, MRG_RXBUF, IN_ORDER: whether testpmd has vectorized functions for it
   case $1 in

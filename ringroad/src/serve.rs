@@ -69,7 +69,7 @@ pub fn run(args: Args) -> Outcome {
     for signal in signals.forever() {
         match signal {
             SIGUSR1 => print_counters(&lock(&ports)),
-            SIGHUP => reload(&args, &mut lock(&ports), &worker),
+            SIGHUP => reload(&args, &config, &mut lock(&ports), &worker),
             _ => break,
         }
     }
@@ -177,12 +177,15 @@ fn hash(name: &str) -> u32 {
 }
 
 /// Reads the configuration again: ports that are not in it any more, or differ, go; new ones come; the others do not
-/// notice.
-fn reload(args: &Args, ports: &mut Vec<Running>, worker: &Worker) {
+/// notice. `before` is what the program was started with.
+fn reload(args: &Args, before: &config::Config, ports: &mut Vec<Running>, worker: &Worker) {
     let config = match config::Config::load(&args.config) {
         Ok(config) => config,
         Err(error) => return log::error!("{error}; everything stays as it is"),
     };
+    if config.switch != before.switch || config.workers.cpus != before.workers.cpus {
+        log::warn!("changes of [switch] and `workers.cpus` take effect when ringroad is started again");
+    }
     let poll = |port: &config::Port| match port.poll.unwrap_or(config.workers.poll) {
         config::Poll::For(time) => Poll::For(time),
         config::Poll::Unlimited => Poll::Unlimited,

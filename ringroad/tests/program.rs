@@ -203,7 +203,13 @@ impl Guest {
             frame,
             huge: false,
         };
-        Guest(connector.connect().unwrap_or_else(|error| panic!("{error}")))
+        // Again if it is turned away: while another test starts a program, that has a copy of each connection closed here.
+        let mut guest = None;
+        within(PATIENCE, || {
+            guest = connector.connect().ok();
+            guest.is_some()
+        });
+        Guest(guest.unwrap_or_else(|| panic!("no connection to {}", socket.display())))
     }
 
     fn plain(socket: &Path) -> Guest {
@@ -361,18 +367,17 @@ fn sockets_that_cannot_be_made() {
 #[test]
 fn termination() {
     let folder = Folder::new("term");
-    let config = folder.config(&[("a", ""), ("b", "queues = 4"), ("c", ""), ("d", "role = \"client\"")]);
+    let config = folder.config(&[("a", ""), ("b", "queues = 4"), ("c", ""), ("d", ""), ("e", "role = \"client\"")]);
     for signal in ["TERM", "INT"] {
         let json = folder.file("counters.json");
         let mut serve = Program::serve(&config, &["--json", text(&json)]);
-        serve.says("4 ports, ready");
+        serve.says("5 ports, ready");
         let (mut a, mut b) = (Guest::plain(&folder.file("a.sock")), Guest::plain(&folder.file("b.sock")));
         exchange(&mut a, &mut b);
         // Half a message, and nobody who reads the answers: neither may hold up the end.
         let mut stalled = connects(&folder.file("c.sock"));
         stalled.write_all(&[1, 0, 0, 0, 1]).unwrap();
-        drop(b);
-        let deaf = connects(&folder.file("b.sock"));
+        let deaf = connects(&folder.file("d.sock"));
         deaf.set_nonblocking(true).unwrap();
         let question = [1u32, 1, 0].map(u32::to_ne_bytes).concat().repeat(64);
         let mut last = Instant::now();
@@ -383,7 +388,7 @@ fn termination() {
             last.elapsed() > Duration::from_millis(100)
         }));
         serve.stop(signal);
-        for name in ["a", "b", "c"] {
+        for name in ["a", "b", "c", "d"] {
             assert!(!folder.file(&format!("{name}.sock")).exists(), "{name}");
         }
         let counters: Value = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
@@ -417,6 +422,12 @@ fn reload() {
     exchange(&mut kept, &mut new);
     exchange(&mut Guest::plain(&socket("changed")), &mut kept);
     let _ = new.received();
+
+    // What only a restart can change is not passed over in silence.
+    let ports = fs::read_to_string(&config).unwrap();
+    fs::write(&config, format!("[switch]\nentries = 7\n{ports}")).unwrap();
+    serve.signal("HUP");
+    serve.says("changes of [switch] and `workers.cpus` take effect when ringroad is started again");
 
     // With an error in it, nothing changes.
     fs::write(&config, "[[port]]\nname = 7\n").unwrap();
@@ -659,6 +670,33 @@ fn eight_idle_ports() {
     let resident: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
     assert!(resident < 20 << 10, "{resident} KiB resident");
     exchange(&mut a, &mut b);
+}
+
+#[test]
+fn out_of_descriptors() {
+    let folder = Folder::new("nofile");
+    let config = folder.config(&[("a", ""), ("b", "")]);
+    let mut serve = Program::serve(&config, &[]);
+    serve.says("ready");
+    let mut a = Guest::plain(&folder.file("a.sock"));
+    let limit = |limit: &str| {
+        let pid = serve.child.id().to_string();
+        assert!(Command::new("prlimit").args(["--pid", &pid, limit]).status().unwrap().success());
+    };
+    // Fewer than it has: no more for a while.
+    limit("--nofile=4:");
+    let second = connects(&folder.file("a.sock"));
+    let waiting = connects(&folder.file("b.sock"));
+    serve.says("port b: cannot accept a frontend: Too many open files");
+    let before = serve.ticks();
+    thread::sleep(Duration::from_millis(500));
+    assert!(serve.ticks() - before <= 1, "it is busy with frontends that it cannot accept");
+    limit("--nofile=1024:");
+    serve.says("port a: a second frontend was turned away");
+    serve.says("port b: frontend connected");
+    drop((second, waiting));
+    exchange(&mut a, &mut Guest::plain(&folder.file("b.sock")));
+    serve.stop("TERM");
 }
 
 // -------------------------------------------------------------------------------------------------------------- TAP

@@ -56,6 +56,7 @@ const DEVICE: &str = "/dev/net/tun";
 /// Room for one frame.
 const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
 
+/// Where frames of one queue come from.
 struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
@@ -65,7 +66,9 @@ struct Queue {
 /// A TAP interface as a port.
 pub struct Tap {
     name: String,
-    queues: Vec<Gate<Queue>>,
+    /// The queues' two directions, each with a gate of its own: of a hairpin both are in use at once.
+    sources: Vec<Gate<Queue>>,
+    sinks: Vec<Gate<File>>,
     /// Descriptors of the queues, to wait for frames.
     files: Vec<File>,
     /// Frames that came from the interface.
@@ -81,7 +84,8 @@ impl Tap {
         let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());
         let mut tap = Tap {
             name: port.to_owned(),
-            queues: Vec::new(),
+            sources: Vec::new(),
+            sinks: Vec::new(),
             files: Vec::new(),
             received: Vec::new(),
             sent: Vec::new(),
@@ -91,7 +95,8 @@ impl Tap {
             let region = Region::private(BURST * BUFFER, 0).map_err(|error| explain(io::Error::other(error)))?;
             let pool = Table::default().with(region).map_err(|error| explain(io::Error::other(error)))?;
             tap.files.push(file.try_clone().map_err(explain)?);
-            tap.queues.push(Gate::new(Queue { file, pool: Arc::new(pool) }));
+            tap.sinks.push(Gate::new(file.try_clone().map_err(explain)?));
+            tap.sources.push(Gate::new(Queue { file, pool: Arc::new(pool) }));
             tap.received.push(Arc::default());
             tap.sent.push(Arc::default());
         }
@@ -118,14 +123,14 @@ impl Tap {
     }
 
     pub(crate) fn source(&self, index: usize) -> Option<TapSource<'_>> {
-        Some(TapSource { queue: self.queues.get(index)?.try_enter()?, counters: &self.received[index] })
+        Some(TapSource { queue: self.sources.get(index)?.try_enter()?, counters: &self.received[index] })
     }
 
     pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
-        let index = hint % self.queues.len().max(1);
+        let index = hint % self.sinks.len().max(1);
         let counters = self.sent.get(index)?;
-        match self.queues.get(index)?.try_enter() {
-            Some(queue) => Some(TapSink { queue, counters }),
+        match self.sinks.get(index)?.try_enter() {
+            Some(file) => Some(TapSink { file, counters }),
             None => {
                 counters.busy.add(frames as u64);
                 None
@@ -184,13 +189,13 @@ impl Source for TapSource<'_> {
 
 /// Exclusive use of one queue that frames go to.
 pub struct TapSink<'a> {
-    queue: MutexGuard<'a, Queue>,
+    file: MutexGuard<'a, File>,
     counters: &'a Counters,
 }
 
 impl Sink for TapSink<'_> {
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
-        let file: BorrowedFd<'_> = self.queue.file.as_fd();
+        let file: BorrowedFd<'_> = self.file.as_fd();
         let counters = self.counters;
         let (mut frames, mut bytes) = (0, 0);
         for frame in which.iter().filter_map(|&index| burst.frames().get(index as usize)) {

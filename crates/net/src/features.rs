@@ -110,3 +110,27 @@ impl Config {
         bytes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_what_may_not_be_acknowledged() {
+        let offered = Features { packed: false, ..Features::ALL };
+        let all = offered.bits();
+        assert_eq!(all, 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 35);
+        for good in [all, bits::VERSION_1, all | bits::PROTOCOL_FEATURES] {
+            assert_eq!(offered.check(good), Ok(()));
+        }
+        assert_eq!(offered.check(all | bits::RING_PACKED | 1), Err(bits::RING_PACKED | 1));
+        assert_eq!(offered.check(bits::NET_F_MAC), Err(bits::VERSION_1));
+    }
+
+    #[test]
+    fn configuration_space_of_the_specification() {
+        let config = Config { mac: MacAddr([1, 2, 3, 4, 5, 6]), link_up: true, queue_pairs: 0x0708, mtu: 0x090a };
+        assert_eq!(config.bytes(), [1, 2, 3, 4, 5, 6, 1, 0, 0x08, 0x07, 0x0a, 0x09]);
+        assert_eq!(Config { link_up: false, ..config }.bytes()[6..8], [0, 0]);
+    }
+}

@@ -5,8 +5,8 @@ mod common;
 
 use proptest::prelude::*;
 use ringroad_mem::Span;
-use ringroad_net::{Burst, Counters, Driver, MAX_FRAME, RxQueue, Snapshot, TxQueue, bits};
-use ringroad_ring::BURST;
+use ringroad_net::{Burst, Counters, Driver, DriverConfig, DriverError, MAX_FRAME, RxQueue, Snapshot, TxQueue, bits};
+use ringroad_ring::{BURST, SetupError};
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{collections::VecDeque, sync::Arc};
 
@@ -48,6 +48,8 @@ enum Op {
     /// The device, or the receiver, waits for a notification if there is nothing to do.
     DeviceSleeps,
     ReceiverSleeps,
+    /// Another device goes on where this one stops.
+    Restart,
 }
 
 /// Queue size and frame.
@@ -85,6 +87,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Refill),
         2 => Just(Op::DeviceSleeps),
         2 => Just(Op::ReceiverSleeps),
+        1 => Just(Op::Restart),
     ]
 }
 
@@ -111,6 +114,7 @@ fn gather(parts: &[Span<'_>]) -> Vec<u8> {
 type Sent = (u64, usize);
 
 struct Wire {
+    sender_end: End,
     receiver_end: End,
     sender: Driver,
     receiver: Driver,
@@ -145,6 +149,7 @@ impl Wire {
         let (rx, rx_counters) = common::rx(&receiver, receiver_end.acked, receiver_end.size);
         assert_eq!(receiver.rx[0].refill(), receiver_end.size as usize);
         Wire {
+            sender_end,
             receiver_end,
             sender,
             receiver,
@@ -202,6 +207,15 @@ impl Wire {
             Op::Refill => assert_eq!(self.receiver.rx[0].refill(), 0),
             Op::DeviceSleeps => self.device_awake = self.tx.enable_notification(),
             Op::ReceiverSleeps => self.receiver_awake = self.receiver.rx[0].enable_notification(),
+            Op::Restart => {
+                let End { acked, size, .. } = self.sender_end;
+                let (at, memory, base) = (self.sender.tx[0].addresses(), self.tx.memory().clone(), self.tx.base());
+                self.tx = TxQueue::start(memory, acked, size, at, base, self.tx_counters.clone()).unwrap();
+                self.device_awake = true;
+                let End { acked, size, .. } = self.receiver_end;
+                let (at, memory, base) = (self.receiver.rx[0].addresses(), self.rx.memory().clone(), self.rx.base());
+                self.rx = RxQueue::start(memory, acked, size, at, base, self.rx_counters.clone()).unwrap();
+            }
         }
         assert!(self.device_awake || self.visible == 0, "the device sleeps and was not told");
         assert!(self.receiver_awake || self.filled == self.emptied, "the receiver sleeps and was not told");
@@ -339,5 +353,61 @@ proptest! {
             wire.run(op);
         }
         wire.finish();
+    }
+}
+
+#[test]
+fn what_was_prepared_is_sent_from_any_pair_of_queues() {
+    for packed in [0, bits::RING_PACKED] {
+        let (acked, queue_pairs, queue_size) = (bits::VERSION_1 | packed, 3, 64);
+        let config = DriverConfig { acked, queue_pairs, queue_size, frame: 1518, huge: false };
+        let mut guest = Driver::new(config).unwrap();
+        let memory = common::table(&guest);
+        let (mut burst, base) = (Burst::default(), common::base(acked));
+        let serial = |pair: usize, id: u16| pair as u64 * 1000 + u64::from(id);
+        for pair in 0..3 {
+            guest.rx[pair].refill();
+            let mut ids = Vec::new();
+            guest.tx[pair].prepare(|id, place| {
+                assert_eq!(place.write(&bytes(serial(pair, id), 1518)), 1518);
+                ids.push(id);
+            });
+            assert_eq!(ids, (0..64).collect::<Vec<_>>());
+        }
+        for pair in 0..3 {
+            let start = |at| (memory.clone(), acked, queue_size, at, base, Arc::<Counters>::default());
+            let (memory, acked, size, at, base, counters) = start(guest.tx[pair].addresses());
+            let mut tx = TxQueue::start(memory, acked, size, at, base, counters).unwrap();
+            let (memory, acked, size, at, base, counters) = start(guest.rx[pair].addresses());
+            let mut rx = RxQueue::start(memory, acked, size, at, base, counters).unwrap();
+            let (mut sent, mut received) = (VecDeque::new(), 0);
+            for _ in 0..5 {
+                guest.tx[pair].reclaim().unwrap();
+                guest.tx[pair].add(20, |id, _| {
+                    sent.push_back(id);
+                    1518
+                });
+                guest.tx[pair].publish();
+                assert_eq!(tx.take(&mut burst), Ok(20));
+                assert_eq!(rx.put(&burst, &(0..20).collect::<Vec<_>>()), Ok(20));
+                tx.done(&mut burst);
+                let count = guest.rx[pair].receive(|parts| {
+                    received += 1;
+                    assert!(gather(parts) == bytes(serial(pair, sent.pop_front().unwrap()), 1518));
+                });
+                assert_eq!(count, Ok(20));
+            }
+            assert_eq!((sent.len(), received), (0, 100));
+        }
+    }
+}
+
+#[test]
+fn queues_that_are_not_possible_are_refused() {
+    for (packed, queue_size) in [(0, 0), (0, 3), (0, 65536), (bits::RING_PACKED, 0), (bits::RING_PACKED, 32769)] {
+        let acked = bits::VERSION_1 | packed;
+        let config = DriverConfig { acked, queue_pairs: 1, queue_size, frame: 64, huge: false };
+        let error = Driver::new(config).err().unwrap();
+        assert!(matches!(error, DriverError::Setup(SetupError::Size { size, .. }) if size == queue_size), "{error}");
     }
 }

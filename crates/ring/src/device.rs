@@ -82,7 +82,8 @@ impl DeviceRing {
             DeviceRing::Packed(packed::Device::new(ring, features, packed::Base(base)))
         } else {
             let ring = split::Layout::resolve(memory, size, at)?;
-            DeviceRing::Split(split::Device::new(ring, features, base as u16))
+            let index = base.try_into().map_err(|_| crate::SetupError::Base { base, size })?;
+            DeviceRing::Split(split::Device::new(ring, features, index))
         })
     }
 }

@@ -648,6 +648,14 @@ fn packed_bases_outside_the_ring() {
     }
 }
 
+#[test]
+fn split_bases_have_sixteen_bits() {
+    let memory = Memory::new(SPLIT, 8, 64, None);
+    let start = |base| DeviceRing::start(&memory.device, SPLIT, 8, memory.at, base).err();
+    assert_eq!(start(0x1_0000), Some(SetupError::Base { base: 0x1_0000, size: 8 }));
+    assert_eq!((start(0), start(0xffff)), (None, None));
+}
+
 /// What frontends carry as the base of a fresh ring, and what our own device leaves.
 #[test]
 fn packed_bases() {

@@ -210,11 +210,6 @@ impl Source for VhostSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
         let Some(queue) = &mut self.slot.queue else { return 0 };
         match queue.take(burst) {
-            // Else the memory of a guest that has gone would stay mapped until some other queue has frames.
-            Ok(0) => {
-                burst.clear();
-                0
-            }
             Ok(taken) => taken,
             // Not the driver's fault: what it wrote is gone. The worker stops the port at its next look at memory.
             Err(_) if queue.memory().is_lost() => {

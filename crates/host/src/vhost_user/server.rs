@@ -256,18 +256,25 @@ impl Thread {
 
     /// Waits for a frontend. `None`: to stop.
     fn next_frontend(&self) -> Option<UnixStream> {
+        let mut said = false;
         loop {
-            let timeout = self.listener.is_none().then_some(RETRY);
             let connected = match &self.listener {
                 Some(listener) => listener.accept().map(|(stream, _)| stream),
                 None => UnixStream::connect(&self.config.socket),
             };
-            if let Ok(stream) = connected
-                && stream.set_nonblocking(false).is_ok()
-            {
-                return Some(stream);
+            let mut listener = self.listener.as_ref().map(|listener| listener.as_fd());
+            match connected {
+                Ok(stream) if stream.set_nonblocking(false).is_ok() => return Some(stream),
+                // Out of descriptors, mostly: the frontend stays in the queue, and is no event to wait for.
+                Err(error) if listener.is_some() && error.kind() != io::ErrorKind::WouldBlock => {
+                    listener = None;
+                    if !std::mem::replace(&mut said, true) {
+                        log::error!("port {}: cannot accept a frontend: {error}; trying again", self.config.name);
+                    }
+                }
+                _ => {}
             }
-            let listener = self.listener.as_ref().map(|listener| listener.as_fd());
+            let timeout = listener.is_none().then_some(RETRY);
             match sys::wait_readable([Some(sys::borrow(&self.stop)), listener], timeout) {
                 Ok([false, _]) => {}
                 Ok([true, _]) => return None,
@@ -306,7 +313,10 @@ impl Thread {
                 Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {
                     Ok([true]) => {}
                     _ => {
-                        self.turn_away();
+                        if !self.turn_away() {
+                            let _ =
+                                sys::wait_readable([Some(sys::borrow(&self.stop)), Some(socket.as_fd())], Some(RETRY));
+                        }
                         continue;
                     }
                 },
@@ -335,15 +345,17 @@ impl Thread {
         }
     }
 
-    /// A second frontend while there is one: the socket has one device behind it.
-    fn turn_away(&self) {
-        if let Some(listener) = &self.listener
-            && listener.accept().is_ok()
-        {
+    /// A second frontend while there is one: the socket has one device behind it. `false`: it could not be accepted, and
+    /// is still in the queue.
+    fn turn_away(&self) -> bool {
+        let Some(listener) = &self.listener else { return true };
+        let accepted = listener.accept();
+        if accepted.is_ok() {
             log::warn!(
                 "port {}: a second frontend was turned away; the first one is still connected",
                 self.config.name
             );
         }
+        accepted.is_ok()
     }
 }

@@ -162,7 +162,7 @@ impl Device {
             self.put(start, first, Ordering::Release);
         }
         self.outstanding -= u32::from(slots);
-        self.since += u32::from(slots);
+        self.since = self.since.saturating_add(slots.into());
     }
 
     #[inline(always)]

@@ -154,7 +154,7 @@ impl Driver {
             // written before it.
             self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
             self.published = self.next_available;
-            self.since += std::mem::take(&mut self.added);
+            self.since = self.since.saturating_add(std::mem::take(&mut self.added));
         }
     }
 
