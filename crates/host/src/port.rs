@@ -4,6 +4,7 @@ use crate::{
     tap::{Tap, TapSink, TapSource},
     vhost_user::VhostPort,
 };
+use ringroad_mem::Span;
 use ringroad_net::{Burst, Sink, Snapshot, Source};
 use ringroad_switch::{Mode, Poll};
 
@@ -141,6 +142,18 @@ impl Source for PortSource<'_> {
             PortSource::Tap(source) => source.done(burst),
         }
     }
+
+    #[inline]
+    fn pours(&self) -> bool {
+        matches!(self, PortSource::Tap(_))
+    }
+
+    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+        match self {
+            PortSource::Vhost(_) => None,
+            PortSource::Tap(source) => source.pour(sink),
+        }
+    }
 }
 
 /// A queue that frames go to, told apart once per burst.
@@ -157,6 +170,13 @@ impl Sink for PortSink<'_> {
         match self {
             PortSink::Vhost(sink) => sink.put(burst, which),
             PortSink::Tap(sink) => sink.put(burst, which),
+        }
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+        match self {
+            PortSink::Vhost(sink) => sink.fill(room, read),
+            PortSink::Tap(_) => None,
         }
     }
 }

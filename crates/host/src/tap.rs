@@ -61,6 +61,17 @@ struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
     pool: Arc<Table>,
+    interface: String,
+    /// The longest frame that it should have, with the virtio-net header and a VLAN tag.
+    room: usize,
+}
+
+impl Queue {
+    /// The interface's MTU may change at any time; we ask again when a frame is longer than it says.
+    fn ask_room(&mut self) {
+        let mtu = sys::mtu(&self.interface).unwrap_or(1500);
+        self.room = vnet_hdr::SIZE + ethernet::HEADER + 4 + mtu;
+    }
 }
 
 /// A TAP interface as a port.
@@ -96,7 +107,8 @@ impl Tap {
             let pool = Table::default().with(region).map_err(|error| explain(io::Error::other(error)))?;
             tap.files.push(file.try_clone().map_err(explain)?);
             tap.sinks.push(Gate::new(file.try_clone().map_err(explain)?));
-            tap.sources.push(Gate::new(Queue { file, pool: Arc::new(pool) }));
+            let (pool, interface) = (Arc::new(pool), interface.to_owned());
+            tap.sources.push(Gate::new(Queue { file, pool, interface, room: 0 }));
             tap.received.push(Arc::default());
             tap.sent.push(Arc::default());
         }
@@ -109,6 +121,7 @@ impl Tap {
             }
             result => result.map_err(explain)?,
         }
+        tap.sources.iter().for_each(|queue| queue.enter().ask_room());
         Ok(tap)
     }
 
@@ -160,13 +173,13 @@ pub struct TapSource<'a> {
 
 impl Source for TapSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
-        let Queue { file, pool } = &*self.queue;
+        let Queue { file, pool, .. } = &*self.queue;
         burst.start(pool);
         let mut taken = 0;
         for index in 0..BURST {
             let Some(buffer) = pool.regions()[0].span(index * BUFFER, BUFFER) else { break };
             // Nothing there (EAGAIN), or the interface is down or gone: it becomes readable when that changes.
-            let Ok(len) = sys::read_message(file.as_fd(), buffer) else { break };
+            let Ok(len) = sys::read_message(file.as_fd(), &[buffer], &[]) else { break };
             taken += 1;
             let address = (index * BUFFER) as u64;
             if len < vnet_hdr::SIZE + ethernet::HEADER || !burst.push_private(pool, address, len as u32) {
@@ -184,6 +197,30 @@ impl Source for TapSource<'_> {
 
     fn done(&mut self, burst: &mut Burst) {
         burst.clear();
+    }
+
+    fn pours(&self) -> bool {
+        true
+    }
+
+    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+        let Queue { file, pool, room, .. } = &*self.queue;
+        let overflow = pool.regions()[0].span(0, BUFFER)?;
+        let (mut frames, mut bytes, mut longest) = (0, 0, 0);
+        sink.fill(*room, &mut |target| {
+            let len = sys::read_message(file.as_fd(), target, &[overflow]).ok()?;
+            frames += 1;
+            bytes += len.saturating_sub(vnet_hdr::SIZE);
+            longest = longest.max(len);
+            Some(len)
+        })?;
+        self.counters.frames.add(frames);
+        self.counters.bytes.add(bytes as u64);
+        self.counters.bursts.add(u64::from(frames > 0));
+        if longest > *room {
+            self.queue.ask_room();
+        }
+        Some(frames as usize)
     }
 }
 

@@ -70,7 +70,7 @@ impl Frame {
 }
 
 /// A virtio-net header without offloads, for one receive buffer (5.1.6).
-const HEADER: [u8; vnet_hdr::SIZE] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+pub(crate) const HEADER: [u8; vnet_hdr::SIZE] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
 
 /// Up to 32 frames from one source. One for each worker, reused for ever.
 pub struct Burst {
@@ -201,6 +201,17 @@ pub trait Source {
 
     /// Gives the buffers of the burst back to the sender, and notifies it where it wants that.
     fn done(&mut self, burst: &mut Burst);
+
+    /// Whether it can `pour`: it does not know what it has before it has read it, and reads best to where it goes.
+    fn pours(&self) -> bool {
+        false
+    }
+
+    /// Reads up to a burst of frames straight into the buffers of the only place that they can go to. Says how many that
+    /// were; `None`: that is not possible now, and nothing was read.
+    fn pour(&mut self, _sink: &mut impl Sink) -> Option<usize> {
+        None
+    }
 }
 
 /// Where frames go to.
@@ -208,4 +219,10 @@ pub trait Sink {
     /// Copies the named frames of a burst to the receiver, and notifies it where it wants that. Says how many it took; the
     /// rest are dropped and counted by the sink.
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize;
+
+    /// Lets a source read up to a burst of frames straight into the receiver's buffers, as [`crate::RxQueue::fill`] says;
+    /// says how many that were. `None`: that is not possible now, and nothing was read.
+    fn fill(&mut self, _room: usize, _read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+        None
+    }
 }

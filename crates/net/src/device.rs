@@ -3,12 +3,12 @@
 
 use crate::{
     Burst, Counters, Features,
-    burst::{Frame, NoFrame},
+    burst::{Frame, HEADER, NoFrame},
     features::{bits, ring_features},
 };
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, SetupError};
-use ringroad_wire::vnet_hdr;
+use ringroad_wire::{ethernet, vnet_hdr};
 use std::sync::Arc;
 
 /// Chains that one burst of receive buffers can have, so that a large frame may be merged from many small ones.
@@ -267,8 +267,26 @@ impl RxQueue {
     /// The normal way: chains of any shape, as many as the frame needs.
     fn place_anyhow(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
         // First see that there are enough, then copy: what is not given back must stay untouched.
+        let count = self.reserve(first, frame.total())?;
+        let mut head = [0; crate::HEAD];
+        let head = &mut head[..frame.head().len()];
+        head.copy_from_slice(frame.head());
+        // num_buffers (5.1.6.4.1)
+        head[10..12].copy_from_slice(&(count as u16).to_le_bytes());
+
+        let mut source = Pieces { head, rest: burst.rest(frame), current: None };
+        for index in first..first + count {
+            let chain = self.chains.list()[index];
+            let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
+            self.chains.list_mut()[index].written = written as u32;
+        }
+        Ok(count)
+    }
+
+    /// Takes chains until those from the `first` one on have room for `total` bytes; says how many that are.
+    fn reserve(&mut self, first: usize, total: usize) -> Result<usize, Refusal> {
         let (mut count, mut room) = (0, 0);
-        while room < frame.total() {
+        while room < total {
             if count > 0 && !self.mergeable {
                 return Err(Refusal::Oversize);
             }
@@ -295,19 +313,77 @@ impl RxQueue {
             room += len as usize;
             count += 1;
         }
-        let mut head = [0; crate::HEAD];
-        let head = &mut head[..frame.head().len()];
-        head.copy_from_slice(frame.head());
-        // num_buffers (5.1.6.4.1)
-        head[10..12].copy_from_slice(&(count as u16).to_le_bytes());
-
-        let mut source = Pieces { head, rest: burst.rest(frame), current: None };
-        for index in first..first + count {
-            let chain = self.chains.list()[index];
-            let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
-            self.chains.list_mut()[index].written = written as u32;
-        }
         Ok(count)
+    }
+
+    /// Receives up to a burst of frames straight into the driver's buffers and publishes them: for a source that does not
+    /// know what it has before it has read it. `read` gets spans for `room` bytes or more; it returns how many it has
+    /// written, a virtio-net header first, or more than there was room for if the frame was longer, or `None` if there
+    /// is nothing left. Says how many frames that were, or `None` if there are no such buffers and nothing was read.
+    pub fn fill(
+        &mut self,
+        room: usize,
+        read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>,
+    ) -> Result<Option<usize>, Fault> {
+        self.chains.start(&self.memory);
+        let (mut used, mut frames, mut bytes, mut oversize) = (0, 0, 0, 0);
+        let mut refusal = None;
+        for _ in 0..BURST {
+            let count = match self.reserve(used, room) {
+                Ok(count) => count,
+                Err(found) => {
+                    refusal = Some(found);
+                    break;
+                }
+            };
+            let Some(len) = read(self.chains.writable_range(used, count)) else { break };
+            if len < vnet_hdr::SIZE + ethernet::HEADER {
+                continue;
+            }
+            match self.divide(used, count, len) {
+                Some(count) => {
+                    used += count;
+                    frames += 1;
+                    bytes += len - vnet_hdr::SIZE;
+                }
+                None => oversize += 1,
+            }
+        }
+        self.give(&mut used);
+        self.chains.clear();
+        let counters = &self.counters;
+        counters.frames.add(frames);
+        counters.bytes.add(bytes as u64);
+        counters.oversize.add(oversize);
+        counters.bursts.add(u64::from(frames > 0));
+        match refusal {
+            Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
+            Some(_) if frames + oversize == 0 => Ok(None),
+            _ => Ok(Some(frames as usize)),
+        }
+    }
+
+    /// Notes in up to `count` chains what a frame of `len` bytes has taken of each, and writes its header; says how many
+    /// it has taken. `None`: it was longer than all of them.
+    fn divide(&mut self, first: usize, count: usize, len: usize) -> Option<usize> {
+        let mut left = len;
+        let mut taken = 0;
+        while left > 0 && taken < count {
+            let chain = &mut self.chains.list_mut()[first + taken];
+            chain.written = chain.writable_len.min(left as u32);
+            left -= chain.written as usize;
+            taken += 1;
+        }
+        if left > 0 {
+            return None;
+        }
+        let mut header = HEADER;
+        header[10..12].copy_from_slice(&(taken as u16).to_le_bytes());
+        let mut header = &header[..];
+        for piece in self.chains.writable_range(first, 1) {
+            header = &header[piece.write(header)..];
+        }
+        Some(taken)
     }
 
     /// Whether the driver wants to be notified of what was put.

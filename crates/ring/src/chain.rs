@@ -203,6 +203,13 @@ impl Chains {
         self.pieces.list().get(chain.middle as usize..chain.end as usize).unwrap_or_default()
     }
 
+    /// What the device writes of `count` chains in a row that have nothing to read.
+    pub fn writable_range(&self, first: usize, count: usize) -> &[Span<'_>] {
+        let chains = self.list.get(first..first + count).unwrap_or_default();
+        let (Some(first), Some(last)) = (chains.first(), chains.last()) else { return &[] };
+        self.pieces.list().get(first.middle as usize..last.end as usize).unwrap_or_default()
+    }
+
     /// Adds a chain of one readable buffer that no driver made: memory of a port's own. `false`: there is no room, or the
     /// buffer is not inside.
     pub fn push_private(&mut self, memory: &Table, address: u64, len: u32) -> bool {

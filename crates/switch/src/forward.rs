@@ -105,6 +105,16 @@ impl<P: Port> Switch<P> {
         &self.fdb
     }
 
+    /// The port that all frames of another one go to, known or unknown: the only other one. Nothing need be learned of them.
+    fn only_other(&self, from: u32) -> Option<&P> {
+        let mut others = self.ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
+        let other = others.find_map(|(_, port)| port.as_deref())?;
+        let from = self.ports.get(from as usize)?.as_deref()?;
+        let alone = others.all(|(_, port)| port.is_none());
+        let plain = |port: &P| port.mode() == Mode::Switch && !port.hairpin();
+        (alone && plain(from) && plain(other)).then_some(other)
+    }
+
     /// Carries one burst from a port's queue to where it should go. Says how many buffers it took from there; 0: there is
     /// nothing. `now` is in seconds.
     #[inline]
@@ -112,6 +122,13 @@ impl<P: Port> Switch<P> {
         let Some(Some(port)) = self.ports.get(from as usize) else { return 0 };
         let port = &**port;
         let Some(mut source) = port.source(queue) else { return 0 };
+        if source.pours()
+            && let Some(only) = self.only_other(from)
+            && let Some(mut sink) = only.sink(from as usize + queue, 0)
+            && let Some(poured) = source.pour(&mut sink)
+        {
+            return poured;
+        }
         let taken = source.take(&mut self.burst);
         if taken == 0 {
             return 0;

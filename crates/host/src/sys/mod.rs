@@ -2,7 +2,7 @@
 
 mod tun;
 
-pub(crate) use tun::{open_tap, set_link};
+pub(crate) use tun::{mtu, open_tap, set_link};
 
 use ringroad_mem::Span;
 use std::{
@@ -105,11 +105,20 @@ pub(crate) fn write_message<'a>(
     if result < 0 { Err(Some(io::Error::last_os_error())) } else { Ok(result as usize) }
 }
 
-/// Reads one message into a span.
+/// Reads one message into spans, and what they do not hold into `overflow`.
 #[inline]
-pub(crate) fn read_message(fd: BorrowedFd<'_>, target: Span<'_>) -> io::Result<usize> {
-    // SAFETY: a span is writable memory of its length.
-    let result = unsafe { libc::read(fd.as_raw_fd(), target.as_ptr().cast(), target.len()) };
+pub(crate) fn read_message(fd: BorrowedFd<'_>, target: &[Span<'_>], overflow: &[Span<'_>]) -> io::Result<usize> {
+    let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+    let mut list = [empty; IOVECS];
+    let mut count = 0;
+    for span in target.iter().chain(overflow) {
+        let place = list.get_mut(count).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
+        *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
+        count += 1;
+    }
+    // SAFETY: spans are writable memory of their length, which their lifetimes keep mapped; the kernel answers EFAULT where
+    // a peer has truncated the file.
+    let result = unsafe { libc::readv(fd.as_raw_fd(), list.as_ptr(), count as libc::c_int) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 

@@ -59,3 +59,15 @@ pub(crate) fn set_link(name: &str, mtu: Option<u16>) -> io::Result<()> {
         check(libc::ioctl(fd, libc::SIOCSIFFLAGS, &mut request))
     }
 }
+
+/// The MTU of an interface.
+pub(crate) fn mtu(name: &str) -> io::Result<usize> {
+    let socket = std::os::unix::net::UnixDatagram::unbound()?;
+    let mut request = request(name)?;
+    // SAFETY: the request fills the union field that it is defined with.
+    let mtu = unsafe {
+        check(libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &mut request))?;
+        request.ifr_ifru.ifru_mtu
+    };
+    usize::try_from(mtu).map_err(io::Error::other)
+}

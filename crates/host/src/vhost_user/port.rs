@@ -1,7 +1,7 @@
 //! A guest as a port of the switch: its queues, where they are running, behind a gate each.
 
 use crate::gate::Gate;
-use ringroad_mem::Table;
+use ringroad_mem::{Span, Table};
 use ringroad_net::{Burst, Counters, RxQueue, Sink, Source, TxQueue};
 use ringroad_ring::Fault;
 use std::{
@@ -42,6 +42,12 @@ impl<Q> Slot<Q> {
         if let Some(file) = file {
             let _ = (&*file).write(&1u64.to_ne_bytes());
         }
+    }
+
+    /// Notifies the driver whether it wants that or not: a device that died between giving buffers back and saying so, or
+    /// a descriptor that has been replaced, may owe it one.
+    pub(crate) fn notify(&self) {
+        Self::signal(&self.call);
     }
 
     /// Stops the queue for a fault of its driver.
@@ -245,30 +251,43 @@ pub struct VhostSink<'a> {
     index: usize,
 }
 
-impl Sink for VhostSink<'_> {
+impl VhostSink<'_> {
+    /// Notifies the driver of what its queue has got, or stops the queue. `lost`: frames that were to go there.
     #[inline]
-    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+    fn settle<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
         let slot = &mut *self.slot;
-        let Some(queue) = &mut slot.queue else { return 0 };
+        let queue = slot.queue.as_mut()?;
         let counters = &self.port.rx_counters[self.index];
-        match queue.put(burst, which) {
-            Ok(count) => {
+        match result {
+            Ok(done) => {
                 if queue.wants_notification() {
-                    Slot::<RxQueue>::signal(&slot.call);
+                    slot.notify();
                     counters.notifications.add(1);
                 }
-                count
+                return Some(done);
             }
-            Err(_) if queue.memory().is_lost() => {
-                counters.stopped.add(which.len() as u64);
-                0
-            }
+            // Not the driver's fault: what it wrote is gone. The worker stops the port at its next look at memory.
+            Err(_) if queue.memory().is_lost() => {}
             Err(fault) => {
                 let base = queue.base();
                 slot.fail(&self.port.name, 2 * self.index, Some(base), fault, counters);
-                counters.stopped.add(which.len() as u64);
-                0
             }
         }
+        counters.stopped.add(lost as u64);
+        None
+    }
+}
+
+impl Sink for VhostSink<'_> {
+    #[inline]
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let Some(queue) = &mut self.slot.queue else { return 0 };
+        let result = queue.put(burst, which);
+        self.settle(result, which.len()).unwrap_or(0)
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+        let result = self.slot.queue.as_mut()?.fill(room, read);
+        self.settle(result, 0).flatten()
     }
 }

@@ -270,6 +270,7 @@ fn start_slot<Q>(
             slot.base = started_at(&queue);
             slot.queue = Some(queue);
             slot.fault = None;
+            slot.notify();
             (Ok(()), slot.base)
         }
         Err(error) => (Err(error), base),
@@ -288,8 +289,11 @@ fn set_slot_fd<Q>(gate: &Gate<Slot<Q>>, file: Option<File>, err: bool) {
     let mut slot = gate.enter();
     if err {
         slot.err = file;
-    } else {
-        slot.call = file;
+        return;
+    }
+    slot.call = file;
+    if slot.queue.is_some() {
+        slot.notify();
     }
 }
 
