@@ -58,6 +58,17 @@ pub enum DriverFault {
     },
 }
 
+/// What the device says that it wrote to a buffer. Where it could not write, the length means nothing (2.8.7); DPDK's
+/// devices leave there what the driver wrote.
+#[inline(always)]
+pub(crate) fn written(id: u16, len: u32, room: u32) -> Result<u32, DriverFault> {
+    match room {
+        0 => Ok(0),
+        _ if len > room => Err(DriverFault::Length { id, len, room }),
+        _ => Ok(len),
+    }
+}
+
 /// Ids that are free or under way, first in first out, so that a device that works in order finds descriptors in order.
 pub(crate) struct Fifo {
     ids: Box<[u16]>,

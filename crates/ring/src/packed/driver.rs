@@ -1,7 +1,7 @@
 //! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
 
 use super::layout::{AVAILABLE, Layout, Position, USED, available_flags, used_flags, word};
-use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::Fifo, notify::Event};
+use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::{Fifo, written}, notify::Event};
 #[cfg(not(loom))]
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
@@ -200,10 +200,7 @@ impl Driver {
                 let (id, len) = ((word >> 32) as u16, word as u32);
                 let state = self.states.get(id as usize).filter(|state| state.slots > 0);
                 let Some(state) = state else { return Err(DriverFault::Id { id: id.into() }) };
-                if len > state.room {
-                    return Err(DriverFault::Length { id, len, room: state.room });
-                }
-                Used { id, len }
+                Used { id, len: written(id, len, state.room)? }
             }
         };
         if self.features.in_order {

@@ -1,7 +1,7 @@
 //! Driver end of a split virtqueue: makes buffers available, takes them back when they were used.
 
 use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
-use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::Fifo, notify};
+use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::{Fifo, written}, notify};
 #[cfg(not(loom))]
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
@@ -209,10 +209,8 @@ impl Driver {
                 let len = u32::from_le(self.ring.elements[at + 1].load(Ordering::Relaxed));
                 let state = self.states.get(id as usize).filter(|state| state.chain > 0);
                 let Some(state) = state else { return Err(DriverFault::Id { id }) };
-                if len > state.room {
-                    return Err(DriverFault::Length { id: id as u16, len, room: state.room });
-                }
-                Used { id: id as u16, len }
+                let id = id as u16;
+                Used { id, len: written(id, len, state.room)? }
             }
         };
         if self.features.in_order {
