@@ -326,7 +326,7 @@ impl RxQueue {
         read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>,
     ) -> Result<Option<usize>, Fault> {
         self.chains.start(&self.memory);
-        let (mut used, mut frames, mut bytes, mut oversize) = (0, 0, 0, 0);
+        let (mut used, mut frames, mut bytes, mut oversize, mut runts) = (0, 0, 0, 0, 0);
         let mut refusal = None;
         for _ in 0..BURST {
             let count = match self.reserve(used, room) {
@@ -338,6 +338,7 @@ impl RxQueue {
             };
             let Some(len) = read(self.chains.writable_range(used, count)) else { break };
             if len < vnet_hdr::SIZE + ethernet::HEADER {
+                runts += 1;
                 continue;
             }
             match self.divide(used, count, len) {
@@ -355,10 +356,11 @@ impl RxQueue {
         counters.frames.add(frames);
         counters.bytes.add(bytes as u64);
         counters.oversize.add(oversize);
+        counters.runt.add(runts);
         counters.bursts.add(u64::from(frames > 0));
         match refusal {
             Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
-            Some(_) if frames + oversize == 0 => Ok(None),
+            Some(_) if frames + oversize + runts == 0 => Ok(None),
             _ => Ok(Some(frames as usize)),
         }
     }

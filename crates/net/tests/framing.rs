@@ -328,6 +328,96 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Of a source that reads to where the frames go.
+    #[test]
+    fn frames_are_read_into_any_shape_of_buffer(
+        receiver in shapes(),
+        rooms in rooms(),
+        room in 26..=4000usize,
+        sources in prop::collection::vec(prop::collection::vec(0..=4100usize, 0..50), 1..8),
+    ) {
+        let mut to = Guest::new(receiver.acked, 1 << receiver.log_size, 8, 8 << 20, Some(receiver.cut));
+        let (mut rx, counters) = to.rx();
+        let merge = receiver.acked & bits::NET_F_MRG_RXBUF != 0;
+        let most = if receiver.acked & bits::INDIRECT_DESC != 0 { 8 } else { to.size as usize };
+        let mut offered: VecDeque<Vec<Buffer>> = VecDeque::new();
+        let mut rooms = rooms.iter().cycle();
+        let mut expected = Snapshot::default();
+        for lens in sources {
+            while to.next + 150_000 < to.region.len() {
+                let (len, sizes) = rooms.next().unwrap();
+                let buffers = to.buffers(&cut(*len, sizes, most), &[]);
+                if to.ring.add(&[], &buffers).is_err() {
+                    break;
+                }
+                offered.push_back(buffers);
+            }
+            to.ring.publish();
+            let capacity = |chain: &Vec<Buffer>| chain.iter().map(|buffer| buffer.len as usize).sum::<usize>();
+            let (mut placed, mut refused, mut reads) = (Vec::new(), false, 0);
+            for (seed, &len) in lens.iter().chain([&0]).enumerate().take(BURST) {
+                let mut reserved = 0;
+                let count = 1 + offered.iter().take_while(|chain| {
+                    reserved += capacity(chain);
+                    reserved < room
+                }).count();
+                refused = reserved < room || count > 1 && !merge;
+                if refused || seed == lens.len() {
+                    break;
+                }
+                reads += 1;
+                let total = HEADER + len;
+                if total > reserved {
+                    expected.oversize += 1;
+                } else if len < 14 {
+                    expected.runt += 1;
+                } else {
+                    let (mut held, mut chains) = (0, Vec::new());
+                    while held < total {
+                        held += capacity(&offered[0]);
+                        chains.push(offered.pop_front().unwrap());
+                    }
+                    expected.bytes += len as u64;
+                    placed.push((received(&frame(seed, len), chains.len() as u16), chains));
+                }
+            }
+            expected.frames += placed.len() as u64;
+            expected.bursts += u64::from(!placed.is_empty());
+
+            let mut read = 0;
+            let filled = rx.fill(room, &mut |spans| {
+                let len = *lens.get(read)?;
+                let bytes = [vec![0xff; HEADER], frame(read, len)].concat();
+                read += 1;
+                let mut left = &bytes[..];
+                spans.iter().for_each(|span| left = &left[span.write(left)..]);
+                assert!(spans.iter().map(|span| span.len()).sum::<usize>() >= room);
+                Some(bytes.len())
+            });
+            prop_assert_eq!(read, reads);
+            let nothing = refused && reads == 0;
+            prop_assert_eq!(filled, Ok((!nothing).then_some(placed.len())));
+            for (bytes, chains) in placed {
+                let mut left = &bytes[..];
+                for chain in &chains {
+                    let mut used = [Used::default()];
+                    prop_assert_eq!(to.ring.take_used(&mut used).unwrap(), 1);
+                    let now = to.read(chain);
+                    let (mine, rest) = left.split_at(left.len().min(now.len()));
+                    left = rest;
+                    prop_assert_eq!(used[0].len as usize, mine.len());
+                    prop_assert!(now[..mine.len()] == *mine, "damaged");
+                }
+            }
+            prop_assert_eq!(to.ring.take_used(&mut [Used::default()]).unwrap(), 0);
+        }
+        prop_assert_eq!(counters.snapshot(), expected);
+    }
+}
+
 /// What becomes of a burst of three good frames and then a chain that is none.
 fn take_after_good(guest: &mut Guest, bad: impl FnOnce(&mut Guest)) -> (Fault, Snapshot) {
     let (mut tx, counters) = guest.tx();

@@ -308,6 +308,10 @@ pub(crate) fn indirect(
     let count = len as usize / DESCRIPTOR;
     let outside = Fault::Outside { index, address, len, regions: memory.regions().len() as u16 };
     let table = memory.span(address, len as usize, hit).ok_or(outside)?;
+    // Writable entries come last (2.8.17), so that a table with a readable one at its end has none; what says otherwise
+    // before it does not count: DPDK's driver marks the virtio-net header of a packed ring's indirect table as writable.
+    let last = table.skip((count - 1) * DESCRIPTOR).read_once::<16>().map_or(0, |words| (halves(words).1 >> 48) as u16);
+    let ignored = if !linked && last & WRITE == 0 { WRITE } else { 0 };
     let mut at = 0;
     for taken in 0.. {
         if taken >= size {
@@ -320,6 +324,7 @@ pub(crate) fn indirect(
         if flags & INDIRECT != 0 {
             return Err(Fault::Indirect { index: at as u16 });
         }
+        let flags = flags & !ignored;
         chains.add(chain, memory, hit, Descriptor { index: at as u16, address, len, flags, tail: next })?;
         if linked {
             if flags & NEXT == 0 {

@@ -365,7 +365,18 @@ fn readable_after_writable() {
         let direct = |raw: &Raw| raw.chain(1, &order(raw));
         expect(features, direct, Fault::Order { index: 3 }, &format!("descriptor 3 {text}"));
         let in_table = |raw: &Raw| raw.descriptor(1, raw.table(4096, &order(raw)), 48, INDIRECT, 0);
-        expect(features, in_table, Fault::Order { index: 2 }, &format!("descriptor 2 {text}"));
+        if features.packed {
+            // As DPDK's driver writes them: what comes before a readable entry is taken for readable.
+            let raw = Raw::new(features, SIZE);
+            in_table(&raw);
+            let mut burst = Chains::new(BURST, 64);
+            burst.start(&raw.0.device);
+            assert_eq!(raw.0.device_at(0x8001_8001).take(&raw.0.device, &mut burst, 1), Ok(1));
+            let chain = burst.list()[0];
+            assert_eq!((chain.readable_len, chain.writable_len), (3, 0));
+        } else {
+            expect(features, in_table, Fault::Order { index: 2 }, &format!("descriptor 2 {text}"));
+        }
         let both = |raw: &Raw| {
             let table = raw.table(4096, &[(raw.data(), 1, 0)]);
             raw.chain(1, &[(raw.data(), 1, WRITE), (table, 16, INDIRECT)]);

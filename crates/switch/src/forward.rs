@@ -75,16 +75,21 @@ pub struct Switch<P> {
     ports: Vec<Option<Arc<P>>>,
     fdb: Fdb,
     burst: Burst,
+    /// Frames were poured since the ports are these two, so that the table may not have seen an address move.
+    poured: bool,
 }
 
 impl<P: Port> Switch<P> {
     /// A switch without ports.
     pub fn new(fdb: Fdb) -> Self {
-        Switch { ports: Vec::new(), fdb, burst: Burst::default() }
+        Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false }
     }
 
     /// Adds a port; returns its number.
     pub fn add(&mut self, port: Arc<P>) -> u32 {
+        if std::mem::take(&mut self.poured) {
+            (0..self.ports.len() as u32).for_each(|number| self.fdb.forget(number));
+        }
         let free = self.ports.iter().position(Option::is_none);
         let number = free.unwrap_or(self.ports.len());
         if free.is_none() {
@@ -105,7 +110,8 @@ impl<P: Port> Switch<P> {
         &self.fdb
     }
 
-    /// The port that all frames of another one go to, known or unknown: the only other one. Nothing need be learned of them.
+    /// The port that all frames of another one go to, known or unknown: the only other one. Nothing need be learned of them,
+    /// if no frame from there is kept back because its destination was once seen there.
     fn only_other(&self, from: u32) -> Option<&P> {
         let mut others = self.ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
         let other = others.find_map(|(_, port)| port.as_deref())?;
@@ -127,6 +133,7 @@ impl<P: Port> Switch<P> {
             && let Some(mut sink) = only.sink(from as usize + queue, 0)
             && let Some(poured) = source.pour(&mut sink)
         {
+            self.poured |= poured > 0;
             return poured;
         }
         let taken = source.take(&mut self.burst);
@@ -134,7 +141,7 @@ impl<P: Port> Switch<P> {
             return 0;
         }
         match port.mode() {
-            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, port, from, queue, now),
+            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, port, from, queue, now),
             Mode::Reflect => {
                 for frame in self.burst.frames_mut() {
                     ethernet::swap_addresses(frame.ethernet_mut());
@@ -162,6 +169,7 @@ fn forward<P: Port>(
     ports: &[Option<Arc<P>>],
     fdb: &mut Fdb,
     burst: &Burst,
+    poured: bool,
     port: &P,
     from: u32,
     queue: usize,
@@ -187,9 +195,11 @@ fn forward<P: Port>(
                 to
             }
         };
-        if to == from && !port.hairpin() {
-            continue;
-        }
+        let to = match to == from && !port.hairpin() {
+            true if poured => FLOOD,
+            true => continue,
+            false => to,
+        };
         destinations[index] = to;
         left.push(index);
     }

@@ -1,7 +1,7 @@
 //! A switch between ports of memory: who gets which frames, in which order, and how often. Beside it a model.
 
 use proptest::prelude::*;
-use ringroad_mem::{Region, Table};
+use ringroad_mem::{Region, Span, Table};
 use ringroad_net::{Burst, Sink, Source};
 use ringroad_ring::BURST;
 use ringroad_switch::{Fdb, Mode, Port, Switch};
@@ -25,6 +25,9 @@ struct Fake {
     memory: Arc<Table>,
     mode: Mode,
     hairpin: bool,
+    /// Its frames are poured where they can be; how many bursts were.
+    pours: AtomicBool,
+    poured: AtomicUsize,
     to_send: Mutex<VecDeque<Vec<Bytes>>>,
     got: Mutex<Vec<Bytes>>,
     /// Whether there is a sink, and what was meant for it while there was none.
@@ -41,6 +44,8 @@ impl Fake {
             memory: Arc::new(Table::default().with(region).unwrap()),
             mode,
             hairpin,
+            pours: AtomicBool::new(false),
+            poured: AtomicUsize::new(0),
             to_send: Mutex::default(),
             got: Mutex::default(),
             running: AtomicBool::new(true),
@@ -77,6 +82,24 @@ impl Source for FakeSource<'_> {
         self.0.done.fetch_add(burst.chains.list().len(), Relaxed);
         burst.clear();
     }
+
+    fn pours(&self) -> bool {
+        self.0.pours.load(Relaxed)
+    }
+
+    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+        let mut to_send = self.0.to_send.lock().unwrap();
+        let mut frames = to_send.front()?.iter();
+        let poured = sink.fill(BUFFER, &mut |spans| {
+            let frame = frames.next()?;
+            assert_eq!(spans[0].write(frame), frame.len());
+            Some(frame.len())
+        })?;
+        to_send.pop_front();
+        self.0.poured.fetch_add(1, Relaxed);
+        self.0.done.fetch_add(poured, Relaxed);
+        Some(poured)
+    }
 }
 
 struct FakeSink<'a>(&'a Fake);
@@ -97,6 +120,19 @@ impl Sink for FakeSink<'_> {
             self.0.got.lock().unwrap().push(bytes.split_off(vnet_hdr::SIZE));
         }
         which.len()
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+        let place = self.0.memory.regions()[0].span(0, BUFFER).unwrap();
+        assert!(place.len() >= room);
+        let mut frames = 0;
+        while let Some(len) = read(&[place]) {
+            let mut bytes = vec![0; len];
+            place.read(&mut bytes);
+            self.0.got.lock().unwrap().push(bytes);
+            frames += 1;
+        }
+        Some(frames)
     }
 }
 
@@ -345,6 +381,50 @@ fn nothing_comes_from_where_there_is_nothing() {
     assert_eq!(net.switch.carry(0, 1, 0), 0, "no such queue");
     assert_eq!(net.switch.carry(2, 0, 0), 0, "no such port");
     assert!(net.ports.iter().all(|port| port.got().is_empty()));
+}
+
+#[test]
+fn frames_are_poured_only_where_all_go_to_one_port() {
+    let plain = (Mode::Switch, false);
+    let cases = [
+        (vec![plain, plain], true),
+        (vec![plain], false),
+        (vec![plain, plain, plain], false),
+        (vec![plain, (Mode::Switch, true)], false),
+        (vec![(Mode::Switch, true), plain], false),
+        (vec![plain, (Mode::Drop, false)], false),
+        (vec![(Mode::Reflect, false), plain], false),
+    ];
+    for (ports, expected) in cases {
+        let mut net = Net::of(ports.clone());
+        net.ports[0].pours.store(true, Relaxed);
+        net.send_one(0, mac(1), mac(0));
+        assert_eq!(net.ports[0].poured.load(Relaxed) == 1, expected, "{ports:?}");
+    }
+    let mut net = Net::new(2);
+    net.ports[0].pours.store(true, Relaxed);
+    let frames: Vec<_> = (0..BURST).map(|number| frame(mac(number % 3), mac(0), number)).collect();
+    assert_eq!(net.send(0, &frames), [vec![], frames.clone()]);
+    // A port that is not running: the usual way, which counts them.
+    net.ports[1].stop(true);
+    assert_eq!(net.send(0, &frames), [vec![], vec![]]);
+    assert_eq!((net.ports[0].poured.load(Relaxed), net.ports[1].missed.load(Relaxed)), (1, BURST));
+}
+
+#[test]
+fn an_address_that_moves_to_a_port_that_pours_can_be_reached_there() {
+    let mut net = Net::new(2);
+    net.ports[0].pours.store(true, Relaxed);
+    assert_eq!(net.send_one(1, mac(9), mac(7)), [0]);
+    assert_eq!(net.send_one(0, mac(1), mac(7)), [1]);
+    assert_eq!(net.send_one(1, mac(7), mac(1)), [0]);
+    // A third port finds nothing stale.
+    net.ports.push(Fake::new(Mode::Switch, false));
+    assert_eq!(net.switch.add(net.ports[2].clone()), 2);
+    assert_eq!(net.send_one(2, mac(7), mac(2)), [0, 1]);
+    assert_eq!(net.send_one(0, mac(2), mac(7)), [2]);
+    assert_eq!(net.send_one(1, mac(7), mac(1)), [0]);
+    assert_eq!(net.ports[0].poured.load(Relaxed), 1);
 }
 
 /// What is done to a switch. Ports are modulo their number, addresses are small.

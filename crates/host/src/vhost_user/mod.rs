@@ -8,6 +8,6 @@ mod port;
 mod server;
 mod session;
 
-pub use frontend::{ConnectError, Connection, Connector};
+pub use frontend::{ConnectError, Connection, Connector, Notifier};
 pub use port::{VhostPort, VhostSink, VhostSource};
 pub use server::{Role, Server, SocketError, VhostConfig};

@@ -101,7 +101,9 @@ impl VhostPort {
 
     #[inline]
     pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<VhostSink<'_>> {
-        let index = hint % self.pairs_running.load(Ordering::Relaxed).max(1);
+        let pairs = self.pairs_running.load(Ordering::Relaxed);
+        // A division takes as long as a frame.
+        let index = if hint < pairs { hint } else { hint.checked_rem(pairs).unwrap_or(0) };
         let counters = self.rx_counters.get(index)?;
         let Some(slot) = self.rx.get(index)?.try_enter() else {
             counters.busy.add(frames as u64);

@@ -13,7 +13,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 use vhost::vhost_user::{
-    Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
+    Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
     message::{
         VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
         VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg, VhostUserSingleMemoryRegion,
@@ -46,14 +46,20 @@ pub(crate) struct Session {
     protocol: Protocol,
     memory: Arc<Table>,
     vrings: Vec<Vring>,
+    /// The channel for requests of ours. There are none yet, but a frontend takes its end for the end of the device
+    /// (User-Mode Linux removes it), so that it has to stay open.
+    backend: Option<Backend>,
     /// The last message was refused, as the log says, but the connection can go on.
     pub(crate) refused: bool,
 }
 
-/// What a port of so many queue pairs offers. Not BACKEND_REQ: we ask nothing, and a frontend whose descriptor for that is
-/// closed takes the device for broken (User-Mode Linux removes it).
+/// What a port of so many queue pairs offers.
 fn protocol_features(queue_pairs: u16) -> Protocol {
-    let always = Protocol::REPLY_ACK | Protocol::CONFIG | Protocol::CONFIGURE_MEM_SLOTS | Protocol::RESET_DEVICE;
+    let always = Protocol::REPLY_ACK
+        | Protocol::CONFIG
+        | Protocol::CONFIGURE_MEM_SLOTS
+        | Protocol::BACKEND_REQ
+        | Protocol::RESET_DEVICE;
     // GET_QUEUE_NUM counts pairs for QEMU and DPDK but vrings for User-Mode Linux, which gives up when it is told 1. With
     // a single pair nobody need ask.
     if queue_pairs > 1 { always | Protocol::MQ } else { always }
@@ -63,7 +69,7 @@ impl Session {
     pub(crate) fn new(handle: Arc<PortHandle>, offer: Features, config: Config) -> Session {
         let vrings = (0..2 * config.queue_pairs).map(|_| Vring::default()).collect();
         let protocol = Protocol::empty();
-        Session { handle, offer, config, acked: 0, protocol, memory: Arc::default(), vrings, refused: false }
+        Session { handle, offer, config, acked: 0, protocol, memory: Arc::default(), vrings, backend: None, refused: false }
     }
 
     fn port(&self) -> &VhostPort {
@@ -439,6 +445,10 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_config(&mut self, _offset: u32, _buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         self.refuse("the configuration space is read-only")
+    }
+
+    fn set_backend_req_fd(&mut self, backend: Backend) {
+        self.backend = Some(backend);
     }
 
     fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
