@@ -303,6 +303,9 @@ impl Traffic {
             size
         });
         tx.publish();
+        if self.settings.touch != Touch::Nothing {
+            tx.prefetch(self.burst);
+        }
         self.totals.sent += added as u64;
         self.totals.sent_bytes += bytes as u64;
         added

@@ -184,6 +184,17 @@ impl DriverTx {
         added
     }
 
+    /// Fetches the first lines of the next `count` free buffers for writing, while there is something else to do.
+    #[inline]
+    pub fn prefetch(&self, count: usize) {
+        let Queue { ring, buffers, .. } = &self.queue;
+        for id in (0..count).map_while(|ahead| ring.next_id(ahead)) {
+            if let Some(span) = buffers.span(id) {
+                span.prefetch_write(64);
+            }
+        }
+    }
+
     /// Shows the device what was added.
     #[inline]
     pub fn publish(&mut self) {

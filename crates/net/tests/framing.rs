@@ -337,7 +337,7 @@ proptest! {
         receiver in shapes(),
         rooms in rooms(),
         room in 26..=4000usize,
-        sources in prop::collection::vec(prop::collection::vec(0..=4100usize, 0..50), 1..8),
+        sources in prop::collection::vec(prop::collection::vec(prop_oneof![0..=20usize, 0..=4100usize], 0..50), 1..8),
     ) {
         let mut to = Guest::new(receiver.acked, 1 << receiver.log_size, 8, 8 << 20, Some(receiver.cut));
         let (mut rx, counters) = to.rx();

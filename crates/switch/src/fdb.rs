@@ -26,7 +26,8 @@ struct Bucket([Entry; WAYS]);
 pub struct Fdb {
     buckets: Box<[Bucket]>,
     shift: u32,
-    seed: u64,
+    /// Unpredictable, so that nobody can choose addresses that fall into one bucket.
+    seeds: (u64, u64),
     ageing: u32,
     /// Addresses that there was no room for.
     pub refused: u64,
@@ -37,15 +38,17 @@ impl Fdb {
     pub fn new(entries: usize, ageing: u32) -> Fdb {
         let buckets = entries.div_ceil(WAYS).next_power_of_two().max(1);
         let shift = 64 - buckets.trailing_zeros();
-        // Unpredictable, so that nobody can choose addresses that fall into one bucket.
-        let seed = RandomState::new().hash_one(0u8) | 1;
-        Fdb { buckets: vec![Bucket::default(); buckets].into(), shift, seed, ageing, refused: 0 }
+        let random = RandomState::new();
+        let seeds = (random.hash_one(0u8), random.hash_one(1u8) | 1);
+        Fdb { buckets: vec![Bucket::default(); buckets].into(), shift, seeds, ageing, refused: 0 }
     }
 
     #[inline(always)]
     fn index(&self, key: u64) -> usize {
-        // The product's high bits depend on all bits of the key.
-        let mixed = (key ^ (key >> 24)).wrapping_mul(self.seed);
+        // A product alone keeps equal distances equal: with an unlucky factor, addresses that were given out in sequence
+        // would fall into one bucket. Its high bits, which depend on all bits of the key, make the second one irregular.
+        let mixed = (key ^ self.seeds.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mixed = (mixed ^ mixed >> 32).wrapping_mul(self.seeds.1);
         mixed.checked_shr(self.shift).unwrap_or(0) as usize
     }
 
@@ -147,5 +150,22 @@ mod tests {
             fdb.learn(MacAddr::local(i), 1, 0);
         }
         assert!(fdb.len(0) > 900, "{}", fdb.len(0));
+    }
+
+    #[test]
+    fn addresses_in_sequence_find_room_whatever_the_seeds() {
+        for _ in 0..2000 {
+            let mut fdb = Fdb::new(4096, 300);
+            for byte in 0..6 {
+                let address = |number| {
+                    let mut address = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
+                    address[byte] = number;
+                    MacAddr(address)
+                };
+                (0..12).for_each(|number| fdb.learn(address(number), 1, 0));
+                assert_eq!((fdb.len(0), fdb.refused), (12, 0), "byte {byte}, seeds {:x?}", fdb.seeds);
+                fdb.forget(1);
+            }
+        }
     }
 }

@@ -112,10 +112,10 @@ impl<P: Port> Switch<P> {
 
     /// The port that all frames of another one go to, known or unknown: the only other one. Nothing need be learned of them,
     /// if no frame from there is kept back because its destination was once seen there.
-    fn only_other(&self, from: u32) -> Option<&P> {
-        let mut others = self.ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
+    fn only_other(ports: &[Option<Arc<P>>], from: u32) -> Option<&P> {
+        let mut others = ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
         let other = others.find_map(|(_, port)| port.as_deref())?;
-        let from = self.ports.get(from as usize)?.as_deref()?;
+        let from = ports.get(from as usize)?.as_deref()?;
         let alone = others.all(|(_, port)| port.is_none());
         let plain = |port: &P| port.mode() == Mode::Switch && !port.hairpin();
         (alone && plain(from) && plain(other)).then_some(other)
@@ -129,7 +129,7 @@ impl<P: Port> Switch<P> {
         let port = &**port;
         let Some(mut source) = port.source(queue) else { return 0 };
         if source.pours()
-            && let Some(only) = self.only_other(from)
+            && let Some(only) = Self::only_other(&self.ports, from)
             && let Some(mut sink) = only.sink(from as usize + queue, 0)
             && let Some(poured) = source.pour(&mut sink)
         {
@@ -141,7 +141,7 @@ impl<P: Port> Switch<P> {
             return 0;
         }
         match port.mode() {
-            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, port, from, queue, now),
+            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, from, queue, now),
             Mode::Reflect => {
                 for frame in self.burst.frames_mut() {
                     ethernet::swap_addresses(frame.ethernet_mut());
@@ -170,12 +170,12 @@ fn forward<P: Port>(
     fdb: &mut Fdb,
     burst: &Burst,
     poured: bool,
-    port: &P,
     from: u32,
     queue: usize,
     now: u32,
 ) {
     const FLOOD: u32 = u32::MAX;
+    let hairpin = ports.get(from as usize).and_then(Option::as_deref).is_some_and(P::hairpin);
     let mut destinations = [FLOOD; ringroad_ring::BURST];
     let mut left = Group::EMPTY;
     let mut last = None;
@@ -195,7 +195,7 @@ fn forward<P: Port>(
                 to
             }
         };
-        let to = match to == from && !port.hairpin() {
+        let to = match to == from && !hairpin {
             true if poured => FLOOD,
             true => continue,
             false => to,

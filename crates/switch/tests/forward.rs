@@ -398,7 +398,7 @@ fn frames_are_poured_only_where_all_go_to_one_port() {
     for (ports, expected) in cases {
         let mut net = Net::of(ports.clone());
         net.ports[0].pours.store(true, Relaxed);
-        net.send_one(0, mac(1), mac(0));
+        net.send(0, &[frame(mac(1), mac(0), 0)]);
         assert_eq!(net.ports[0].poured.load(Relaxed) == 1, expected, "{ports:?}");
     }
     let mut net = Net::new(2);
@@ -407,7 +407,7 @@ fn frames_are_poured_only_where_all_go_to_one_port() {
     assert_eq!(net.send(0, &frames), [vec![], frames.clone()]);
     // A port that is not running: the usual way, which counts them.
     net.ports[1].stop(true);
-    assert_eq!(net.send(0, &frames), [vec![], vec![]]);
+    assert_eq!(net.send(0, &frames), vec![Vec::<Bytes>::new(); 2]);
     assert_eq!((net.ports[0].poured.load(Relaxed), net.ports[1].missed.load(Relaxed)), (1, BURST));
 }
 
