@@ -48,24 +48,69 @@ unsafe fn unit<T>(source: *const u8, target: *mut u8, at: usize) {
     unsafe { ptr::write_unaligned(target.add(at).cast::<T>(), ptr::read_unaligned(source.add(at).cast::<T>())) }
 }
 
-/// Reads `N` bytes (a multiple of 8), each exactly once: what the caller then decides on cannot change any more.
+/// Reads `N` bytes (a multiple of 16), each exactly once: what the caller then decides on cannot change any more.
 ///
 /// # Safety
 /// `source` must be readable for `N` bytes.
 #[inline(always)]
 pub(crate) unsafe fn read_once<const N: usize>(source: *const u8) -> [u8; N] {
-    #[repr(C, packed)]
-    #[derive(Clone, Copy)]
-    struct Unaligned(u64);
-    const { assert!(N.is_multiple_of(8)) };
+    const { assert!(N.is_multiple_of(16)) };
     let mut out = [0; N];
-    for at in (0..N).step_by(8) {
-        // SAFETY: `at + 8 <= N`, for which the caller vouches; a packed type has alignment 1. Volatile, so that the
-        // compiler may not load it again later.
-        let word = unsafe { ptr::read_volatile(source.add(at).cast::<Unaligned>()) };
-        out[at..at + 8].copy_from_slice(&{ word.0 }.to_ne_bytes());
+    for at in (0..N).step_by(16) {
+        // SAFETY: `at + 16 <= N`, for which the caller vouches.
+        let bytes = unsafe { read_once_16(source.add(at)) };
+        out[at..at + 16].copy_from_slice(&bytes);
     }
     out
+}
+
+/// In one load, and written by one store: two halves would make whoever reads the whole wait for both to be in the cache.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
+    let value: std::arch::x86_64::__m128i;
+    // SAFETY: loads 16 bytes, of any alignment, for which the caller vouches; as assembly it is done once.
+    unsafe {
+        std::arch::asm!("movdqu {}, [{}]", out(xmm_reg) value, in(reg) source, options(nostack, preserves_flags, readonly));
+        std::mem::transmute(value)
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
+    #[repr(C, packed)]
+    #[derive(Clone, Copy)]
+    struct Unaligned([u64; 2]);
+    // SAFETY: 16 bytes, for which the caller vouches; a packed type has alignment 1. Volatile, so that the compiler may
+    // not load it again later.
+    let words = unsafe { ptr::read_volatile(source.cast::<Unaligned>()) }.0;
+    let value = u128::from(words[0]) | u128::from(words[1]) << 64;
+    value.to_ne_bytes()
+}
+
+/// Asks the CPU to fetch a line for reading. Any address will do.
+#[inline(always)]
+pub(crate) fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch is a hint and never faults.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+/// Asks the CPU to fetch a line for writing. Any address will do.
+#[inline(always)]
+pub(crate) fn prefetch_write(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch is a hint and never faults; CPUs without PREFETCHW take it as a no-op.
+    unsafe {
+        std::arch::asm!("prefetchw [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
 }
 
 #[cfg(test)]

@@ -64,7 +64,7 @@ impl<'m> Span<'m> {
         len
     }
 
-    /// The first `N` bytes (a multiple of 8), each read exactly once; `None` if there are fewer.
+    /// The first `N` bytes (a multiple of 16), each read exactly once; `None` if there are fewer.
     #[inline(always)]
     pub fn read_once<const N: usize>(self) -> Option<[u8; N]> {
         // SAFETY: at least `N` bytes are there.
@@ -92,26 +92,16 @@ impl<'m> Span<'m> {
     /// Asks the CPU to fetch the first line for reading.
     #[inline(always)]
     pub fn prefetch(self) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch is a hint and never faults.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(self.start.as_ptr().cast())
-        };
+        copy::prefetch(self.start.as_ptr());
     }
 
     /// Asks the CPU to fetch the lines of the first `len` bytes for writing, so that the store does not wait for the
     /// other core to give them up.
     #[inline(always)]
     pub fn prefetch_write(self, len: usize) {
-        #[cfg(target_arch = "x86_64")]
         for at in (0..len.min(self.len)).step_by(64) {
-            // SAFETY: a prefetch is a hint and never faults; CPUs without PREFETCHW take it as a no-op.
-            unsafe {
-                std::arch::asm!("prefetchw [{}]", in(reg) self.start.as_ptr().add(at), options(nostack, preserves_flags, readonly));
-            };
+            copy::prefetch_write(self.start.as_ptr().wrapping_add(at));
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = len;
     }
 
     /// The address, for system calls that read or write memory by themselves (`readv`, `writev`).
@@ -238,8 +228,8 @@ mod tests {
         let mut out = [0; 5];
         assert_eq!(b.read(&mut out), 5);
         assert_eq!(&out, b"world");
-        assert_eq!(a.first(8).read_once::<8>().unwrap(), *b"hello wo");
-        assert!(a.first(7).read_once::<8>().is_none());
+        assert_eq!(a.first(16).read_once::<16>().unwrap(), *b"hello world\0\0\0\0\0");
+        assert!(a.first(15).read_once::<16>().is_none());
         assert!(a.skip(101).is_empty());
     }
 

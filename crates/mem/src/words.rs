@@ -3,7 +3,7 @@
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64};
 
 #[cfg(not(loom))]
-use crate::Region;
+use crate::{Region, copy};
 #[cfg(not(loom))]
 use std::{ptr::NonNull, sync::Arc};
 
@@ -36,6 +36,13 @@ impl<T: Word> Words<T> {
         let span = region.span(offset, size)?;
         let start = NonNull::new(span.as_ptr().cast::<T>())?;
         start.is_aligned().then(|| Words { start, len, region: region.clone() })
+    }
+
+    /// Asks the CPU to fetch the line with this word, for reading or also for writing.
+    #[inline(always)]
+    pub fn prefetch(&self, index: usize, write: bool) {
+        let address = self.start.as_ptr().wrapping_add(index).cast::<u8>();
+        if write { copy::prefetch_write(address) } else { copy::prefetch(address) }
     }
 
     /// The region that it lies in.
@@ -77,6 +84,9 @@ impl<T: Word> Clone for Words<T> {
 
 #[cfg(loom)]
 impl<T: Word> Words<T> {
+    /// Nothing that a model would notice.
+    pub fn prefetch(&self, _index: usize, _write: bool) {}
+
     /// An array for a model.
     pub fn model(words: Vec<T>) -> Self {
         Words(std::sync::Arc::new(words))

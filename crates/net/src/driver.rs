@@ -188,6 +188,7 @@ impl DriverTx {
     #[inline]
     pub fn prefetch(&self, count: usize) {
         let Queue { ring, buffers, .. } = &self.queue;
+        ring.prefetch(count);
         for id in (0..count).map_while(|ahead| ring.next_id(ahead)) {
             if let Some(span) = buffers.span(id) {
                 span.prefetch_write(64);

@@ -145,6 +145,12 @@ impl DriverRing {
         either!(self, ring => ring.next_id(ahead))
     }
 
+    /// Fetches what adding `count` chains will write to, while there is something else to do.
+    #[inline]
+    pub fn prefetch(&self, count: usize) {
+        either!(self, ring => ring.prefetch(count))
+    }
+
     /// Adds a chain: what the device reads, then what it writes. Returns its id. The device sees it at `publish`.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         either!(self, ring => ring.add(readable, writable))

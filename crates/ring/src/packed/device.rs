@@ -22,6 +22,10 @@ pub struct Device {
     outstanding: u32,
     /// Descriptors given back since the driver was last considered for a notification.
     since: u32,
+    /// How many descriptors the last burst had: how many lines are worth fetching at once.
+    expected: u16,
+    /// Used descriptors are written one by one, into the lines of the available ones: a receive queue.
+    writes: bool,
     hit: Hit,
 }
 
@@ -36,6 +40,8 @@ impl Device {
             next_used: start,
             outstanding: 0,
             since: 0,
+            expected: 0,
+            writes: false,
             hit: Hit::default(),
         }
     }
@@ -72,6 +78,9 @@ impl Device {
         let count = max.min(chains.room());
         for taken in 0..count {
             let Some(word) = self.head(self.next_available) else { return Ok(taken) };
+            if taken == 0 {
+                self.ring.prefetch(self.next_available.slot, self.expected.min(count as u16), self.writes);
+            }
             let descriptor = self.descriptor(self.next_available.slot, word);
             let mut chain = chains.begin(1);
             let added = if descriptor.flags & (NEXT | INDIRECT) == 0 {
@@ -149,6 +158,7 @@ impl Device {
             slots = chains.iter().map(|chain| chain.slots).sum();
             self.next_used.advance(slots, self.ring.size);
             let last = rest.last().unwrap_or(first);
+            self.writes = false;
             self.put(start, last, Ordering::Release);
         } else {
             self.next_used.advance(first.slots, self.ring.size);
@@ -159,10 +169,12 @@ impl Device {
                 sum += chain.slots;
             }
             slots = sum;
+            self.writes = true;
             self.put(start, first, Ordering::Release);
         }
         self.outstanding -= u32::from(slots);
         self.since = self.since.saturating_add(slots.into());
+        self.expected = slots;
     }
 
     #[inline(always)]

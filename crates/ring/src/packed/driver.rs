@@ -35,6 +35,8 @@ pub struct Driver {
     next_used: Position,
     /// In the middle of an in-order batch: the id that ends it.
     batch: Option<Used>,
+    /// How many chains came back together the last time: how many lines are worth fetching at once.
+    expected: u16,
     #[cfg(not(loom))]
     tables: Option<IndirectTables>,
 }
@@ -56,6 +58,7 @@ impl Driver {
             added: 0,
             next_used: Position::START,
             batch: None,
+            expected: 0,
             ring,
             #[cfg(not(loom))]
             tables: None,
@@ -78,6 +81,12 @@ impl Driver {
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
         self.free.peek(ahead).filter(|_| ahead < self.free_slots.into())
+    }
+
+    /// Fetches the lines of the next `count` descriptors for writing.
+    #[inline]
+    pub fn prefetch(&self, count: usize) {
+        self.ring.prefetch(self.next_available.slot, count.min(self.free_slots.into()) as u16, true);
     }
 
     /// Adds a chain; returns its id.
@@ -175,6 +184,10 @@ impl Driver {
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let mut count = 0;
         while count < out.len() {
+            if count == 1 {
+                // Available descriptors are written into these lines next.
+                self.ring.prefetch(self.next_used.slot, self.expected, true);
+            }
             let used = match self.next() {
                 Ok(Some(used)) => used,
                 Err(fault) if count == 0 => return Err(fault),
@@ -186,6 +199,9 @@ impl Driver {
             self.free.push(used.id);
             out[count] = used;
             count += 1;
+        }
+        if count > 0 {
+            self.expected = count as u16;
         }
         Ok(count)
     }

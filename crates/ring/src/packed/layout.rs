@@ -116,6 +116,21 @@ impl Base {
     }
 }
 
+/// Descriptors of one cache line.
+const LINE: u16 = 4;
+
+impl Layout {
+    /// Fetches the lines of the descriptors from a slot on, as many as are expected to be of use.
+    #[inline(always)]
+    pub(super) fn prefetch(&self, slot: u16, expected: u16, write: bool) {
+        for ahead in (0..expected).step_by(LINE.into()) {
+            let slot = u32::from(slot) + u32::from(ahead);
+            let slot = if slot >= self.size.into() { slot.wrapping_sub(self.size.into()) } else { slot };
+            self.descriptors.prefetch(2 * slot as usize, write);
+        }
+    }
+}
+
 #[cfg(not(loom))]
 impl Layout {
     /// The ring of a driver whose memory this is.

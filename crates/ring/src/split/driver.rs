@@ -81,6 +81,10 @@ impl Driver {
         self.free.peek(ahead)
     }
 
+    /// Nothing: descriptors that do not change are not written.
+    #[inline]
+    pub fn prefetch(&self, _count: usize) {}
+
     /// Adds a chain; returns its id.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         let count = readable.len() + writable.len();
