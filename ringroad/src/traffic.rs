@@ -215,6 +215,9 @@ impl Traffic {
             if tx.free() < self.burst {
                 while tx.reclaim()? == BURST {}
             }
+            if self.settings.touch != Touch::Nothing && tx.free() >= self.burst {
+                tx.prefetch(self.burst);
+            }
             let mut worked = 0;
             match self.settings.mode {
                 Mode::Tx => {
@@ -223,11 +226,12 @@ impl Traffic {
                         let under_way = self.totals.sent.saturating_sub(self.totals.received + self.lost.frames);
                         room = room.min(window.saturating_sub(under_way));
                     }
+                    // Before sending: until then, what was just fetched has arrived.
+                    worked += self.receive(rx)?;
                     // In whole bursts, as far as the device has given back so many.
                     if tx.free() >= self.burst {
                         worked += self.send(tx, room.min(self.burst as u64) as usize);
                     }
-                    worked += self.receive(rx)?;
                 }
                 Mode::Rx => worked += self.receive(rx)?,
                 Mode::Reflect => worked += self.reflect(rx, tx)?,
@@ -303,9 +307,6 @@ impl Traffic {
             size
         });
         tx.publish();
-        if self.settings.touch != Touch::Nothing {
-            tx.prefetch(self.burst);
-        }
         self.totals.sent += added as u64;
         self.totals.sent_bytes += bytes as u64;
         added
