@@ -316,7 +316,7 @@ impl Traffic {
     #[inline]
     fn receive(&mut self, rx: &mut DriverRx) -> Result<usize, DriverFault> {
         let Traffic { settings, scratch, start, totals, seen, lost, .. } = self;
-        rx.receive(|pieces| {
+        rx.receive(settings.touch != Touch::Nothing, |pieces| {
             totals.received += 1;
             totals.received_bytes += pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
             match settings.touch {
@@ -336,7 +336,7 @@ impl Traffic {
     /// Sends back what comes, with the addresses swapped. What there is no room for is lost here, and missing there.
     fn reflect(&mut self, rx: &mut DriverRx, tx: &mut DriverTx) -> Result<usize, DriverFault> {
         let Traffic { totals, scratch, .. } = self;
-        let count = rx.receive(|pieces| {
+        let count = rx.receive(true, |pieces| {
             let bytes = pieces.iter().map(|piece| piece.len()).sum::<usize>();
             totals.received += 1;
             totals.received_bytes += bytes as u64;

@@ -14,7 +14,10 @@ fn root() -> PathBuf {
 }
 
 fn floor(room: &str) -> usize {
-    FLOORS.iter().position(|rooms| rooms.contains(&room)).unwrap_or_else(|| panic!("{room} is on no floor: add it here"))
+    FLOORS
+        .iter()
+        .position(|rooms| rooms.contains(&room))
+        .unwrap_or_else(|| panic!("{room} is on no floor: add it here"))
 }
 
 /// Each room with its folder.
@@ -77,9 +80,11 @@ fn unsafe_code_stays_in_its_two_rooms() {
     let mut seen = 0;
     for (room, folder) in rooms() {
         let mut files = Vec::new();
-        ["src", "tests", "benches"].iter().map(|part| folder.join(part)).filter(|part| part.exists()).for_each(|part| {
-            sources(&part, &mut files);
-        });
+        ["src", "tests", "benches"].iter().map(|part| folder.join(part)).filter(|part| part.exists()).for_each(
+            |part| {
+                sources(&part, &mut files);
+            },
+        );
         for file in files {
             let text = fs::read_to_string(&file).unwrap();
             let lines = text.lines().filter(|line| has_unsafe(line)).count();

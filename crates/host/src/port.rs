@@ -107,6 +107,13 @@ impl ringroad_switch::Port for Port {
         }
     }
 
+    fn settle(&self) -> bool {
+        match &self.kind {
+            Kind::Vhost(port) => port.settle(),
+            Kind::Tap(_) => true,
+        }
+    }
+
     #[inline]
     fn mode(&self) -> Mode {
         self.mode

@@ -237,7 +237,8 @@ impl Sink for TapSink<'_> {
         let (mut frames, mut bytes) = (0, 0);
         for frame in which.iter().filter_map(|&index| burst.frames().get(index as usize)) {
             // num_buffers means nothing to the kernel.
-            match sys::write_message(file, frame.head(), burst.rest(frame)) {
+            let (head, head_len) = frame.head();
+            match sys::write_message(file, &head[..head_len], burst.rest(frame)) {
                 Ok(_) => {
                     frames += 1;
                     bytes += frame.len();

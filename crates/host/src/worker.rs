@@ -218,11 +218,12 @@ impl<'a> Loop<'a> {
         let (mut rounds, mut limit) = (0, ROUNDS);
         let mut looked = Duration::ZERO;
         let mut seconds = 0;
+        let mut settled = true;
         loop {
             if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
                 return;
             }
-            let idle = self.schedule.is_idle();
+            let idle = self.schedule.is_idle() && settled;
             if idle || rounds == 0 {
                 // Before sleeping: what the last round has run into is not left until the next event.
                 if ringroad_mem::faults() != self.faults {
@@ -242,7 +243,8 @@ impl<'a> Loop<'a> {
                 |key| switch.carry(key.port, key.queue.into(), seconds),
                 |key| port(key).is_none_or(|port| port.sleep(key.queue.into())),
             );
-            if !any {
+            if !any || rounds == 0 {
+                settled = switch.settle();
                 std::hint::spin_loop();
             }
         }

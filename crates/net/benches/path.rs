@@ -39,7 +39,7 @@ impl Path {
         self.tx.done(&mut self.burst);
         let took = start.elapsed();
         assert_eq!(put, BURST);
-        assert_eq!(self.to.rx[0].receive(|parts| assert_eq!(parts.len(), 1)).unwrap(), BURST);
+        assert_eq!(self.to.rx[0].receive(true, |parts| assert_eq!(parts.len(), 1)).unwrap(), BURST);
         took
     }
 }

@@ -55,17 +55,19 @@ impl Frame {
         self.head.get_mut(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
     }
 
-    /// Header and first bytes as they go to the receiver: a header that promises nothing (no offload is negotiated, so
-    /// whatever the sender wrote there does not count) and names one buffer.
+    /// Header and first bytes as they go to the receiver, and how many that are: a header that promises nothing (no
+    /// offload is negotiated, so whatever the sender wrote there does not count) and names one buffer.
     #[inline(always)]
-    pub fn head(&self) -> &[u8] {
-        self.head.get(..self.head_len as usize).unwrap_or_default()
+    pub fn head(&self) -> ([u8; HEAD], usize) {
+        let mut head = self.head;
+        head[..vnet_hdr::SIZE].copy_from_slice(&HEADER);
+        (head, self.head_len.into())
     }
 
-    /// All of `head()`, when the frame has that much.
+    /// The first bytes of the frame itself, when all of `HEAD` is there.
     #[inline(always)]
-    pub(crate) fn full_head(&self) -> Option<&[u8; HEAD]> {
-        (self.head_len as usize == HEAD).then_some(&self.head)
+    pub(crate) fn full_ethernet(&self) -> Option<&[u8; HEAD - vnet_hdr::SIZE]> {
+        if self.head_len as usize == HEAD { self.head.last_chunk() } else { None }
     }
 }
 
@@ -147,11 +149,10 @@ impl Burst {
             return Err(NoFrame::Oversize);
         }
         let pieces = self.chains.readable(chain);
-        let (mut head, head_len) = match pieces.first().and_then(|piece| piece.read_once::<HEAD>()) {
+        let (head, head_len) = match pieces.first().and_then(|piece| piece.read_once::<HEAD>()) {
             Some(head) => (head, HEAD),
             None => gather(pieces),
         };
-        head[..vnet_hdr::SIZE].copy_from_slice(&HEADER);
         self.frames.push(Frame { head, total: total as u32, chain: index as u16, head_len: head_len as u8 });
         Ok(total - vnet_hdr::SIZE)
     }

@@ -91,12 +91,17 @@ impl TxQueue {
         Ok(burst.chains.list().len())
     }
 
-    /// Gives the burst's chains back. `true`: the driver wants to be notified.
+    /// Gives the burst's chains back.
     #[inline]
-    pub fn done(&mut self, burst: &mut Burst) -> bool {
+    pub fn done(&mut self, burst: &mut Burst) {
         self.ring.give(burst.chains.list());
         burst.clear();
-        self.ring.wants_notification()
+    }
+
+    /// Whether the driver wants to be notified of what was given back. An unsure `false` has to be asked for again.
+    #[inline]
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        self.ring.wants_notification(sure)
     }
 
     /// Asks to be notified when the driver sends. `true`: it already has.
@@ -136,6 +141,8 @@ pub struct RxQueue {
     memory: Arc<Table>,
     chains: Chains,
     mergeable: bool,
+    /// How long frames were lately, with the virtio-net header.
+    length: usize,
     counters: Arc<Counters>,
 }
 
@@ -153,21 +160,15 @@ impl RxQueue {
         // New buffers are found when there is something to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
-        Ok(RxQueue { ring, memory, chains: Chains::new(RX_CHAINS, RX_PIECES), mergeable, counters })
+        Ok(RxQueue { ring, memory, chains: Chains::new(RX_CHAINS, RX_PIECES), mergeable, length: 128, counters })
     }
 
     /// Copies frames to the driver and publishes them. What does not fit is dropped and counted. After a fault the queue
     /// is of no use, and none of the frames has been counted.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
-        self.chains.start(&self.memory);
-        self.ring.take(&self.memory, &mut self.chains, which.len())?;
+        self.want(which.len())?;
         let frame = |index: u8| burst.frames().get(index as usize);
-        for (chain, &index) in self.chains.list().iter().zip(which) {
-            if let (Some(piece), Some(frame)) = (self.chains.writable(chain).first(), frame(index)) {
-                piece.prefetch_write(frame.total().min(256));
-            }
-        }
         let (mut frames, mut bytes, mut full, mut oversize, mut stopped) = (0u64, 0u64, 0u64, 0u64, 0u64);
         let mut used = 0;
         let mut fault = None;
@@ -207,7 +208,9 @@ impl RxQueue {
             }
         }
         self.give(&mut used);
-        self.chains.clear();
+        // What the next burst will write to can come meanwhile. A fault in there is that burst's.
+        self.length = bytes.checked_div(frames).map_or(self.length, |length| length as usize + vnet_hdr::SIZE);
+        let _ = self.want(which.len());
         if let Some(fault) = fault
             && frames == 0
         {
@@ -222,6 +225,28 @@ impl RxQueue {
         counters.stopped.add(stopped);
         counters.bursts.add(1);
         Ok(frames as usize)
+    }
+
+    /// Sees that there are `count` chains, as far as the driver has so many, and fetches the buffers of new ones for
+    /// writing.
+    #[inline(always)]
+    fn want(&mut self, count: usize) -> Result<(), Fault> {
+        let there = self.chains.list().len();
+        if there == 0 {
+            self.chains.start(&self.memory);
+        }
+        if there < count {
+            match self.ring.take(&self.memory, &mut self.chains, count - there) {
+                Err(fault) if there == 0 => return Err(fault),
+                _ => {}
+            }
+            for chain in self.chains.list().iter().skip(there) {
+                if let Some(piece) = self.chains.writable(chain).first() {
+                    piece.prefetch_write(self.length.min(256));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Takes up to `max` more chains; says how many. Where our own list has no room for them, the `used` ones go first.
@@ -251,10 +276,11 @@ impl RxQueue {
             && chain.readable_len == 0
             && let &[target] = chains.writable(&chain)
             && target.len() >= frame.total()
-            && let Some(head) = frame.full_head()
+            && let Some(ethernet) = frame.full_ethernet()
         {
-            target.write(head);
-            let mut at = head.len();
+            target.write(&HEADER);
+            target.skip(HEADER.len()).write(ethernet);
+            let mut at = crate::HEAD;
             for piece in burst.rest(frame) {
                 at += piece.copy_to(target.skip(at));
             }
@@ -268,9 +294,8 @@ impl RxQueue {
     fn place_anyhow(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
         // First see that there are enough, then copy: what is not given back must stay untouched.
         let count = self.reserve(first, frame.total())?;
-        let mut head = [0; crate::HEAD];
-        let head = &mut head[..frame.head().len()];
-        head.copy_from_slice(frame.head());
+        let (mut head, head_len) = frame.head();
+        let head = &mut head[..head_len];
         // num_buffers (5.1.6.4.1)
         head[10..12].copy_from_slice(&(count as u16).to_le_bytes());
 
@@ -325,6 +350,7 @@ impl RxQueue {
         room: usize,
         read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>,
     ) -> Result<Option<usize>, Fault> {
+        self.ring.untake(&mut self.chains, 0);
         self.chains.start(&self.memory);
         let (mut used, mut frames, mut bytes, mut oversize, mut runts) = (0, 0, 0, 0, 0);
         let mut refusal = None;
@@ -388,14 +414,15 @@ impl RxQueue {
         Some(taken)
     }
 
-    /// Whether the driver wants to be notified of what was put.
+    /// Whether the driver wants to be notified of what was put. An unsure `false` has to be asked for again.
     #[inline]
-    pub fn wants_notification(&mut self) -> bool {
-        self.ring.wants_notification()
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        self.ring.wants_notification(sure)
     }
 
-    /// Where to go on after a stop.
-    pub fn base(&self) -> u32 {
+    /// Where to go on after a stop. Chains that were taken for the next burst go back.
+    pub fn base(&mut self) -> u32 {
+        self.ring.untake(&mut self.chains, 0);
         self.ring.base()
     }
 

@@ -235,14 +235,14 @@ impl DriverRx {
     }
 
     /// Receives at most a burst of buffers and makes them available again; says how many buffers that were. `frame` gets
-    /// each frame in one piece or, where the device has spread it over several buffers, in several.
+    /// each frame in one piece or, where the device has spread it over several buffers, in several. `read`: it will look at
+    /// what is in there.
     #[inline]
-    pub fn receive(&mut self, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
+    pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
-        for used in &used[..count] {
-            let Some(span) = buffers.span(used.id) else { continue };
-            span.prefetch();
+        if read {
+            used[..count].iter().filter_map(|used| buffers.span(used.id)).for_each(Span::prefetch);
         }
         for &used in &used[..count] {
             let Some(span) = buffers.span(used.id) else { continue };

@@ -31,7 +31,7 @@ fn carry(acked: u64, frame: usize, len: usize) -> (u64, u64, u64) {
         rx.wants_notification();
         assert_eq!(tx.take(&mut burst), Ok(0));
         let mut receive = || {
-            let count = to.rx[0].receive(|parts| {
+            let count = to.rx[0].receive(true, |parts| {
                 frames += 1;
                 buffers += parts.len() as u64;
             });

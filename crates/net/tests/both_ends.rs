@@ -309,7 +309,7 @@ impl Wire {
 
     fn receive(&mut self) -> usize {
         let Wire { receiver, arriving, delivered, .. } = self;
-        let count = receiver.rx[0].receive(|parts| {
+        let count = receiver.rx[0].receive(true, |parts| {
             let ((serial, len), buffers) = arriving.pop_front().expect("a frame that nobody sent");
             assert_eq!(parts.len(), buffers);
             assert!(gather(parts) == bytes(serial, len), "frame {serial} of {len} bytes is damaged");
@@ -394,7 +394,7 @@ fn what_was_prepared_is_sent_from_any_pair_of_queues() {
                 assert_eq!(tx.take(&mut burst), Ok(20));
                 assert_eq!(rx.put(&burst, &(0..20).collect::<Vec<_>>()), Ok(20));
                 tx.done(&mut burst);
-                let count = guest.rx[pair].receive(|parts| {
+                let count = guest.rx[pair].receive(true, |parts| {
                     received += 1;
                     assert!(gather(parts) == bytes(serial(pair, sent.pop_front().unwrap()), 1518));
                 });

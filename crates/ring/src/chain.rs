@@ -232,6 +232,45 @@ impl Chains {
         Chain { slots, first, middle: first, end: first, ..Chain::default() }
     }
 
+    /// Adds a chain of one buffer, as nearly all are. Built in registers: what is put together in memory from small fields
+    /// and then copied as a whole makes the copy wait for them.
+    #[inline(always)]
+    pub(crate) fn single(
+        &mut self,
+        memory: &Table,
+        hit: &mut Hit,
+        id: u16,
+        descriptor: Descriptor,
+    ) -> Result<bool, Fault> {
+        let Descriptor { index, address, len, flags, .. } = descriptor;
+        if len == 0 {
+            return Err(Fault::ZeroLength { index });
+        }
+        let first = self.pieces.list().len() as u16;
+        match self.pieces.push(address, len, hit) {
+            Ok(()) => {}
+            Err(Outside::List) if !self.list.is_empty() => return Ok(false),
+            Err(Outside::List) => {}
+            Err(Outside::Memory) => {
+                return Err(Fault::Outside { index, address, len, regions: memory.regions().len() as u16 });
+            }
+        }
+        let end = self.pieces.list().len() as u16;
+        let writable = flags & WRITE != 0;
+        self.list.push(Chain {
+            id,
+            slots: 1,
+            written: 0,
+            readable_len: if writable { 0 } else { len },
+            writable_len: if writable { len } else { 0 },
+            clipped: end == first,
+            first,
+            middle: if writable { first } else { end },
+            end,
+        });
+        Ok(true)
+    }
+
     /// Adds one buffer to the chain that is being made.
     #[inline(always)]
     pub(crate) fn add(

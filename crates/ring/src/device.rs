@@ -39,10 +39,10 @@ impl DeviceRing {
         either!(self, ring => ring.give(chains))
     }
 
-    /// Whether the driver wants to be notified of what was given since the last call.
+    /// Whether the driver wants to be notified of what was given. An unsure `false` has to be asked for again.
     #[inline]
-    pub fn wants_notification(&mut self) -> bool {
-        either!(self, ring => ring.wants_notification())
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        either!(self, ring => ring.wants_notification(sure))
     }
 
     /// Asks the driver to notify us of the next chain. `true`: there is one already.

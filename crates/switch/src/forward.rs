@@ -3,7 +3,7 @@
 use crate::Fdb;
 use ringroad_net::{Burst, Sink, Source};
 use ringroad_wire::ethernet::{self, Addresses};
-use std::sync::Arc;
+use std::{cell::Cell, sync::Arc};
 
 /// What becomes of the frames that come from a port.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,6 +35,12 @@ pub trait Port: Send + Sync {
     /// The queue that frames of this worker go to, if it is running and nobody else has it; `hint` spreads senders over
     /// several queues. `frames` is how many will not arrive if there is none, to be counted.
     fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
+
+    /// Sends the notifications that were left open in the last bursts, when it would have cost too much to find out
+    /// whether they are wanted. `false`: not now.
+    fn settle(&self) -> bool {
+        true
+    }
 
     /// What becomes of its frames.
     fn mode(&self) -> Mode {
@@ -70,9 +76,18 @@ impl Group {
     }
 }
 
+/// A port and what the switch remembers of it.
+struct Member<P> {
+    port: Arc<P>,
+    /// It may have notifications left open.
+    open: Cell<bool>,
+}
+
+type Members<P> = [Option<Member<P>>];
+
 /// Carries bursts between ports. One for each worker.
 pub struct Switch<P> {
-    ports: Vec<Option<Arc<P>>>,
+    ports: Vec<Option<Member<P>>>,
     fdb: Fdb,
     burst: Burst,
     /// Frames were poured since the ports are these two, so that the table may not have seen an address move.
@@ -95,14 +110,14 @@ impl<P: Port> Switch<P> {
         if free.is_none() {
             self.ports.push(None);
         }
-        self.ports[number] = Some(port);
+        self.ports[number] = Some(Member { port, open: Cell::new(false) });
         number as u32
     }
 
     /// Removes a port and what was learned of it.
     pub fn remove(&mut self, number: u32) -> Option<Arc<P>> {
         self.fdb.forget(number);
-        self.ports.get_mut(number as usize)?.take()
+        self.ports.get_mut(number as usize)?.take().map(|member| member.port)
     }
 
     /// The forwarding table.
@@ -112,27 +127,38 @@ impl<P: Port> Switch<P> {
 
     /// The port that all frames of another one go to, known or unknown: the only other one. Nothing need be learned of them,
     /// if no frame from there is kept back because its destination was once seen there.
-    fn only_other(ports: &[Option<Arc<P>>], from: u32) -> Option<&P> {
+    fn only_other(ports: &Members<P>, from: u32) -> Option<&Member<P>> {
         let mut others = ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
-        let other = others.find_map(|(_, port)| port.as_deref())?;
-        let from = ports.get(from as usize)?.as_deref()?;
-        let alone = others.all(|(_, port)| port.is_none());
-        let plain = |port: &P| port.mode() == Mode::Switch && !port.hairpin();
+        let other = others.find_map(|(_, member)| member.as_ref())?;
+        let from = ports.get(from as usize)?.as_ref()?;
+        let alone = others.all(|(_, member)| member.is_none());
+        let plain = |member: &Member<P>| member.port.mode() == Mode::Switch && !member.port.hairpin();
         (alone && plain(from) && plain(other)).then_some(other)
+    }
+
+    /// Sends the notifications that were left open, if they are wanted. To be called now and then under load, and before
+    /// the worker sleeps. `false`: not all could be; once more, soon.
+    pub fn settle(&self) -> bool {
+        let open = self.ports.iter().flatten().filter(|member| member.open.get());
+        open.fold(true, |settled, member| {
+            member.open.set(!member.port.settle());
+            settled && !member.open.get()
+        })
     }
 
     /// Carries one burst from a port's queue to where it should go. Says how many buffers it took from there; 0: there is
     /// nothing. `now` is in seconds.
     #[inline]
     pub fn carry(&mut self, from: u32, queue: usize, now: u32) -> usize {
-        let Some(Some(port)) = self.ports.get(from as usize) else { return 0 };
-        let port = &**port;
+        let Some(Some(member)) = self.ports.get(from as usize) else { return 0 };
+        let port = &*member.port;
         let Some(mut source) = port.source(queue) else { return 0 };
         if source.pours()
             && let Some(only) = Self::only_other(&self.ports, from)
-            && let Some(mut sink) = only.sink(from as usize + queue, 0)
+            && let Some(mut sink) = only.port.sink(from as usize + queue, 0)
             && let Some(poured) = source.pour(&mut sink)
         {
+            only.open.set(true);
             self.poured |= poured > 0;
             return poured;
         }
@@ -140,42 +166,58 @@ impl<P: Port> Switch<P> {
         if taken == 0 {
             return 0;
         }
+        // The last destination is let go after the source has published too: leaving a gate waits for all that was written
+        // before, and so both wait together.
+        let mut held = None;
         match port.mode() {
-            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, from, queue, now),
+            Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, from, queue, now, &mut held),
             Mode::Reflect => {
                 for frame in self.burst.frames_mut() {
                     ethernet::swap_addresses(frame.ethernet_mut());
                 }
                 let mut all = Group::EMPTY;
                 (0..self.burst.frames().len()).for_each(|index| all.push(index));
-                put(port, queue, &self.burst, all.list());
+                put(member, queue, &self.burst, all.list(), &mut held);
             }
             Mode::Drop => {}
         }
         source.done(&mut self.burst);
+        drop(held);
+        member.open.set(true);
         taken
     }
 }
 
-fn put<P: Port>(port: &P, hint: usize, burst: &Burst, which: &[u8]) {
-    if let Some(mut sink) = port.sink(hint, which.len()) {
-        sink.put(burst, which);
+fn put<'a, P: Port>(
+    member: &'a Member<P>,
+    hint: usize,
+    burst: &Burst,
+    which: &[u8],
+    held: &mut Option<P::Sink<'a>>,
+) {
+    // First of all: it may be the same one.
+    *held = None;
+    if let Some(sink) = member.port.sink(hint, which.len()) {
+        held.insert(sink).put(burst, which);
+        member.open.set(true);
     }
 }
 
 /// Learns where frames come from, looks up where they go, and puts them there, destination by destination.
 #[inline]
-fn forward<P: Port>(
-    ports: &[Option<Arc<P>>],
+#[allow(clippy::too_many_arguments, reason = "the fields of a Switch, borrowed one by one, and where the burst is from")]
+fn forward<'a, P: Port>(
+    ports: &'a Members<P>,
     fdb: &mut Fdb,
     burst: &Burst,
     poured: bool,
     from: u32,
     queue: usize,
     now: u32,
+    held: &mut Option<P::Sink<'a>>,
 ) {
     const FLOOD: u32 = u32::MAX;
-    let hairpin = ports.get(from as usize).and_then(Option::as_deref).is_some_and(P::hairpin);
+    let hairpin = ports.get(from as usize).and_then(Option::as_ref).is_some_and(|member| member.port.hairpin());
     let mut destinations = [FLOOD; ringroad_ring::BURST];
     let mut left = Group::EMPTY;
     let mut last = None;
@@ -212,16 +254,16 @@ fn forward<P: Port>(
             if destinations[index as usize] == to { &mut group } else { &mut others }.push(index.into());
         }
         if to == FLOOD {
-            for (number, port) in ports.iter().enumerate() {
-                if let Some(port) = port
-                    && port.mode() == Mode::Switch
-                    && (number as u32 != from || port.hairpin())
+            for (number, member) in ports.iter().enumerate() {
+                if let Some(member) = member
+                    && member.port.mode() == Mode::Switch
+                    && (number as u32 != from || member.port.hairpin())
                 {
-                    put(&**port, from as usize + queue, burst, group.list());
+                    put(member, from as usize + queue, burst, group.list(), held);
                 }
             }
-        } else if let Some(Some(port)) = ports.get(to as usize) {
-            put(&**port, from as usize + queue, burst, group.list());
+        } else if let Some(Some(member)) = ports.get(to as usize) {
+            put(member, from as usize + queue, burst, group.list(), held);
         }
         left = others;
     }

@@ -155,6 +155,26 @@ impl VhostPort {
         }
     }
 
+    /// Notifies the driver of what it was not sure to want to be notified of. `false`: control is in; once more, later.
+    pub(crate) fn settle(&self) -> bool {
+        fn settle<Q>(gate: &Gate<Slot<Q>>, counters: &Counters, wants: impl Fn(&mut Q) -> bool) -> bool {
+            let Some(mut slot) = gate.try_enter() else { return false };
+            if slot.queue.as_mut().is_some_and(wants) {
+                slot.notify();
+                counters.notifications.add(1);
+            }
+            true
+        }
+        let mut settled = true;
+        for (gate, counters) in self.rx.iter().zip(&self.rx_counters) {
+            settled &= settle(gate, counters, |queue| queue.wants_notification(true));
+        }
+        for (gate, counters) in self.tx.iter().zip(&self.tx_counters) {
+            settled &= settle(gate, counters, |queue| queue.wants_notification(true));
+        }
+        settled
+    }
+
     /// Asks for a notification when the driver sends. `true`: the worker may leave the queue alone until then.
     pub(crate) fn sleep(&self, index: usize) -> bool {
         let Some(gate) = self.tx.get(index) else { return true };
@@ -237,10 +257,10 @@ impl Source for VhostSource<'_> {
     #[inline]
     fn done(&mut self, burst: &mut Burst) {
         let slot = &mut *self.slot;
-        if let Some(queue) = &mut slot.queue
-            && queue.done(burst)
-        {
-            Slot::<TxQueue>::signal(&slot.call);
+        let Some(queue) = &mut slot.queue else { return };
+        queue.done(burst);
+        if queue.wants_notification(false) {
+            slot.notify();
             self.port.tx_counters[self.index].notifications.add(1);
         }
     }
@@ -262,7 +282,7 @@ impl VhostSink<'_> {
         let counters = &self.port.rx_counters[self.index];
         match result {
             Ok(done) => {
-                if queue.wants_notification() {
+                if queue.wants_notification(false) {
                     slot.notify();
                     counters.notifications.add(1);
                 }

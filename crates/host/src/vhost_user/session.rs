@@ -69,7 +69,17 @@ impl Session {
     pub(crate) fn new(handle: Arc<PortHandle>, offer: Features, config: Config) -> Session {
         let vrings = (0..2 * config.queue_pairs).map(|_| Vring::default()).collect();
         let protocol = Protocol::empty();
-        Session { handle, offer, config, acked: 0, protocol, memory: Arc::default(), vrings, backend: None, refused: false }
+        Session {
+            handle,
+            offer,
+            config,
+            acked: 0,
+            protocol,
+            memory: Arc::default(),
+            vrings,
+            backend: None,
+            refused: false,
+        }
     }
 
     fn port(&self) -> &VhostPort {
@@ -159,7 +169,7 @@ impl Session {
                 &port.tx[pair],
                 base,
                 |base| TxQueue::start(memory, acked, size, addresses, base, counters),
-                TxQueue::base,
+                |queue| queue.base(),
             )
         };
         if let Err(error) = started {
@@ -169,7 +179,7 @@ impl Session {
             if let Some(kick) = kick
                 && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
             {
-                stop_slot(&self.port().tx[pair], TxQueue::base);
+                stop_slot(&self.port().tx[pair], |queue| queue.base());
                 let why = format!("cannot wait for its kick: {error}; expected an eventfd");
                 return self.refuse_vring(index, why);
             }
@@ -198,7 +208,7 @@ impl Session {
         let base = if index.is_multiple_of(2) {
             stop_slot(&port.rx[pair], RxQueue::base)
         } else {
-            stop_slot(&port.tx[pair], TxQueue::base)
+            stop_slot(&port.tx[pair], |queue| queue.base())
         };
         log::debug!("port {}: queue {index} stopped, base {base:#x}", self.port().name());
         self.vrings[index].base = base;
@@ -267,13 +277,13 @@ fn start_slot<Q>(
     gate: &Gate<Slot<Q>>,
     base: u32,
     start: impl FnOnce(u32) -> std::result::Result<Q, SetupError>,
-    started_at: impl Fn(&Q) -> u32,
+    started_at: impl Fn(&mut Q) -> u32,
 ) -> (std::result::Result<(), SetupError>, u32) {
     let mut slot = gate.enter();
     slot.base = base;
     match start(base) {
-        Ok(queue) => {
-            slot.base = started_at(&queue);
+        Ok(mut queue) => {
+            slot.base = started_at(&mut queue);
             slot.queue = Some(queue);
             slot.fault = None;
             slot.notify();
@@ -283,10 +293,10 @@ fn start_slot<Q>(
     }
 }
 
-fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&Q) -> u32) -> u32 {
+fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
     let mut slot = gate.enter();
-    if let Some(queue) = slot.queue.take() {
-        slot.base = base(&queue);
+    if let Some(mut queue) = slot.queue.take() {
+        slot.base = base(&mut queue);
     }
     slot.base
 }

@@ -79,35 +79,53 @@ impl Device {
         for taken in 0..count {
             let Some(word) = self.head(self.next_available) else { return Ok(taken) };
             if taken == 0 {
-                self.ring.prefetch(self.next_available.slot, self.expected.min(count as u16), self.writes);
+                let expected = self.expected.min(count as u16);
+                self.ring.prefetch(self.next_available.slot, expected, self.writes);
+                // And what comes after them, for the next burst.
+                let mut next = self.next_available;
+                next.advance(expected, self.ring.size);
+                self.ring.prefetch(next.slot, expected, self.writes);
             }
             let descriptor = self.descriptor(self.next_available.slot, word);
-            let mut chain = chains.begin(1);
-            let added = if descriptor.flags & (NEXT | INDIRECT) == 0 {
-                chain.id = descriptor.tail;
-                chains.add(&mut chain, memory, &mut self.hit, descriptor)
+            let single = descriptor.flags & (NEXT | INDIRECT) == 0;
+            let added = if single && self.outstanding < self.ring.size.into() {
+                chains.single(memory, &mut self.hit, descriptor.tail, descriptor).map(|added| u16::from(added))
             } else {
-                self.long_chain(memory, chains, &mut chain, descriptor)
+                self.long_chain(memory, chains, descriptor)
             };
-            let outstanding = self.outstanding + u32::from(chain.slots);
-            let size = self.ring.size;
-            let added = if outstanding > u32::from(size) { Err(Fault::Overrun { size }) } else { added };
             match added {
-                Ok(()) if chains.end(chain) => {
-                    self.next_available.advance(chain.slots, size);
-                    self.outstanding = outstanding;
+                Ok(0) => return Ok(taken),
+                Ok(slots) => {
+                    self.next_available.advance(slots, self.ring.size);
+                    self.outstanding += u32::from(slots);
                 }
-                Ok(()) => return Ok(taken),
-                Err(fault) => {
-                    chains.abandon(&chain);
-                    return if taken == 0 { Err(fault) } else { Ok(taken) };
-                }
+                Err(_) if taken > 0 => return Ok(taken),
+                Err(fault) => return Err(fault),
             }
         }
         Ok(count)
     }
 
-    fn long_chain(
+    /// The normal way: a chain of any shape. Says how many descriptors it has; 0: it has to wait for the next burst.
+    fn long_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<u16, Fault> {
+        let mut chain = chains.begin(1);
+        let followed = self.follow(memory, chains, &mut chain, descriptor);
+        let size = self.ring.size;
+        let followed = followed.and_then(|()| match self.outstanding + u32::from(chain.slots) > size.into() {
+            true => Err(Fault::Overrun { size }),
+            false => Ok(()),
+        });
+        match followed {
+            Ok(()) if chains.end(chain) => Ok(chain.slots),
+            Ok(()) => Ok(0),
+            Err(fault) => {
+                chains.abandon(&chain);
+                Err(fault)
+            }
+        }
+    }
+
+    fn follow(
         &mut self,
         memory: &Table,
         chains: &mut Chains,
@@ -185,18 +203,27 @@ impl Device {
         self.ring.descriptors[2 * at.slot as usize + 1].store(word(chain.written, chain.id, flags), ordering);
     }
 
-    /// Whether the driver wants to be notified of what was given since the last call.
+    /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
+    ///
+    /// The sure answer costs a full fence. Without it `true` is true, but `false` may be late by what the driver has just
+    /// written: who gets it has to ask again before he leaves the queue alone.
     #[inline]
-    pub fn wants_notification(&mut self) -> bool {
-        let since = std::mem::take(&mut self.since);
-        if since == 0 {
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        if self.since == 0 {
             return false;
         }
-        // Pairs with the driver's fence between writing its event structure and looking at the ring again (2.8.21.3.1):
-        // without it both sides sleep. The used descriptors must be visible before the load below, on x86 too.
-        fence(Ordering::SeqCst);
+        if sure {
+            // Pairs with the driver's fence between writing its event structure and looking at the ring again
+            // (2.8.21.3.1): without it both sides sleep. The used descriptors must be visible before the load below, on
+            // x86 too.
+            fence(Ordering::SeqCst);
+        }
         let event = Event::from_word(self.ring.driver_event[0].load(Ordering::Relaxed));
-        event.wanted(self.next_used.slot, self.next_used.wrap, since, self.ring.size)
+        let wants = event.wanted(self.next_used.slot, self.next_used.wrap, self.since, self.ring.size);
+        if wants || sure {
+            self.since = 0;
+        }
+        wants
     }
 
     /// Asks the driver to notify us of the next chain that it makes available. `true`: there is one already, which may

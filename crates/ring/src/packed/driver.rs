@@ -1,7 +1,11 @@
 //! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
 
 use super::layout::{AVAILABLE, Layout, Position, USED, available_flags, used_flags, word};
-use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::{Fifo, written}, notify::Event};
+use crate::{
+    Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
+    driver::{Fifo, written},
+    notify::Event,
+};
 #[cfg(not(loom))]
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};

@@ -1,6 +1,6 @@
 //! Device end of a split virtqueue: takes what is available, gives back what was used.
 
-use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
     Chain, Chains, Fault, Features, INDIRECT, NEXT,
     chain::{Descriptor, indirect},
@@ -11,14 +11,14 @@ use ringroad_mem::{
     sync::{Ordering, fence},
 };
 
-const ELEMENTS_OF_A_LINE: usize = 8;
-
 /// Device end of a split virtqueue.
 pub struct Device {
     ring: Layout,
     mask: u16,
     features: Features,
     next_available: u16,
+    /// The available index as it was read last: what lies before it need not be asked for again.
+    seen: u16,
     next_used: u16,
     /// `next_used` when the driver was last considered for a notification.
     considered: u16,
@@ -31,7 +31,16 @@ impl Device {
         // What was used is in memory; an entry that a former device took and never gave back is lost to both sides.
         let next_used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
         let mask = ring.size - 1;
-        Device { ring, mask, features, next_available: base, next_used, considered: next_used, hit: Hit::default() }
+        Device {
+            ring,
+            mask,
+            features,
+            next_available: base,
+            seen: base,
+            next_used,
+            considered: next_used,
+            hit: Hit::default(),
+        }
     }
 
     /// Where to go on after a stop: what `base` was when it started.
@@ -55,7 +64,13 @@ impl Device {
     /// chains before it are good.
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
-        let count = (self.available()? as usize).min(max).min(chains.room());
+        let wanted = max.min(chains.room());
+        let mut ahead = self.seen.wrapping_sub(self.next_available) as usize;
+        if ahead < wanted {
+            ahead = self.available()?.into();
+            self.seen = self.next_available.wrapping_add(ahead as u16);
+        }
+        let count = ahead.min(wanted);
         // Where the used entries will go: the driver has read what was there.
         for ahead in (0..count).step_by(ELEMENTS_OF_A_LINE) {
             let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
@@ -64,30 +79,39 @@ impl Device {
         for taken in 0..count {
             let slot = (self.next_available & self.mask) as usize;
             let head = u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed));
-            let mut chain = chains.begin(1);
-            match self.chain(memory, chains, &mut chain, head) {
-                Ok(()) if chains.end(chain) => self.next_available = self.next_available.wrapping_add(1),
-                Ok(()) => return Ok(taken),
-                Err(fault) => {
-                    chains.abandon(&chain);
-                    return if taken == 0 { Err(fault) } else { Ok(taken) };
-                }
+            match self.chain(memory, chains, head) {
+                Ok(true) => self.next_available = self.next_available.wrapping_add(1),
+                Ok(false) => return Ok(taken),
+                Err(_) if taken > 0 => return Ok(taken),
+                Err(fault) => return Err(fault),
             }
         }
         Ok(count)
     }
 
     #[inline(always)]
-    fn chain(&mut self, memory: &Table, chains: &mut Chains, chain: &mut Chain, head: u16) -> Result<(), Fault> {
-        chain.id = head;
+    fn chain(&mut self, memory: &Table, chains: &mut Chains, head: u16) -> Result<bool, Fault> {
         let descriptor = self.descriptor(head)?;
         if descriptor.flags & (NEXT | INDIRECT) == 0 {
-            return chains.add(chain, memory, &mut self.hit, descriptor);
+            return chains.single(memory, &mut self.hit, head, descriptor);
         }
-        self.long_chain(memory, chains, chain, descriptor)
+        self.long_chain(memory, chains, descriptor)
     }
 
-    fn long_chain(
+    /// The normal way: a chain of any shape. `false`: it has to wait for the next burst.
+    fn long_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<bool, Fault> {
+        let mut chain = chains.begin(1);
+        chain.id = descriptor.index;
+        match self.follow(memory, chains, &mut chain, descriptor) {
+            Ok(()) => Ok(chains.end(chain)),
+            Err(fault) => {
+                chains.abandon(&chain);
+                Err(fault)
+            }
+        }
+    }
+
+    fn follow(
         &mut self,
         memory: &Table,
         chains: &mut Chains,
@@ -142,22 +166,32 @@ impl Device {
         self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
     }
 
-    /// Whether the driver wants to be notified of what was given since the last call.
+    /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
+    ///
+    /// The sure answer costs a full fence. Without it `true` is true, but `false` may be late by what the driver has just
+    /// written: who gets it has to ask again before he leaves the queue alone.
     #[inline]
-    pub fn wants_notification(&mut self) -> bool {
-        let old = std::mem::replace(&mut self.considered, self.next_used);
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        let old = self.considered;
         if old == self.next_used {
             return false;
         }
-        // Pairs with the driver's fence between asking for notifications and looking at the used index again (2.7.7.2):
-        // without it both sides sleep. The store of the index must be visible before the load below, on x86 too.
-        fence(Ordering::SeqCst);
-        if self.features.event_idx {
+        if sure {
+            // Pairs with the driver's fence between asking for notifications and looking at the used index again
+            // (2.7.7.2): without it both sides sleep. The store of the index must be visible before the load below, on
+            // x86 too.
+            fence(Ordering::SeqCst);
+        }
+        let wants = if self.features.event_idx {
             let event = self.ring.available[ENTRIES + self.ring.size as usize].load(Ordering::Relaxed);
             notify::passed(u16::from_le(event), self.next_used, old)
         } else {
             u16::from_le(self.ring.available[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
+        };
+        if wants || sure {
+            self.considered = self.next_used;
         }
+        wants
     }
 
     /// Asks the driver to notify us of the next chain that it makes available. `true`: there is one already, which may

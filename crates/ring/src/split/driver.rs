@@ -1,7 +1,11 @@
 //! Driver end of a split virtqueue: makes buffers available, takes them back when they were used.
 
-use super::layout::{ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
-use crate::{Buffer, DriverFault, Features, Full, NEXT, Used, WRITE, driver::{Fifo, written}, notify};
+use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use crate::{
+    Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
+    driver::{Fifo, written},
+    notify,
+};
 #[cfg(not(loom))]
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
@@ -34,6 +38,8 @@ pub struct Driver {
     /// `published` when the device was last considered for a notification.
     considered: u16,
     next_used: u16,
+    /// The used index as it was read last: what lies before it need not be asked for again.
+    seen: u16,
     outstanding: u16,
     /// In the middle of an in-order batch: the chain that ends it.
     batch: Option<Used>,
@@ -55,6 +61,7 @@ impl Driver {
             published: 0,
             considered: 0,
             next_used: 0,
+            seen: 0,
             outstanding: 0,
             batch: None,
             ring,
@@ -183,7 +190,16 @@ impl Driver {
     /// first; chains before it are good.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
-        let count = (self.used()? as usize).min(out.len());
+        let mut ahead = self.seen.wrapping_sub(self.next_used) as usize;
+        if ahead < out.len() {
+            ahead = self.used()?.into();
+            self.seen = self.next_used.wrapping_add(ahead as u16);
+        }
+        let count = ahead.min(out.len());
+        for ahead in (0..count).step_by(ELEMENTS_OF_A_LINE) {
+            let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
+            self.ring.elements.prefetch(2 * at as usize, false);
+        }
         for (taken, out) in out[..count].iter_mut().enumerate() {
             let used = match self.next() {
                 Ok(used) => used,

@@ -27,6 +27,8 @@ pub struct Layout {
     pub(super) available_event: Words<AtomicU16>,
 }
 
+/// Used entries of one cache line.
+pub(super) const ELEMENTS_OF_A_LINE: usize = 8;
 /// `available[FLAGS]`, `used[FLAGS]`.
 pub(super) const FLAGS: usize = 0;
 /// `available[INDEX]`, `used[INDEX]`.
