@@ -8,7 +8,7 @@ use crate::{
     packed::layout::{AVAILABLE, USED},
 };
 use ringroad_mem::{
-    Hit, Table,
+    Hit, Span, Table,
     sync::{Ordering, fence},
 };
 
@@ -104,6 +104,21 @@ impl Device {
             }
         }
         Ok(count)
+    }
+
+    /// The buffers of up to `max` descriptors that will be taken next, so that they can be fetched. Nothing is decided by
+    /// what is read here.
+    #[inline]
+    pub fn ahead(&self, memory: &Table, max: usize, mut fetch: impl FnMut(Span<'_>)) {
+        let (mut at, mut hit) = (self.next_available, self.hit);
+        for _ in 0..max {
+            let Some(word) = self.head(at) else { break };
+            let descriptor = self.descriptor(at.slot, word);
+            if let Some(span) = memory.span(descriptor.address, descriptor.len as usize, &mut hit) {
+                fetch(span);
+            }
+            at.advance(1, self.ring.size);
+        }
     }
 
     /// The normal way: a chain of any shape. Says how many descriptors it has; 0: it has to wait for the next burst.

@@ -7,7 +7,7 @@ use crate::{
     notify,
 };
 use ringroad_mem::{
-    Hit, Table,
+    Hit, Span, Table,
     sync::{Ordering, fence},
 };
 
@@ -87,6 +87,22 @@ impl Device {
             }
         }
         Ok(count)
+    }
+
+    /// The buffers of up to `max` chains that will be taken next, as far as the driver is known to have so many, so that
+    /// they can be fetched. Nothing is decided by what is read here.
+    #[inline]
+    pub fn ahead(&self, memory: &Table, max: usize, mut fetch: impl FnMut(Span<'_>)) {
+        let mut hit = self.hit;
+        let known = self.seen.wrapping_sub(self.next_available) as usize;
+        for ahead in 0..known.min(max) {
+            let slot = (self.next_available.wrapping_add(ahead as u16) & self.mask) as usize;
+            let head = u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed));
+            let Ok(descriptor) = self.descriptor(head) else { break };
+            if let Some(span) = memory.span(descriptor.address, descriptor.len as usize, &mut hit) {
+                fetch(span);
+            }
+        }
     }
 
     #[inline(always)]
