@@ -191,10 +191,28 @@ impl DriverTx {
     #[inline]
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
         let Queue { ring, buffers, .. } = &mut self.queue;
-        let added = ring.add_single(count, false, |id| {
-            let len = buffers.span(id).map_or(0, |span| fill(id, span.skip(vnet_hdr::SIZE)));
-            buffers.buffer(id, (vnet_hdr::SIZE + len).min(buffers.stride))
-        });
+        let mut all = 0;
+        while all < count {
+            // First all buffers, then all descriptors: either way stores to lines that have to come from the device's core
+            // stand close together, and so wait together.
+            let mut lens = [0; BURST];
+            let mut filled = 0;
+            for (len, ahead) in lens.iter_mut().zip(0..count - all) {
+                let Some(id) = ring.next_id(ahead) else { break };
+                *len = buffers.span(id).map_or(0, |span| fill(id, span.skip(vnet_hdr::SIZE)));
+                filled += 1;
+            }
+            let mut next = lens.iter();
+            let added = ring.add_single(filled, false, |id| {
+                let len = next.next().copied().unwrap_or(0);
+                buffers.buffer(id, (vnet_hdr::SIZE + len).min(buffers.stride))
+            });
+            all += added;
+            if added < BURST {
+                break;
+            }
+        }
+        let added = all;
         self.under_way += added;
         added
     }

@@ -81,10 +81,13 @@ impl Device {
             if taken == 0 {
                 let expected = self.expected.min(count as u16);
                 self.ring.prefetch(self.next_available.slot, expected, self.writes);
-                // And what comes after them, for the next burst.
-                let mut next = self.next_available;
-                next.advance(expected, self.ring.size);
-                self.ring.prefetch(next.slot, expected, self.writes);
+                if self.writes {
+                    // And what comes after them, for the next burst: receive buffers were made available long ago. In a
+                    // transmit queue the driver may be just about to write there.
+                    let mut next = self.next_available;
+                    next.advance(expected, self.ring.size);
+                    self.ring.prefetch(next.slot, expected, true);
+                }
             }
             let descriptor = self.descriptor(self.next_available.slot, word);
             let single = descriptor.flags & (NEXT | INDIRECT) == 0;
