@@ -86,7 +86,7 @@ fn one(mut input: Input<'_>, packed: bool, region: &Arc<Region>, table: &Arc<Tab
                 if tx.take(&mut burst).unwrap_or(0) > 0 {
                     let all: Vec<u8> = (0..burst.frames().len() as u8).collect();
                     let _ = rx.put(&burst, &all);
-                    let _ = rx.wants_notification();
+                    let _ = rx.wants_notification(true);
                     tx.done(&mut burst);
                 }
                 burst.clear();

@@ -236,7 +236,7 @@ impl Guest {
             pieces.iter().for_each(|piece| at += piece.read(&mut frame[at..]));
             frames.push((frame, pieces.len()));
         };
-        while self.0.driver.rx[0].receive(&mut take).unwrap() > 0 {}
+        while self.0.driver.rx[0].receive(true, &mut take).unwrap() > 0 {}
         frames
     }
 

@@ -28,7 +28,7 @@ fn carry(acked: u64, frame: usize, len: usize) -> (u64, u64, u64) {
         let taken = tx.take(&mut burst).unwrap();
         rx.put(&burst, &all[..taken]).unwrap();
         tx.done(&mut burst);
-        rx.wants_notification();
+        rx.wants_notification(true);
         assert_eq!(tx.take(&mut burst), Ok(0));
         let mut receive = || {
             let count = to.rx[0].receive(true, |parts| {

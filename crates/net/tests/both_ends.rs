@@ -267,7 +267,7 @@ impl Wire {
             }
             let expected = self.expect(which.iter().map(|&index| frames[index as usize]));
             assert_eq!(self.rx.put(&self.burst, &which).unwrap(), expected);
-            if self.rx.wants_notification() && !self.receiver_awake {
+            if self.rx.wants_notification(true) && !self.receiver_awake {
                 self.receiver_awake = true;
                 self.receiver.rx[0].disable_notification();
             }

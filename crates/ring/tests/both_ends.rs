@@ -273,7 +273,7 @@ impl Pair {
     }
 
     fn device_ask(&mut self) {
-        let wanted = self.device.wants_notification();
+        let wanted = self.device.wants_notification(true);
         check_suppressed(&self.config, &self.driver_state, wanted);
         self.driver_state.asleep &= !wanted;
         let given = self.given.len();
@@ -541,10 +541,10 @@ fn one_notification_for_one_sleep() {
             wanted[0] += usize::from(driver.wants_notification());
             assert_eq!(device.take(&memory.device, &mut burst, 1), Ok(1));
             device.give(&burst.list()[burst.list().len() - 1..]);
-            wanted[1] += usize::from(device.wants_notification());
+            wanted[1] += usize::from(device.wants_notification(true));
         }
         assert_eq!(wanted, [1, 1], "{features:?}");
-        assert!(!driver.wants_notification() && !device.wants_notification(), "nothing new");
+        assert!(!driver.wants_notification() && !device.wants_notification(true), "nothing new");
     }
 }
 
@@ -566,7 +566,7 @@ fn no_notification_for_one_that_looks() {
             assert_eq!(device.take(&memory.device, &mut burst, 1), Ok(1));
             device.disable_notification();
             device.give(burst.list());
-            assert_eq!(device.wants_notification(), round == 0, "{features:?}, round {round}");
+            assert_eq!(device.wants_notification(true), round == 0, "{features:?}, round {round}");
             assert_eq!(driver.take_used(&mut [Used::default()]), Ok(1));
             driver.disable_notification();
         }
@@ -721,12 +721,13 @@ fn in_threads() {
                         continue;
                     }
                     for chain in burst.list() {
-                        let bytes = burst.readable(chain)[0].read_once::<8>().unwrap();
+                        let mut bytes = [0; 8];
+                        burst.readable(chain)[0].read(&mut bytes);
                         assert_eq!(u64::from_le_bytes(bytes), seen);
                         seen += 1;
                     }
                     device.give(burst.list());
-                    if device.wants_notification() {
+                    if device.wants_notification(true) {
                         bells[1].ring();
                     }
                 }

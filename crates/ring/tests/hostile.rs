@@ -927,7 +927,7 @@ proptest! {
                     device.give(&held[..count]);
                     held.drain(..count);
                 }
-                5 => { device.wants_notification(); }
+                5 => { device.wants_notification(true); }
                 6 => { device.enable_notification(); }
                 _ => device.disable_notification(),
             }
@@ -1047,7 +1047,7 @@ fn rings_that_vanish() {
         burst.start(&memory);
         assert_eq!(device.take(&memory, &mut burst, BURST), Ok(0));
         device.give(burst.list());
-        assert!(!device.enable_notification() && !device.wants_notification());
+        assert!(!device.enable_notification() && !device.wants_notification(true));
         assert!(region.is_lost());
     }
 }

@@ -73,7 +73,7 @@ fn once_around(driver: &mut DriverRing, device: &mut DeviceRing, memory: &StdArc
     driver.wants_notification();
     assert_eq!(take_one(device, memory, burst, false), Some(0));
     give_one(device, burst, 0);
-    device.wants_notification();
+    device.wants_notification(true);
     assert_eq!(driver.take_used(&mut [Used::default()]), Ok(1));
 }
 
@@ -273,7 +273,7 @@ fn driver_wakes(features: Features, rounds: u32) {
         for _ in 1..=rounds {
             assert!(take_one(&mut device, &memory, &mut burst, false).is_some());
             give_one(&mut device, &mut burst, 0);
-            if device.wants_notification() {
+            if device.wants_notification(true) {
                 bell.ring();
             }
         }

@@ -188,13 +188,7 @@ impl<P: Port> Switch<P> {
     }
 }
 
-fn put<'a, P: Port>(
-    member: &'a Member<P>,
-    hint: usize,
-    burst: &Burst,
-    which: &[u8],
-    held: &mut Option<P::Sink<'a>>,
-) {
+fn put<'a, P: Port>(member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8], held: &mut Option<P::Sink<'a>>) {
     // First of all: it may be the same one.
     *held = None;
     if let Some(sink) = member.port.sink(hint, which.len()) {
@@ -205,7 +199,10 @@ fn put<'a, P: Port>(
 
 /// Learns where frames come from, looks up where they go, and puts them there, destination by destination.
 #[inline]
-#[allow(clippy::too_many_arguments, reason = "the fields of a Switch, borrowed one by one, and where the burst is from")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the fields of a Switch, borrowed one by one, and where the burst is from"
+)]
 fn forward<'a, P: Port>(
     ports: &'a Members<P>,
     fdb: &mut Fdb,

@@ -109,7 +109,8 @@ impl Sink for FakeSink<'_> {
         assert!(!which.is_empty() && which.is_sorted_by(|a, b| a < b), "{which:?}");
         for &index in which {
             let frame = &burst.frames()[index as usize];
-            let mut bytes = frame.head().to_vec();
+            let (head, head_len) = frame.head();
+            let mut bytes = head[..head_len].to_vec();
             for piece in burst.rest(frame) {
                 let at = bytes.len();
                 bytes.resize(at + piece.len(), 0);

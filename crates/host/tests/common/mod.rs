@@ -560,7 +560,7 @@ impl Guest {
             pieces.iter().for_each(|piece| at += piece.read(&mut frame[at..]));
             came.push(frame);
         };
-        while self.driver.rx[0].receive(&mut receive).unwrap() > 0 {}
+        while self.driver.rx[0].receive(true, &mut receive).unwrap() > 0 {}
         let _ = self.vrings[0].call.read();
         let number = |frame: &Vec<u8>| {
             assert_eq!((frame.len(), &frame[12..14], &frame[22..]), (64, &[0x88, 0xb5][..], &[7; 42][..]), "damaged");
