@@ -92,7 +92,7 @@ impl Device {
             let descriptor = self.descriptor(self.next_available.slot, word);
             let single = descriptor.flags & (NEXT | INDIRECT) == 0;
             let added = if single && self.outstanding < self.ring.size.into() {
-                chains.single(memory, &mut self.hit, descriptor.tail, descriptor).map(|added| u16::from(added))
+                chains.single(memory, &mut self.hit, descriptor.tail, descriptor).map(u16::from)
             } else {
                 self.long_chain(memory, chains, descriptor)
             };
