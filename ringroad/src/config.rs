@@ -11,6 +11,9 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ringroad_host::vhost_user::Role;
+use ringroad_net::Features;
+use ringroad_switch::{Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use thiserror::Error;
 use toml::Spanned;
@@ -95,56 +98,6 @@ pub enum Kind {
     },
 }
 
-/// What becomes of the frames that come in to a port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// They are forwarded.
-    Switch,
-    /// They go back out of the same port with their addresses swapped; for measuring.
-    Reflect,
-    /// They are dropped; for measuring.
-    Drop,
-}
-
-/// Our end of a Unix socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// We make it and wait for the peer.
-    Server,
-    /// The peer made it.
-    Client,
-}
-
-/// How long a worker polls an idle queue before it waits for a notification.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Poll {
-    /// For so long, at most 10 s; zero is event driven.
-    For(Duration),
-    /// It never waits.
-    Unlimited,
-}
-
-/// What a vhost-user port offers to the driver; all of it unless turned off.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Features {
-    /// VIRTIO_F_RING_PACKED.
-    pub packed: bool,
-    /// VIRTIO_F_IN_ORDER.
-    pub in_order: bool,
-    /// VIRTIO_NET_F_MRG_RXBUF.
-    pub mrg_rxbuf: bool,
-    /// VIRTIO_F_EVENT_IDX.
-    pub event_idx: bool,
-    /// VIRTIO_F_INDIRECT_DESC.
-    pub indirect: bool,
-    /// VIRTIO_NET_F_MAC.
-    pub mac: bool,
-    /// VIRTIO_NET_F_STATUS.
-    pub status: bool,
-    /// VIRTIO_NET_F_MTU.
-    pub mtu: bool,
-}
-
 /// The first thing that is wrong with a file.
 #[derive(Debug, Error)]
 pub enum ConfigError {
@@ -225,21 +178,6 @@ impl Default for Workers {
 impl Default for SwitchConfig {
     fn default() -> SwitchConfig {
         SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 }
-    }
-}
-
-impl Default for Features {
-    fn default() -> Features {
-        Features {
-            packed: true,
-            in_order: true,
-            mrg_rxbuf: true,
-            event_idx: true,
-            indirect: true,
-            mac: true,
-            status: true,
-            mtu: true,
-        }
     }
 }
 
@@ -352,7 +290,7 @@ fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, C
 }
 
 fn features(port: &Section) -> Result<Features, ConfigError> {
-    let default = Features::default();
+    let default = Features::ALL;
     let Some(table) = port.section("features", "features.")? else { return Ok(default) };
     table.only(&["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"], &[])?;
     Ok(Features {
@@ -676,7 +614,7 @@ interface = "rr0"
             kind: Kind::VhostUser {
                 socket: "/run/ringroad/vm1.sock".into(),
                 role: Role::Client,
-                features: Features { in_order: false, mtu: false, ..Features::default() },
+                features: Features { in_order: false, mtu: false, ..Features::ALL },
                 queues: 2,
                 mac: Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56])),
             },
@@ -699,7 +637,7 @@ interface = "rr0"
         assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 });
         let port = &config.ports[0];
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
-        let (role, features) = (Role::Server, Features::default());
+        let (role, features) = (Role::Server, Features::ALL);
         let kind = Kind::VhostUser { socket: "/run/1".into(), role, features, queues: 1, mac: None };
         assert_eq!(port.kind, kind);
         assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);

@@ -3,10 +3,10 @@
 use crate::{Outcome, config, report};
 use ringroad_host::{
     Port, PortHandle, PortReport, Tap, Worker, WorkerConfig,
-    vhost_user::{Role, Server, VhostConfig},
+    vhost_user::{Server, VhostConfig},
 };
-use ringroad_net::{Config, Features, Snapshot};
-use ringroad_switch::{Mode, Poll};
+use ringroad_net::{Config, Snapshot};
+use ringroad_switch::Poll;
 use ringroad_wire::ethernet::MacAddr;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
@@ -115,34 +115,14 @@ impl Running {
         config: &config::Config,
         worker: &Worker,
     ) -> Result<Self, Box<dyn std::error::Error>> {
-        let mode = match port.mode {
-            config::Mode::Switch => Mode::Switch,
-            config::Mode::Reflect => Mode::Reflect,
-            config::Mode::Drop => Mode::Drop,
-        };
-        let poll = match port.poll.unwrap_or(config.workers.poll) {
-            config::Poll::For(time) => Poll::For(time),
-            config::Poll::Unlimited => Poll::Unlimited,
-        };
+        let (mode, poll) = (port.mode, port.poll.unwrap_or(config.workers.poll));
         let kind = match &port.kind {
             config::Kind::VhostUser { socket, role, features, queues, mac } => {
                 let vhost = VhostConfig {
                     name: port.name.clone(),
                     socket: socket.clone(),
-                    role: match role {
-                        config::Role::Server => Role::Server,
-                        config::Role::Client => Role::Client,
-                    },
-                    features: Features {
-                        packed: features.packed,
-                        in_order: features.in_order,
-                        mrg_rxbuf: features.mrg_rxbuf,
-                        event_idx: features.event_idx,
-                        indirect: features.indirect,
-                        mac: features.mac,
-                        status: features.status,
-                        mtu: features.mtu,
-                    },
+                    role: *role,
+                    features: *features,
                     config: Config {
                         mac: mac.unwrap_or_else(|| MacAddr::local(hash(&port.name))),
                         link_up: true,
@@ -186,10 +166,7 @@ fn reload(args: &Args, before: &config::Config, ports: &mut Vec<Running>, worker
     if config.switch != before.switch || config.workers.cpus != before.workers.cpus {
         log::warn!("changes of [switch] and `workers.cpus` take effect when ringroad is started again");
     }
-    let poll = |port: &config::Port| match port.poll.unwrap_or(config.workers.poll) {
-        config::Poll::For(time) => Poll::For(time),
-        config::Poll::Unlimited => Poll::Unlimited,
-    };
+    let poll = |port: &config::Port| port.poll.unwrap_or(config.workers.poll);
     ports.retain(|running| config.ports.iter().any(|port| *port == running.config && poll(port) == running.poll));
     for port in &config.ports {
         if !ports.iter().any(|running| running.config.name == port.name) {
