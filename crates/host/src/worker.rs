@@ -58,6 +58,7 @@ enum Command {
     Remove(u32, mpsc::Sender<()>),
     Wake(Key),
     Rest(Key),
+    Forget(u32),
     Stop,
 }
 
@@ -168,6 +169,12 @@ impl PortHandle {
     /// The queue has stopped: it is not polled any more.
     pub(crate) fn rest(&self, queue: u16) {
         self.shared.send(Command::Rest(Key { port: self.number, queue }));
+    }
+
+    /// Nobody is there any more: what was learned of the port is forgotten, so that a guest that turns up at another one is
+    /// found there at once.
+    pub(crate) fn forget(&self) {
+        self.shared.send(Command::Forget(self.number));
     }
 
     /// The queue may have something now.
@@ -290,6 +297,7 @@ impl<'a> Loop<'a> {
                     let _ = reply.send(());
                 }
                 Command::Wake(key) => self.wake(key),
+                Command::Forget(number) => self.switch.forget(number),
                 Command::Rest(key) => self.schedule.forget(|other| other == key),
                 Command::Stop => return false,
             }

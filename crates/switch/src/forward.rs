@@ -120,6 +120,11 @@ impl<P: Port> Switch<P> {
         self.ports.get_mut(number as usize)?.take().map(|member| member.port)
     }
 
+    /// Forgets what was learned of a port.
+    pub fn forget(&mut self, number: u32) {
+        self.fdb.forget(number);
+    }
+
     /// The forwarding table.
     pub fn fdb(&self) -> &Fdb {
         &self.fdb

@@ -35,6 +35,8 @@ struct Fake {
     missed: AtomicUsize,
     /// Chains that were given back.
     done: AtomicUsize,
+    /// How often it was asked for notifications that were left open; it has to be asked again while it is not `running`.
+    settled: AtomicUsize,
 }
 
 impl Fake {
@@ -51,6 +53,7 @@ impl Fake {
             running: AtomicBool::new(true),
             missed: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
+            settled: AtomicUsize::new(0),
         })
     }
 
@@ -151,6 +154,11 @@ impl Port for Fake {
         }
         self.missed.fetch_add(frames, Relaxed);
         None
+    }
+
+    fn settle(&self) -> bool {
+        self.settled.fetch_add(1, Relaxed);
+        self.running.load(Relaxed)
     }
 
     fn mode(&self) -> Mode {
@@ -357,6 +365,34 @@ fn what_a_removed_port_had_is_forgotten() {
     assert_eq!(net.switch.add(net.ports[1].clone()), 1);
     assert_eq!(net.send_one(0, mac(1), mac(0)), [1, 2, 3]);
     assert_eq!(net.send_one(1, mac(2), mac(7)), [2]);
+}
+
+#[test]
+fn what_was_learned_of_a_port_can_be_forgotten() {
+    let mut net = Net::new(3);
+    (0..2).for_each(|port| drop(net.send_one(port, MacAddr::BROADCAST, mac(port))));
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+    net.switch.forget(1);
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1, 2]);
+}
+
+#[test]
+fn ports_of_a_burst_are_settled_once() {
+    let mut net = Net::new(3);
+    let settled = |net: &Net| net.ports.iter().map(|port| port.settled.load(Relaxed)).collect::<Vec<_>>();
+    assert!(net.switch.settle());
+    assert_eq!(settled(&net), [0, 0, 0], "nothing has happened");
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    net.send_one(0, mac(1), mac(0));
+    assert!(net.switch.settle() && net.switch.settle());
+    assert_eq!(settled(&net), [1, 1, 1]);
+    // Where it came from and where it went to; again, until it can be done.
+    net.send_one(0, mac(1), mac(0));
+    net.ports[1].stop(true);
+    assert!(!net.switch.settle() && !net.switch.settle());
+    net.ports[1].stop(false);
+    assert!(net.switch.settle());
+    assert_eq!(settled(&net), [2, 4, 1]);
 }
 
 #[test]

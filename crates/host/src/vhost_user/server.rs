@@ -244,6 +244,7 @@ impl Thread {
             log::info!("port {}: frontend connected", self.config.name);
             let why = self.serve(stream);
             *lock(&self.current) = None;
+            self.handle.forget();
             log::info!("port {}: frontend gone: {why}", self.config.name);
             // A peer that closes each connection at once must not keep us busy.
             if self.listener.is_none()
