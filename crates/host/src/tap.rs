@@ -207,7 +207,13 @@ impl Source for TapSource<'_> {
         let Queue { file, pool, room, .. } = &*self.queue;
         let overflow = pool.regions()[0].span(0, BUFFER)?;
         let (mut frames, mut bytes, mut longest) = (0, 0, 0);
+        let mut too_many = false;
         sink.fill(*room, &mut |target| {
+            // More pieces than a system call takes: the other way, through a buffer of ours.
+            too_many = target.len() >= sys::IOVECS;
+            if too_many {
+                return None;
+            }
             let len = sys::read_message(file.as_fd(), target, &[overflow]).ok()?;
             frames += 1;
             bytes += len.saturating_sub(vnet_hdr::SIZE);
@@ -220,7 +226,7 @@ impl Source for TapSource<'_> {
         if longest > *room {
             self.queue.ask_room();
         }
-        Some(frames as usize)
+        (frames > 0 || !too_many).then_some(frames as usize)
     }
 }
 

@@ -15,8 +15,6 @@ use std::sync::Arc;
 const RX_CHAINS: usize = 256;
 /// Spans of them.
 const RX_PIECES: u16 = 1024;
-/// Spans that a frame may be read into at once: what fits into one system call, with room for what is too long.
-const FILL_PIECES: usize = 60;
 
 impl Features {
     /// Whether a set of acknowledged feature bits is possible for a device that offers `self`: the bits that should not
@@ -369,12 +367,7 @@ impl RxQueue {
                     break;
                 }
             };
-            let spans = self.chains.writable_range(used, count);
-            if spans.len() > FILL_PIECES {
-                refusal = Some(Refusal::Oversize);
-                break;
-            }
-            let Some(len) = read(spans) else { break };
+            let Some(len) = read(self.chains.writable_range(used, count)) else { break };
             if len < vnet_hdr::SIZE + ethernet::HEADER {
                 runts += 1;
                 continue;
