@@ -273,40 +273,41 @@ impl Traffic {
     /// Sends up to `count` frames.
     #[inline]
     fn send(&mut self, tx: &mut DriverTx, count: usize) -> usize {
-        let Traffic { settings, next, scratch, start, .. } = self;
-        let mut bytes = 0;
+        let Traffic { settings, scratch, start, .. } = self;
+        let (mut bytes, mut next) = (0, self.next);
         let added = tx.add(count, |id, place| {
             let size = match settings.touch {
                 Touch::Nothing => size_of(settings, id.into()),
                 Touch::Word => {
                     let size = size_of(settings, id.into());
-                    if *next % SAMPLE == 0 {
+                    if next % SAMPLE == 0 {
                         let probe = Probe {
                             flow: id % settings.flows,
-                            sequence: 0xffff_ffff << 32 | *next,
+                            sequence: 0xffff_ffff << 32 | next,
                             sent_ns: start.elapsed().as_nanos() as u64,
                         };
                         let _ = probe.write(&settings.addresses, &mut scratch[..size]);
                         place.write(&scratch[..size]);
                     } else {
-                        place.skip(WORD).write(&(*next as u32 & 0x7fff_ffff).to_be_bytes());
+                        place.skip(WORD).write(&(next as u32 & 0x7fff_ffff).to_be_bytes());
                     }
                     size
                 }
                 Touch::All => {
-                    let size = size_of(settings, *next);
-                    let flow = (*next % u64::from(settings.flows)) as u16;
-                    let probe = Probe { flow, sequence: *next, sent_ns: start.elapsed().as_nanos() as u64 };
+                    let size = size_of(settings, next);
+                    let flow = (next % u64::from(settings.flows)) as u16;
+                    let probe = Probe { flow, sequence: next, sent_ns: start.elapsed().as_nanos() as u64 };
                     let _ = probe.write(&settings.addresses, &mut scratch[..size]);
                     place.write(&scratch[..size]);
                     size
                 }
             };
-            *next += 1;
+            next += 1;
             bytes += size;
             size
         });
         tx.publish();
+        self.next = next;
         self.totals.sent += added as u64;
         self.totals.sent_bytes += bytes as u64;
         added
@@ -316,9 +317,8 @@ impl Traffic {
     #[inline]
     fn receive(&mut self, rx: &mut DriverRx) -> Result<usize, DriverFault> {
         let Traffic { settings, scratch, start, totals, seen, lost, .. } = self;
-        rx.receive(settings.touch != Touch::Nothing, |pieces| {
-            totals.received += 1;
-            totals.received_bytes += pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
+        let (mut frames, mut bytes) = (0, 0);
+        let result = rx.receive(settings.touch != Touch::Nothing, |pieces| {
             match settings.touch {
                 Touch::Nothing => {}
                 Touch::Word => {
@@ -328,9 +328,16 @@ impl Traffic {
                         timed(pieces, scratch, start, totals);
                     }
                 }
-                Touch::All => check(pieces, scratch, start, totals, seen, lost),
+                Touch::All if check(pieces, scratch, start, totals, seen, lost) => {}
+                // Neighbour discovery and the like of a guest or of the host.
+                Touch::All => return totals.foreign += 1,
             }
-        })
+            frames += 1;
+            bytes += pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
+        });
+        totals.received += frames;
+        totals.received_bytes += bytes;
+        result
     }
 
     /// Sends back what comes, with the addresses swapped. What there is no room for is lost here, and missing there.
@@ -388,6 +395,7 @@ fn timed(pieces: &[Span<'_>], scratch: &mut Vec<u8>, start: &Instant, totals: &m
     }
 }
 
+/// Checks a frame; `false`: it is none of ours.
 fn check(
     pieces: &[Span<'_>],
     scratch: &mut Vec<u8>,
@@ -395,7 +403,7 @@ fn check(
     totals: &mut Totals,
     seen: &mut Seen,
     lost: &mut Lost,
-) {
+) -> bool {
     let frame = gather(pieces, scratch);
     match Probe::read(frame) {
         Ok(probe) => {
@@ -408,13 +416,10 @@ fn check(
             }
             let _ = totals.round_trip.record((start.elapsed().as_nanos() as u64).saturating_sub(probe.sent_ns));
         }
-        // Neighbour discovery and the like of a guest or of the host.
-        Err(ringroad_wire::probe::ProbeError::Foreign) => {
-            totals.foreign += 1;
-            totals.received -= 1;
-        }
+        Err(ringroad_wire::probe::ProbeError::Foreign) => return false,
         Err(_) => totals.errors += 1,
     }
+    true
 }
 
 /// Frames of a window that were given up, as nothing came back for a while.

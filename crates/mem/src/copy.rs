@@ -29,9 +29,13 @@ pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
         } else if len >= 8 {
             unit::<u64>(source, target, 0);
             unit::<u64>(source, target, len - 8);
-        } else if len >= 4 {
+        } else if len > 4 {
             unit::<u32>(source, target, 0);
             unit::<u32>(source, target, len - 4);
+        } else if len == 4 {
+            unit::<u32>(source, target, 0);
+        } else if len == 2 {
+            unit::<u16>(source, target, 0);
         } else {
             for at in 0..len {
                 unit::<u8>(source, target, at);

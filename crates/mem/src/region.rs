@@ -169,6 +169,13 @@ impl Region {
         Some(unsafe { Span::new(self.start.add(offset), len) })
     }
 
+    /// All of it.
+    #[inline(always)]
+    pub(crate) fn whole(&self) -> Span<'_> {
+        // SAFETY: the mapping lives as long as `self`.
+        unsafe { Span::new(self.start, self.len) }
+    }
+
     /// Its first guest address.
     #[inline(always)]
     pub fn guest(&self) -> u64 {

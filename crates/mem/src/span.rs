@@ -48,6 +48,19 @@ impl<'m> Span<'m> {
         unsafe { Span::new(self.start.add(n), self.len - n) }
     }
 
+    /// `len` bytes from an offset on, if it has so many.
+    #[inline(always)]
+    pub(crate) fn part(self, offset: u64, len: u32) -> Option<Span<'m>> {
+        // Without overflow: `len` has 32 bits, and no mapping is so long that its length plus 2^32 wraps.
+        let whole = self.len as u64;
+        if offset <= whole && offset + u64::from(len) <= whole {
+            // SAFETY: the part lies within the span.
+            Some(unsafe { Span::new(self.start.add(offset as usize), len as usize) })
+        } else {
+            None
+        }
+    }
+
     /// At most the first `n` bytes.
     #[inline(always)]
     #[must_use]
@@ -58,10 +71,21 @@ impl<'m> Span<'m> {
     /// Copies to private memory as much as both have, and says how much that was.
     #[inline(always)]
     pub fn read(self, target: &mut [u8]) -> usize {
-        let len = self.len.min(target.len());
-        // SAFETY: `len` is within the span and within the slice.
-        unsafe { copy::bytes(self.start.as_ptr(), target.as_mut_ptr(), len) };
-        len
+        // Usually there is enough, and how much is known where this is called.
+        if target.len() > self.len {
+            return self.read_all(target);
+        }
+        // SAFETY: as many bytes are within the span.
+        unsafe { copy::bytes(self.start.as_ptr(), target.as_mut_ptr(), target.len()) };
+        target.len()
+    }
+
+    #[cold]
+    fn read_all(self, target: &mut [u8]) -> usize {
+        let target = target.get_mut(..self.len).unwrap_or_default();
+        // SAFETY: as many bytes are within the span.
+        unsafe { copy::bytes(self.start.as_ptr(), target.as_mut_ptr(), target.len()) };
+        target.len()
     }
 
     /// The first `N` bytes (a multiple of 16), each read exactly once; `None` if there are fewer.
@@ -74,10 +98,20 @@ impl<'m> Span<'m> {
     /// Copies from private memory as much as both have, and says how much that was.
     #[inline(always)]
     pub fn write(self, source: &[u8]) -> usize {
-        let len = self.len.min(source.len());
-        // SAFETY: `len` is within the span and within the slice.
-        unsafe { copy::bytes(source.as_ptr(), self.start.as_ptr(), len) };
-        len
+        if source.len() > self.len {
+            return self.write_all(source);
+        }
+        // SAFETY: as many bytes are within the span.
+        unsafe { copy::bytes(source.as_ptr(), self.start.as_ptr(), source.len()) };
+        source.len()
+    }
+
+    #[cold]
+    fn write_all(self, source: &[u8]) -> usize {
+        let source = source.get(..self.len).unwrap_or_default();
+        // SAFETY: as many bytes are within the span.
+        unsafe { copy::bytes(source.as_ptr(), self.start.as_ptr(), source.len()) };
+        source.len()
     }
 
     /// Copies to another span as much as both have, and says how much that was.
@@ -116,20 +150,22 @@ pub struct Pieces {
     memory: Option<Arc<Table>>,
     // 'static only in here: every way out of this type shortens the lifetime to that of a borrow of it, and the list is
     // emptied before `memory` is let go.
-    list: Vec<Span<'static>>,
-    limit: usize,
+    list: Box<[Span<'static>]>,
+    len: usize,
 }
 
 impl Pieces {
     /// An empty list for at most `limit` pieces.
     pub fn new(limit: usize) -> Self {
-        Pieces { memory: None, list: Vec::with_capacity(limit), limit }
+        // SAFETY: nothing is read or written where there are no bytes.
+        let nothing = unsafe { Span::new(NonNull::dangling(), 0) };
+        Pieces { memory: None, list: vec![nothing; limit].into(), len: 0 }
     }
 
     /// Empties the list and makes it one of spans in `memory`.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        self.list.clear();
+        self.len = 0;
         match &self.memory {
             Some(held) if Arc::ptr_eq(held, memory) => {}
             _ => self.memory = Some(memory.clone()),
@@ -139,7 +175,7 @@ impl Pieces {
     /// Empties the list and lets its memory go.
     #[inline]
     pub fn clear(&mut self) {
-        self.list.clear();
+        self.len = 0;
         self.memory = None;
     }
 
@@ -148,38 +184,55 @@ impl Pieces {
     #[inline(always)]
     pub fn push(&mut self, address: u64, len: u32, hit: &mut Hit) -> Result<(), Outside> {
         let Some(memory) = &self.memory else { return Err(Outside::Memory) };
-        if self.list.len() == self.limit {
-            return Err(Outside::List);
-        }
+        let Some(place) = self.list.get_mut(self.len) else { return Err(Outside::List) };
         match memory.span(address, len as usize, hit) {
             Some(span) => {
-                // SAFETY: `memory` lives at least until the list is cleared, and spans leave this type only with the
+                // SAFETY: `memory` lives at least until the list is emptied, and spans leave this type only with the
                 // lifetime of a borrow of it.
-                self.list.push(unsafe { Span::new(span.start, span.len) });
+                *place = unsafe { Span::new(span.start, span.len) };
+                self.len += 1;
                 Ok(())
             }
             None => self.push_crossing(address, len, hit),
         }
     }
 
+    /// The fast path of `push`: adds guest addresses and lengths that `next` tells for 0, 1, 2, …, for as long as there are
+    /// any, each lies in the region that answered last, and there is room. Says how many it has added.
+    #[inline(always)]
+    pub fn extend(&mut self, hit: Hit, mut next: impl FnMut(usize) -> Option<(u64, u32)>) -> usize {
+        let Some(region) = self.memory.as_ref().and_then(|memory| memory.last(hit)) else { return 0 };
+        let (guest, whole) = (region.guest(), region.whole());
+        let mut added = 0;
+        for place in &mut self.list[self.len..] {
+            let Some((address, len)) = next(added) else { break };
+            let Some(span) = whole.part(address.wrapping_sub(guest), len) else { break };
+            // SAFETY: as in `push`.
+            *place = unsafe { Span::new(span.start, span.len) };
+            added += 1;
+        }
+        self.len += added;
+        added
+    }
+
     #[cold]
     fn push_crossing(&mut self, mut address: u64, len: u32, hit: &mut Hit) -> Result<(), Outside> {
         let Some(memory) = &self.memory else { return Err(Outside::Memory) };
-        let before = self.list.len();
+        let before = self.len;
         let mut left = len as usize;
         while left > 0 {
-            let piece =
-                if self.list.len() == self.limit { Err(Outside::List) } else { memory.longest(address, left, hit) };
-            match piece {
-                Ok(span) => {
+            let place = self.list.get_mut(self.len).ok_or(Outside::List);
+            match place.and_then(|place| Ok((place, memory.longest(address, left, hit)?))) {
+                Ok((place, span)) => {
                     // SAFETY: as in `push`.
-                    self.list.push(unsafe { Span::new(span.start, span.len) });
+                    *place = unsafe { Span::new(span.start, span.len) };
+                    self.len += 1;
                     left -= span.len;
                     // Cannot wrap: the span lies within a region, which ends below 2^64.
                     address += span.len as u64;
                 }
                 Err(outside) => {
-                    self.list.truncate(before);
+                    self.len = before;
                     return Err(outside);
                 }
             }
@@ -190,19 +243,19 @@ impl Pieces {
     /// The pieces.
     #[inline(always)]
     pub fn list(&self) -> &[Span<'_>] {
-        &self.list
+        self.list.get(..self.len).unwrap_or_default()
     }
 
     /// Removes all pieces from the `len`th on.
     #[inline]
     pub fn truncate(&mut self, len: usize) {
-        self.list.truncate(len);
+        self.len = self.len.min(len);
     }
 
     /// How many more pieces fit.
     #[inline]
     pub fn room(&self) -> usize {
-        self.limit - self.list.len()
+        self.list.len() - self.len
     }
 }
 

@@ -82,6 +82,12 @@ impl Table {
         Some(span)
     }
 
+    /// The region that answered last.
+    #[inline(always)]
+    pub(crate) fn last(&self, hit: Hit) -> Option<&Region> {
+        self.regions.get(hit.0).map(|region| &**region)
+    }
+
     /// The longest piece of at most `len` bytes at a guest address.
     pub(crate) fn longest(&self, address: u64, len: usize, hit: &mut Hit) -> Result<Span<'_>, Outside> {
         let (index, region) = self.find(address).ok_or(Outside::Memory)?;

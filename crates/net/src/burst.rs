@@ -13,7 +13,13 @@ pub const HEAD: usize = 32;
 pub const MAX_FRAME: usize = 65535 + ethernet::HEADER + 8;
 
 /// Spans that a burst can have. A frame in more pieces is dropped.
-const PIECES: u16 = 1024;
+pub(crate) const PIECES: u16 = 1024;
+
+/// How many frames before its turn the first lines of a buffer are fetched: long enough before for them to come from another
+/// core, and not so many at once that the CPU drops some (it has 24 requests under way at most on what we measured).
+pub(crate) const LOOK_AHEAD: usize = 8;
+/// So many bytes of a buffer are fetched. What comes after them the CPU foresees by itself.
+pub(crate) const FETCH: usize = 128;
 
 /// A frame: its head in private memory, the rest still where the sender has it.
 #[derive(Clone, Copy)]
@@ -23,6 +29,7 @@ pub struct Frame {
     total: u32,
     chain: u16,
     head_len: u8,
+    reflected: bool,
 }
 
 impl Frame {
@@ -43,36 +50,59 @@ impl Frame {
         self.total as usize
     }
 
-    /// The first bytes of the frame itself, at least an Ethernet header.
+    /// The first bytes of the frame as it came, at least an Ethernet header.
     #[inline(always)]
     pub fn ethernet(&self) -> &[u8] {
         self.head.get(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
     }
 
-    /// The same, to change what is forwarded.
+    /// From now on it goes out with its MAC addresses swapped.
     #[inline(always)]
-    pub fn ethernet_mut(&mut self) -> &mut [u8] {
-        self.head.get_mut(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
+    pub fn reflect(&mut self) {
+        // Not in memory: whoever reads the whole head soon after a part of it was written waits for that.
+        self.reflected = !self.reflected;
     }
 
     /// Header and first bytes as they go to the receiver, and how many that are: a header that promises nothing (no
     /// offload is negotiated, so whatever the sender wrote there does not count) and names one buffer.
-    #[inline(always)]
     pub fn head(&self) -> ([u8; HEAD], usize) {
-        let mut head = self.head;
-        head[..vnet_hdr::SIZE].copy_from_slice(&HEADER);
+        let mut head = [0; HEAD];
+        head.chunks_exact_mut(8).zip(self.words()).for_each(|(place, word)| place.copy_from_slice(&word));
         (head, self.head_len.into())
     }
 
-    /// The first bytes of the frame itself, when all of `HEAD` is there.
+    /// The same, when all of `HEAD` is there.
     #[inline(always)]
-    pub(crate) fn full_ethernet(&self) -> Option<&[u8; HEAD - vnet_hdr::SIZE]> {
-        if self.head_len as usize == HEAD { self.head.last_chunk() } else { None }
+    pub(crate) fn full_head(&self) -> Option<[[u8; 8]; HEAD / 8]> {
+        if self.head_len as usize == HEAD { Some(self.words()) } else { None }
+    }
+
+    /// In parts that stay in registers: what is put together in memory from small parts and then copied as a whole makes
+    /// the copy wait for them.
+    #[inline(always)]
+    fn words(&self) -> [[u8; 8]; HEAD / 8] {
+        let word = |at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&self.head[at..at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        // From byte 12 on the destination, from byte 18 on the source.
+        let (mut b, mut c) = (word(8) >> 32, word(16));
+        if self.reflected {
+            let (destination, source) = (b | (c & 0xffff) << 32, c >> 16);
+            b = source & 0xffff_ffff;
+            c = source >> 32 | destination << 16;
+        }
+        // The virtio-net header: zeros, and 1 in num_buffers (5.1.6).
+        [0, b << 32 | 1 << 16, c, word(24)].map(u64::to_le_bytes)
     }
 }
 
-/// A virtio-net header without offloads, for one receive buffer (5.1.6).
-pub(crate) const HEADER: [u8; vnet_hdr::SIZE] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+/// A virtio-net header without offloads, for so many receive buffers (5.1.6).
+pub(crate) fn vnet_header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
+    let [low, high] = num_buffers.to_le_bytes();
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, low, high]
+}
 
 /// Up to 32 frames from one source. One for each worker, reused for ever.
 pub struct Burst {
@@ -153,7 +183,13 @@ impl Burst {
             Some(head) => (head, HEAD),
             None => gather(pieces),
         };
-        self.frames.push(Frame { head, total: total as u32, chain: index as u16, head_len: head_len as u8 });
+        self.frames.push(Frame {
+            head,
+            total: total as u32,
+            chain: index as u16,
+            head_len: head_len as u8,
+            reflected: false,
+        });
         Ok(total - vnet_hdr::SIZE)
     }
 }

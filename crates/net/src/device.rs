@@ -3,7 +3,7 @@
 
 use crate::{
     Burst, Counters, Features,
-    burst::{Frame, HEADER, NoFrame},
+    burst::{FETCH, Frame, LOOK_AHEAD, NoFrame, PIECES, vnet_header},
     features::{bits, ring_features},
 };
 use ringroad_mem::{Span, Table};
@@ -29,6 +29,8 @@ impl Features {
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
+    /// Taken for the next burst, so that what it needs can come while this one is carried.
+    ahead: Chains,
     counters: Arc<Counters>,
 }
 
@@ -43,7 +45,7 @@ impl TxQueue {
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
         let ring = DeviceRing::start(&memory, ring_features(acked), size, at, base)?;
-        Ok(TxQueue { ring, memory, counters })
+        Ok(TxQueue { ring, memory, ahead: Chains::new(BURST, PIECES), counters })
     }
 
     /// Takes up to a burst of chains and reads the heads of their frames. Says how many chains there are to be given back
@@ -51,20 +53,19 @@ impl TxQueue {
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
         burst.start(&self.memory);
-        let taken = match self.ring.take(&self.memory, &mut burst.chains, BURST) {
-            Ok(taken) if taken > 0 => taken,
+        std::mem::swap(&mut burst.chains, &mut self.ahead);
+        if burst.chains.list().is_empty() {
+            burst.chains.start(&self.memory);
+        }
+        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains) {
+            Ok(()) if !burst.chains.list().is_empty() => {}
             // The memory may be gone before there is another burst.
             nothing => {
                 burst.clear();
-                return nothing;
-            }
-        };
-        for chain in burst.chains.list() {
-            if let Some(piece) = burst.chains.readable(chain).first() {
-                piece.prefetch();
-                piece.skip(64).prefetch();
+                return nothing.map(|()| 0);
             }
         }
+        let taken = burst.chains.list().len();
         let (mut bytes, mut runts, mut oversize) = (0, 0, 0);
         for index in 0..taken {
             let Some(&chain) = burst.chains.list().get(index) else { break };
@@ -77,23 +78,36 @@ impl TxQueue {
                 }
                 break;
             }
+            prefetch(&burst.chains, index + LOOK_AHEAD);
             match burst.read_frame(index, &chain) {
                 Ok(len) => bytes += len as u64,
                 Err(NoFrame::Runt) => runts += 1,
                 Err(NoFrame::Oversize) => oversize += 1,
             }
         }
-        // The next burst's heads come while this one is carried.
-        self.ring.ahead(&self.memory, taken, |span| {
-            span.prefetch();
-            span.skip(64).prefetch();
-        });
+        // A fault in there is the next burst's.
+        self.ahead.start(&self.memory);
+        let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead);
         self.counters.frames.add(burst.frames().len() as u64);
         self.counters.bytes.add(bytes);
         self.counters.runt.add(runts);
         self.counters.oversize.add(oversize);
         self.counters.bursts.add(1);
         Ok(burst.chains.list().len())
+    }
+
+    /// Takes what is missing for a burst and fetches its first lines. A fault is reported when it comes first.
+    #[inline(always)]
+    fn fetch(ring: &mut DeviceRing, memory: &Table, chains: &mut Chains) -> Result<(), Fault> {
+        let there = chains.list().len();
+        if there < BURST {
+            match ring.take(memory, chains, BURST - there) {
+                Err(fault) if there == 0 => return Err(fault),
+                _ => {}
+            }
+            (there..LOOK_AHEAD).for_each(|index| prefetch(chains, index));
+        }
+        Ok(())
     }
 
     /// Gives the burst's chains back.
@@ -111,7 +125,7 @@ impl TxQueue {
 
     /// Asks to be notified when the driver sends. `true`: it already has.
     pub fn enable_notification(&mut self) -> bool {
-        self.ring.enable_notification()
+        self.ring.enable_notification() || !self.ahead.list().is_empty()
     }
 
     /// Asks not to be notified.
@@ -119,14 +133,23 @@ impl TxQueue {
         self.ring.disable_notification()
     }
 
-    /// Where to go on after a stop.
-    pub fn base(&self) -> u32 {
+    /// Where to go on after a stop. Chains that were taken for the next burst go back.
+    pub fn base(&mut self) -> u32 {
+        self.ring.untake(&mut self.ahead, 0);
         self.ring.base()
     }
 
     /// The driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
+    }
+}
+
+/// Fetches the first buffer of a chain.
+#[inline(always)]
+fn prefetch(chains: &Chains, index: usize) {
+    if let Some(piece) = chains.list().get(index).and_then(|chain| chains.readable(chain).first()) {
+        (0..FETCH).step_by(64).for_each(|at| piece.skip(at).prefetch());
     }
 }
 
@@ -193,6 +216,7 @@ impl RxQueue {
                     }
                 }
             }
+            self.prefetch(used + LOOK_AHEAD);
             let mut placed = self.place(burst, frame, used);
             if let Err(Refusal::Crowded) = placed {
                 self.give(&mut used);
@@ -232,8 +256,7 @@ impl RxQueue {
         Ok(frames as usize)
     }
 
-    /// Sees that there are `count` chains, as far as the driver has so many, and fetches the buffers of new ones for
-    /// writing.
+    /// Sees that there are `count` chains, as far as the driver has so many.
     #[inline(always)]
     fn want(&mut self, count: usize) -> Result<(), Fault> {
         let there = self.chains.list().len();
@@ -245,13 +268,19 @@ impl RxQueue {
                 Err(fault) if there == 0 => return Err(fault),
                 _ => {}
             }
-            for chain in self.chains.list().iter().skip(there) {
-                if let Some(piece) = self.chains.writable(chain).first() {
-                    piece.prefetch_write(self.length.min(256));
-                }
-            }
+            // Those after them have their turn while frames are copied.
+            (there..LOOK_AHEAD).for_each(|index| self.prefetch(index));
         }
         Ok(())
+    }
+
+    /// Fetches the first buffer of a chain that was taken for writing.
+    #[inline(always)]
+    fn prefetch(&self, index: usize) {
+        let chain = self.chains.list().get(index);
+        if let Some(piece) = chain.and_then(|chain| self.chains.writable(chain).first()) {
+            piece.prefetch_write(self.length.min(FETCH));
+        }
     }
 
     /// Takes up to `max` more chains; says how many. Where our own list has no room for them, the `used` ones go first.
@@ -277,15 +306,16 @@ impl RxQueue {
     #[inline(always)]
     fn place(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
         let chains = &mut self.chains;
-        if let Some(&chain) = chains.list().get(first)
+        if let Some(chain) = chains.list().get(first)
             && chain.readable_len == 0
-            && let &[target] = chains.writable(&chain)
+            && let &[target] = chains.writable(chain)
             && target.len() >= frame.total()
-            && let Some(ethernet) = frame.full_ethernet()
+            && let Some(head) = frame.full_head()
         {
-            target.write(&HEADER);
-            target.skip(HEADER.len()).write(ethernet);
-            let mut at = crate::HEAD;
+            let mut at = 0;
+            for word in head {
+                at += target.skip(at).write(&word);
+            }
             for piece in burst.rest(frame) {
                 at += piece.copy_to(target.skip(at));
             }
@@ -301,8 +331,7 @@ impl RxQueue {
         let count = self.reserve(first, frame.total())?;
         let (mut head, head_len) = frame.head();
         let head = &mut head[..head_len];
-        // num_buffers (5.1.6.4.1)
-        head[10..12].copy_from_slice(&(count as u16).to_le_bytes());
+        head[..vnet_hdr::SIZE].copy_from_slice(&vnet_header(count as u16));
 
         let mut source = Pieces { head, rest: burst.rest(frame), current: None };
         for index in first..first + count {
@@ -410,8 +439,7 @@ impl RxQueue {
         if left > 0 {
             return None;
         }
-        let mut header = HEADER;
-        header[10..12].copy_from_slice(&(taken as u16).to_le_bytes());
+        let header = vnet_header(taken as u16);
         let mut header = &header[..];
         for piece in self.chains.writable_range(first, 1) {
             header = &header[piece.write(header)..];

@@ -149,46 +149,46 @@ pub struct Chain {
 /// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
 pub struct Chains {
     pieces: Pieces,
-    list: Vec<Chain>,
-    limit: usize,
+    list: Box<[Chain]>,
+    len: usize,
 }
 
 impl Chains {
     /// Room for `chains` chains with `pieces` spans altogether.
     pub fn new(chains: usize, pieces: u16) -> Self {
-        Chains { pieces: Pieces::new(pieces as usize), list: Vec::with_capacity(chains), limit: chains }
+        Chains { pieces: Pieces::new(pieces as usize), list: vec![Chain::default(); chains].into(), len: 0 }
     }
 
     /// Empties the burst for chains of this memory.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        self.list.clear();
+        self.len = 0;
         self.pieces.start(memory);
     }
 
     /// Empties the burst and lets its memory go.
     #[inline]
     pub fn clear(&mut self) {
-        self.list.clear();
+        self.len = 0;
         self.pieces.clear();
     }
 
     /// The chains, oldest first.
     #[inline(always)]
     pub fn list(&self) -> &[Chain] {
-        &self.list
+        self.list.get(..self.len).unwrap_or_default()
     }
 
     /// The chains, to note how much was written to them.
     #[inline(always)]
     pub fn list_mut(&mut self) -> &mut [Chain] {
-        &mut self.list
+        self.list.get_mut(..self.len).unwrap_or_default()
     }
 
     /// How many more chains fit.
     #[inline(always)]
     pub fn room(&self) -> usize {
-        self.limit - self.list.len()
+        self.list.len() - self.len
     }
 
     /// What the device reads of a chain.
@@ -205,7 +205,7 @@ impl Chains {
 
     /// What the device writes of `count` chains in a row that have nothing to read.
     pub fn writable_range(&self, first: usize, count: usize) -> &[Span<'_>] {
-        let chains = self.list.get(first..first + count).unwrap_or_default();
+        let chains = self.list().get(first..first + count).unwrap_or_default();
         let (Some(first), Some(last)) = (chains.first(), chains.last()) else { return &[] };
         self.pieces.list().get(first.middle as usize..last.end as usize).unwrap_or_default()
     }
@@ -220,9 +220,9 @@ impl Chains {
 
     /// Forgets the chains from the `len`th on.
     pub(crate) fn truncate(&mut self, len: usize) {
-        if let Some(chain) = self.list.get(len) {
+        if let Some(chain) = self.list().get(len) {
             self.pieces.truncate(chain.first as usize);
-            self.list.truncate(len);
+            self.len = len;
         }
     }
 
@@ -232,43 +232,28 @@ impl Chains {
         Chain { slots, first, middle: first, end: first, ..Chain::default() }
     }
 
-    /// Adds a chain of one buffer, as nearly all are. Built in registers: what is put together in memory from small fields
-    /// and then copied as a whole makes the copy wait for them.
+    /// The fast path: adds chains of one buffer each, as nearly all are, of the descriptors that `next` tells for 0, 1, 2, …,
+    /// for as long as there are any, each of which lies in the region that answered last, and there is room. Says how many
+    /// it has added; what comes then is for the normal path, right or wrong.
     #[inline(always)]
-    pub(crate) fn single(
-        &mut self,
-        memory: &Table,
-        hit: &mut Hit,
-        id: u16,
-        descriptor: Descriptor,
-    ) -> Result<bool, Fault> {
-        let Descriptor { index, address, len, flags, .. } = descriptor;
-        if len == 0 {
-            return Err(Fault::ZeroLength { index });
-        }
-        let first = self.pieces.list().len() as u16;
-        match self.pieces.push(address, len, hit) {
-            Ok(()) => {}
-            Err(Outside::List) if !self.list.is_empty() => return Ok(false),
-            Err(Outside::List) => {}
-            Err(Outside::Memory) => {
-                return Err(Fault::Outside { index, address, len, regions: memory.regions().len() as u16 });
+    pub(crate) fn singles(&mut self, max: usize, hit: Hit, mut next: impl FnMut(usize) -> Option<Descriptor>) -> usize {
+        let mut places = self.list[self.len..].iter_mut().take(max);
+        let before = self.pieces.list().len();
+        let added = self.pieces.extend(hit, |index| {
+            let chain = places.next()?;
+            let Descriptor { address, len, flags, tail: id, .. } = next(index)?;
+            if len == 0 {
+                return None;
             }
-        }
-        let end = self.pieces.list().len() as u16;
-        let writable = flags & WRITE != 0;
-        self.list.push(Chain {
-            id,
-            slots: 1,
-            written: 0,
-            readable_len: if writable { 0 } else { len },
-            writable_len: if writable { len } else { 0 },
-            clipped: end == first,
-            first,
-            middle: if writable { first } else { end },
-            end,
+            let first = (before + index) as u16;
+            let (writable, end) = (flags & WRITE != 0, first + 1);
+            let (readable_len, writable_len) = if writable { (0, len) } else { (len, 0) };
+            let middle = if writable { first } else { end };
+            *chain = Chain { id, slots: 1, written: 0, readable_len, writable_len, clipped: false, first, middle, end };
+            Some((address, len))
         });
-        Ok(true)
+        self.len += added;
+        added
     }
 
     /// Adds one buffer to the chain that is being made.
@@ -306,18 +291,20 @@ impl Chains {
         Ok(())
     }
 
-    /// Ends a chain. `false`: it did not fit beside the others and has to wait for the next burst.
+    /// Ends a chain, for which there is room. `false`: it did not fit beside the others and has to wait for the next burst.
     #[inline(always)]
     pub(crate) fn end(&mut self, chain: Chain) -> bool {
+        let mut chain = chain;
         if chain.clipped {
             self.pieces.truncate(chain.first as usize);
-            if !self.list.is_empty() {
+            if self.len > 0 {
                 return false;
             }
-            self.list.push(Chain { middle: chain.first, end: chain.first, ..chain });
-            return true;
+            (chain.middle, chain.end) = (chain.first, chain.first);
         }
-        self.list.push(chain);
+        let Some(place) = self.list.get_mut(self.len) else { return false };
+        *place = chain;
+        self.len += 1;
         true
     }
 

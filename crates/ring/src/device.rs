@@ -1,7 +1,7 @@
 //! Device end of either layout.
 
 use crate::{Chain, Chains, Fault, packed, split};
-use ringroad_mem::{Span, Table};
+use ringroad_mem::Table;
 
 /// Device end of a virtqueue: a split or a packed one, told apart once per burst.
 #[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
@@ -26,12 +26,6 @@ impl DeviceRing {
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         either!(self, ring => ring.take(memory, chains, max))
-    }
-
-    /// The buffers of up to `max` chains that will be taken next, so that they can be fetched.
-    #[inline]
-    pub fn ahead(&self, memory: &Table, max: usize, fetch: impl FnMut(Span<'_>)) {
-        either!(self, ring => ring.ahead(memory, max, fetch))
     }
 
     /// Puts back the last chains taken, all from the `keep`th of the burst on.

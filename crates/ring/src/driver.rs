@@ -69,43 +69,63 @@ pub(crate) fn written(id: u16, len: u32, room: u32) -> Result<u32, DriverFault> 
     }
 }
 
-/// Ids that are free or under way, first in first out, so that a device that works in order finds descriptors in order.
-pub(crate) struct Fifo {
+/// The ids of a ring in a circle: the free ones, from the one that is used next on, then, oldest first, those under way.
+/// Ids that come back in order leave it as it is, so that a device that works in order finds descriptors in order.
+pub(crate) struct Ids {
     ids: Box<[u16]>,
-    head: usize,
-    len: usize,
+    next: usize,
+    free: usize,
 }
 
-impl Fifo {
-    pub(crate) fn new(size: u16, filled: bool) -> Fifo {
-        let ids = (0..size).collect();
-        Fifo { ids, head: 0, len: if filled { size.into() } else { 0 } }
+impl Ids {
+    /// All free.
+    pub(crate) fn new(size: u16) -> Ids {
+        Ids { ids: (0..size).collect(), next: 0, free: size.into() }
     }
 
     #[inline(always)]
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    pub(crate) fn free(&self) -> usize {
+        self.free
     }
 
+    /// The id that will be used after `ahead` others.
     #[inline(always)]
-    pub(crate) fn peek(&self, ahead: usize) -> Option<u16> {
-        (ahead < self.len).then(|| self.ids[self.wrap(self.head + ahead)])
+    pub(crate) fn next(&self, ahead: usize) -> Option<u16> {
+        (ahead < self.free).then(|| self.ids[self.wrap(self.next + ahead)])
     }
 
+    /// The next `count` ids, which are free, are used.
     #[inline(always)]
-    pub(crate) fn pop(&mut self) -> Option<u16> {
-        let id = self.peek(0)?;
-        self.head = self.wrap(self.head + 1);
-        self.len -= 1;
-        Some(id)
+    pub(crate) fn advance(&mut self, count: usize) {
+        debug_assert!(count <= self.free);
+        self.next = self.wrap(self.next + count);
+        self.free -= count;
     }
 
+    /// With IN_ORDER: the id that has been under way for longest.
     #[inline(always)]
-    pub(crate) fn push(&mut self, id: u16) {
-        debug_assert!(self.len < self.ids.len());
-        let at = self.wrap(self.head + self.len);
-        self.ids[at] = id;
-        self.len += 1;
+    pub(crate) fn oldest(&self) -> Option<u16> {
+        (self.free < self.ids.len()).then(|| self.ids[self.wrap(self.next + self.free)])
+    }
+
+    /// With IN_ORDER: whether an id is under way.
+    #[inline(always)]
+    pub(crate) fn is_under_way(&self, id: usize) -> bool {
+        // In order, each id stays at the place of its number.
+        let size = self.ids.len();
+        let ahead = if id >= self.next { id - self.next } else { id + size - self.next };
+        id < size && ahead >= self.free
+    }
+
+    /// An id that was under way is free again.
+    #[inline(always)]
+    pub(crate) fn put_back(&mut self, id: u16) {
+        debug_assert!(self.free < self.ids.len());
+        let place = self.wrap(self.next + self.free);
+        if self.ids[place] != id {
+            self.ids[place] = id;
+        }
+        self.free += 1;
     }
 
     #[inline(always)]

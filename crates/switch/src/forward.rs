@@ -1,8 +1,8 @@
 //! A burst's way from its source to its destinations.
 
 use crate::Fdb;
-use ringroad_net::{Burst, Sink, Source};
-use ringroad_wire::ethernet::{self, Addresses};
+use ringroad_net::{Burst, Frame, Sink, Source};
+use ringroad_wire::ethernet::Addresses;
 use std::{cell::Cell, sync::Arc};
 
 /// What becomes of the frames that come from a port.
@@ -177,9 +177,7 @@ impl<P: Port> Switch<P> {
         match port.mode() {
             Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, from, queue, now, &mut held),
             Mode::Reflect => {
-                for frame in self.burst.frames_mut() {
-                    ethernet::swap_addresses(frame.ethernet_mut());
-                }
+                self.burst.frames_mut().iter_mut().for_each(Frame::reflect);
                 let mut all = Group::EMPTY;
                 (0..self.burst.frames().len()).for_each(|index| all.push(index));
                 put(member, queue, &self.burst, all.list(), &mut held);

@@ -8,7 +8,7 @@ use crate::{
     packed::layout::{AVAILABLE, USED},
 };
 use ringroad_mem::{
-    Hit, Span, Table,
+    Hit, Table,
     sync::{Ordering, fence},
 };
 
@@ -76,55 +76,60 @@ impl Device {
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let count = max.min(chains.room());
-        for taken in 0..count {
-            let Some(word) = self.head(self.next_available) else { return Ok(taken) };
-            if taken == 0 {
-                let expected = self.expected.min(count as u16);
-                self.ring.prefetch(self.next_available.slot, expected, self.writes);
-                if self.writes {
-                    // And what comes after them, for the next burst: receive buffers were made available long ago. In a
-                    // transmit queue the driver may be just about to write there.
-                    let mut next = self.next_available;
-                    next.advance(expected, self.ring.size);
-                    self.ring.prefetch(next.slot, expected, true);
-                }
+        if count == 0 || !self.is_available() {
+            return Ok(0);
+        }
+        let expected = self.expected.min(count as u16);
+        self.ring.prefetch(self.next_available.slot, expected, self.writes);
+        if self.writes {
+            // And what comes after them, for the next burst: receive buffers were made available long ago. In a transmit
+            // queue the driver may be just about to write there.
+            let mut next = self.next_available;
+            next.advance(expected, self.ring.size);
+            self.ring.prefetch(next.slot, expected, true);
+        }
+        let mut taken = 0;
+        while taken < count {
+            taken += self.take_singles(chains, count - taken);
+            if taken == count {
+                break;
             }
-            let descriptor = self.descriptor(self.next_available.slot, word);
-            let single = descriptor.flags & (NEXT | INDIRECT) == 0;
-            let added = if single && self.outstanding < self.ring.size.into() {
-                chains.single(memory, &mut self.hit, descriptor.tail, descriptor).map(u16::from)
-            } else {
-                self.long_chain(memory, chains, descriptor)
-            };
-            match added {
-                Ok(0) => return Ok(taken),
-                Ok(slots) => {
-                    self.next_available.advance(slots, self.ring.size);
-                    self.outstanding += u32::from(slots);
-                }
-                Err(_) if taken > 0 => return Ok(taken),
+            match self.take_chain(memory, chains) {
+                Ok(true) => taken += 1,
+                Ok(false) => break,
+                Err(_) if taken > 0 => break,
                 Err(fault) => return Err(fault),
             }
         }
-        Ok(count)
+        Ok(taken)
     }
 
-    /// The buffers of up to `max` descriptors that will be taken next, so that they can be fetched. Nothing is decided by
-    /// what is read here.
-    #[inline]
-    pub fn ahead(&self, memory: &Table, max: usize, mut fetch: impl FnMut(Span<'_>)) {
-        let (mut at, mut hit) = (self.next_available, self.hit);
-        for _ in 0..max {
-            let Some(word) = self.head(at) else { break };
-            let descriptor = self.descriptor(at.slot, word);
-            if let Some(span) = memory.span(descriptor.address, descriptor.len as usize, &mut hit) {
-                fetch(span);
-            }
-            at.advance(1, self.ring.size);
-        }
+    /// The fast path: chains of one buffer.
+    #[inline(always)]
+    fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
+        let (start, size) = (self.next_available, self.ring.size);
+        let room = u32::from(size).saturating_sub(self.outstanding) as usize;
+        let taken = chains.singles(max.min(room), self.hit, |index| {
+            let mut at = start;
+            at.advance(index as u16, size);
+            let descriptor = self.descriptor(at.slot, self.head(at)?);
+            (descriptor.flags & (NEXT | INDIRECT) == 0).then_some(descriptor)
+        });
+        self.next_available.advance(taken as u16, size);
+        self.outstanding += taken as u32;
+        taken
     }
 
-    /// The normal way: a chain of any shape. Says how many descriptors it has; 0: it has to wait for the next burst.
+    /// The normal path: a chain of any shape. `false`: there is none, or it has to wait for the next burst.
+    fn take_chain(&mut self, memory: &Table, chains: &mut Chains) -> Result<bool, Fault> {
+        let Some(word) = self.head(self.next_available) else { return Ok(false) };
+        let slots = self.long_chain(memory, chains, self.descriptor(self.next_available.slot, word))?;
+        self.next_available.advance(slots, self.ring.size);
+        self.outstanding += u32::from(slots);
+        Ok(slots > 0)
+    }
+
+    /// Says how many descriptors the chain has; 0: it has to wait for the next burst.
     fn long_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<u16, Fault> {
         let mut chain = chains.begin(1);
         let followed = self.follow(memory, chains, &mut chain, descriptor);
@@ -187,27 +192,28 @@ impl Device {
     pub fn give(&mut self, chains: &[Chain]) {
         let Some((first, rest)) = chains.split_first() else { return };
         let start = self.next_used;
-        let slots: u16;
+        let size = self.ring.size;
+        let mut at = start;
+        at.advance(first.slots, size);
+        let mut slots = first.slots;
         if self.features.in_order && chains.iter().all(|chain| chain.writable_len == 0) {
             // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable
             // ones the driver would have to believe that they were written in full (2.7.9).
             slots = chains.iter().map(|chain| chain.slots).sum();
-            self.next_used.advance(slots, self.ring.size);
-            let last = rest.last().unwrap_or(first);
+            at = start;
+            at.advance(slots, size);
             self.writes = false;
-            self.put(start, last, Ordering::Release);
+            self.put(start, rest.last().unwrap_or(first), Ordering::Release);
         } else {
-            self.next_used.advance(first.slots, self.ring.size);
-            let mut sum = first.slots;
             for chain in rest {
-                self.put(self.next_used, chain, Ordering::Relaxed);
-                self.next_used.advance(chain.slots, self.ring.size);
-                sum += chain.slots;
+                self.put(at, chain, Ordering::Relaxed);
+                at.advance(chain.slots, size);
+                slots += chain.slots;
             }
-            slots = sum;
             self.writes = true;
             self.put(start, first, Ordering::Release);
         }
+        self.next_used = at;
         self.outstanding -= u32::from(slots);
         self.since = self.since.saturating_add(slots.into());
         self.expected = slots;

@@ -1,9 +1,9 @@
 //! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
 
-use super::layout::{AVAILABLE, Layout, Position, USED, available_flags, used_flags, word};
+use super::layout::{AVAILABLE, LINE, Layout, Position, USED, available_flags, used_flags, word};
 use crate::{
     Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
-    driver::{Fifo, written},
+    driver::{Ids, written},
     notify::Event,
 };
 #[cfg(not(loom))]
@@ -11,12 +11,24 @@ use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
 
 /// What the driver remembers of a buffer id.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct State {
-    /// Ring entries that the chain takes; 0: the id is free.
+    /// Ring entries that the chain takes. Without IN_ORDER 0: the id is free.
     slots: u16,
     /// What the device may write to it, in bytes.
     room: u32,
+}
+
+/// The descriptors of the line where those start that the device does not know of yet. The device looks at that line all
+/// the time, and each look takes it away from us: so it is written last, and all at once.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    /// The first descriptor of all.
+    first: u16,
+    /// Which descriptors of the line are held; 0: there is nothing to publish.
+    which: u8,
+    /// Both words of each.
+    words: [[u64; 2]; LINE as usize],
 }
 
 /// Driver end of a packed virtqueue.
@@ -24,13 +36,10 @@ pub struct Driver {
     ring: Layout,
     features: Features,
     states: Box<[State]>,
-    free: Fifo,
-    /// Ids under way, oldest first: with IN_ORDER one used descriptor may stand for several.
-    order: Fifo,
+    ids: Ids,
     free_slots: u16,
     next_available: Position,
-    /// Where the first chain since the last `publish` starts, and the word that makes it available.
-    first: Option<(u16, u64)>,
+    held: Held,
     /// `next_available` at the last `publish`.
     published: Position,
     /// Entries published since the device was last considered for a notification.
@@ -52,11 +61,10 @@ impl Driver {
         Driver {
             features,
             states: vec![State::default(); size.into()].into(),
-            free: Fifo::new(size, true),
-            order: Fifo::new(size, false),
+            ids: Ids::new(size),
             free_slots: size,
             next_available: Position::START,
-            first: None,
+            held: Held::default(),
             published: Position::START,
             since: 0,
             added: 0,
@@ -84,7 +92,7 @@ impl Driver {
     /// The id that the chain after `ahead` more single-buffer chains will have.
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
-        self.free.peek(ahead).filter(|_| ahead < self.free_slots.into())
+        self.ids.next(ahead).filter(|_| ahead < self.free_slots.into())
     }
 
     /// Fetches the lines of the next `count` descriptors for writing.
@@ -101,12 +109,12 @@ impl Driver {
                 .map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) })
         };
         let room = writable.iter().fold(0, |sum: u32, buffer| sum.saturating_add(buffer.len));
-        let id = self.free.peek(0).filter(|_| self.free_slots > 0).ok_or(Full)?;
+        let id = self.ids.next(0).filter(|_| self.free_slots > 0).ok_or(Full)?;
         #[cfg(not(loom))]
         if count > 1
             && let Some(table) = self.tables.as_ref().and_then(|t| t.write(id, chain(), false))
         {
-            self.descriptor(id, table, INDIRECT, true);
+            self.descriptor(id, table, INDIRECT);
             self.started(id, 1, room);
             return Ok(id);
         }
@@ -114,7 +122,7 @@ impl Driver {
             return Err(Full);
         }
         for (i, (buffer, flags)) in chain().enumerate() {
-            self.descriptor(id, buffer, flags | if i + 1 < count { NEXT } else { 0 }, i == 0);
+            self.descriptor(id, buffer, flags | if i + 1 < count { NEXT } else { 0 });
         }
         self.started(id, count as u16, room);
         Ok(id)
@@ -124,51 +132,72 @@ impl Driver {
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
         let count = count.min(self.free_slots.into());
-        for _ in 0..count {
-            let Some(id) = self.free.peek(0) else { break };
+        let flags = if writable { WRITE } else { 0 };
+        for ahead in 0..count {
+            let Some(id) = self.ids.next(ahead) else { break };
             let buffer = buffer(id);
-            self.descriptor(id, buffer, if writable { WRITE } else { 0 }, true);
-            self.started(id, 1, if writable { buffer.len } else { 0 });
+            self.descriptor(id, buffer, flags);
+            // Each store that is spared lets more of those to the ring wait for their lines together.
+            let state = State { slots: 1, room: if writable { buffer.len } else { 0 } };
+            if self.states[id as usize] != state {
+                self.states[id as usize] = state;
+            }
         }
+        self.ids.advance(count);
+        self.free_slots -= count as u16;
+        self.added += count as u32;
         count
     }
 
-    /// Writes the next descriptor. The first one of all since the last `publish` is held back; behind it the device does
-    /// not look.
+    /// Writes the next descriptor, or holds it back until `publish`.
     #[inline(always)]
-    fn descriptor(&mut self, id: u16, buffer: Buffer, flags: u16, head: bool) {
+    fn descriptor(&mut self, id: u16, buffer: Buffer, flags: u16) {
         let Position { slot, wrap } = self.next_available;
-        self.ring.descriptors[2 * slot as usize].store(buffer.address.to_le(), Ordering::Relaxed);
-        let word = word(buffer.len, id, flags | available_flags(wrap));
-        if head && self.first.is_none() {
-            self.first = Some((slot, word));
+        let words = [buffer.address.to_le(), word(buffer.len, id, flags | available_flags(wrap))];
+        if self.held.which == 0 {
+            self.held.first = slot;
+        }
+        if slot / LINE == self.held.first / LINE {
+            let place = slot % LINE;
+            self.held.which |= 1 << place;
+            self.held.words[place as usize] = words;
         } else {
-            self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Relaxed);
+            self.store(slot, words, Ordering::Relaxed);
         }
         self.next_available.advance(1, self.ring.size);
     }
 
     #[inline(always)]
+    fn store(&self, slot: u16, words: [u64; 2], ordering: Ordering) {
+        self.ring.descriptors[2 * slot as usize].store(words[0], Ordering::Relaxed);
+        self.ring.descriptors[2 * slot as usize + 1].store(words[1], ordering);
+    }
+
+    #[inline(always)]
     fn started(&mut self, id: u16, slots: u16, room: u32) {
-        self.free.pop();
+        self.ids.advance(1);
         self.states[id as usize] = State { slots, room };
         self.free_slots -= slots;
         self.added += u32::from(slots);
-        if self.features.in_order {
-            self.order.push(id);
-        }
     }
 
     /// Makes available all that was added.
     #[inline]
     pub fn publish(&mut self) {
-        if let Some((slot, word)) = self.first.take() {
-            // Pairs with the device's acquire of this word: addresses, the descriptors after it, and the buffers are
-            // written before it.
-            self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
-            self.published = self.next_available;
-            self.since = self.since.saturating_add(std::mem::take(&mut self.added));
+        let Held { first, which, words } = self.held;
+        if which == 0 {
+            return;
         }
+        let (line, first) = (first - first % LINE, first % LINE);
+        for place in (0..LINE).filter(|&place| place != first && which & 1 << place != 0) {
+            self.store(line + place, words[place as usize], Ordering::Relaxed);
+        }
+        // Pairs with the device's acquire of the second word: all other descriptors, and the buffers, are written before
+        // it.
+        self.store(line + first, words[first as usize], Ordering::Release);
+        self.held.which = 0;
+        self.published = self.next_available;
+        self.since = self.since.saturating_add(std::mem::take(&mut self.added));
     }
 
     /// The second word of the descriptor at `next_used`, if it was used in this pass.
@@ -197,10 +226,14 @@ impl Driver {
                 Err(fault) if count == 0 => return Err(fault),
                 _ => break,
             };
-            let slots = std::mem::take(&mut self.states[used.id as usize].slots);
+            let state = &mut self.states[used.id as usize];
+            let slots = state.slots;
+            if !self.features.in_order {
+                state.slots = 0;
+            }
             self.next_used.advance(slots, self.ring.size);
             self.free_slots += slots;
-            self.free.push(used.id);
+            self.ids.put_back(used.id);
             out[count] = used;
             count += 1;
         }
@@ -218,7 +251,10 @@ impl Driver {
             None => {
                 let Some(word) = self.used() else { return Ok(None) };
                 let (id, len) = ((word >> 32) as u16, word as u32);
-                let state = self.states.get(id as usize).filter(|state| state.slots > 0);
+                let under_way = |state: &&State| {
+                    if self.features.in_order { self.ids.is_under_way(id.into()) } else { state.slots > 0 }
+                };
+                let state = self.states.get(id as usize).filter(under_way);
                 let Some(state) = state else { return Err(DriverFault::Id { id: id.into() }) };
                 Used { id, len: written(id, len, state.room)? }
             }
@@ -226,9 +262,12 @@ impl Driver {
         if self.features.in_order {
             // The oldest one first, up to the one that the descriptor names, which is under way, so that it comes. Those
             // before it count as written in full (2.7.9).
-            let Some(id) = self.order.pop() else { return Err(DriverFault::Id { id: end.id.into() }) };
-            self.batch = (id != end.id).then_some(end);
-            if id != end.id {
+            let Some(id) = self.ids.oldest() else { return Err(DriverFault::Id { id: end.id.into() }) };
+            let last = id == end.id;
+            if !last || self.batch.is_some() {
+                self.batch = (!last).then_some(end);
+            }
+            if !last {
                 return Ok(Some(Used { id, len: self.states[id as usize].room }));
             }
         }

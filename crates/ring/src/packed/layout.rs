@@ -117,7 +117,7 @@ impl Base {
 }
 
 /// Descriptors of one cache line.
-const LINE: u16 = 4;
+pub(super) const LINE: u16 = 4;
 
 impl Layout {
     /// Fetches the lines of the descriptors from a slot on, as many as are expected to be of use.

@@ -7,7 +7,7 @@ use crate::{
     notify,
 };
 use ringroad_mem::{
-    Hit, Span, Table,
+    Hit, Table,
     sync::{Ordering, fence},
 };
 
@@ -76,45 +76,49 @@ impl Device {
             let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
             self.ring.elements.prefetch(2 * at as usize, true);
         }
-        for taken in 0..count {
-            let slot = (self.next_available & self.mask) as usize;
-            let head = u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed));
-            match self.chain(memory, chains, head) {
-                Ok(true) => self.next_available = self.next_available.wrapping_add(1),
-                Ok(false) => return Ok(taken),
-                Err(_) if taken > 0 => return Ok(taken),
+        let mut taken = 0;
+        while taken < count {
+            taken += self.take_singles(chains, count - taken);
+            if taken == count {
+                break;
+            }
+            match self.take_chain(memory, chains) {
+                Ok(true) => taken += 1,
+                Ok(false) => break,
+                Err(_) if taken > 0 => break,
                 Err(fault) => return Err(fault),
             }
         }
-        Ok(count)
+        Ok(taken)
     }
 
-    /// The buffers of up to `max` chains that will be taken next, as far as the driver is known to have so many, so that
-    /// they can be fetched. Nothing is decided by what is read here.
-    #[inline]
-    pub fn ahead(&self, memory: &Table, max: usize, mut fetch: impl FnMut(Span<'_>)) {
-        let mut hit = self.hit;
-        let known = self.seen.wrapping_sub(self.next_available) as usize;
-        for ahead in 0..known.min(max) {
-            let slot = (self.next_available.wrapping_add(ahead as u16) & self.mask) as usize;
-            let head = u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed));
-            let Ok(descriptor) = self.descriptor(head) else { break };
-            if let Some(span) = memory.span(descriptor.address, descriptor.len as usize, &mut hit) {
-                fetch(span);
-            }
-        }
-    }
-
+    /// The fast path: chains of one buffer.
     #[inline(always)]
-    fn chain(&mut self, memory: &Table, chains: &mut Chains, head: u16) -> Result<bool, Fault> {
-        let descriptor = self.descriptor(head)?;
-        if descriptor.flags & (NEXT | INDIRECT) == 0 {
-            return chains.single(memory, &mut self.hit, head, descriptor);
-        }
-        self.long_chain(memory, chains, descriptor)
+    fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
+        let taken = chains.singles(max, self.hit, |index| {
+            let mut descriptor = self.descriptor(self.entry(index as u16)).ok()?;
+            descriptor.tail = descriptor.index;
+            (descriptor.flags & (NEXT | INDIRECT) == 0).then_some(descriptor)
+        });
+        self.next_available = self.next_available.wrapping_add(taken as u16);
+        taken
     }
 
-    /// The normal way: a chain of any shape. `false`: it has to wait for the next burst.
+    /// The normal path: a chain of any shape. `false`: it has to wait for the next burst.
+    fn take_chain(&mut self, memory: &Table, chains: &mut Chains) -> Result<bool, Fault> {
+        let descriptor = self.descriptor(self.entry(0))?;
+        let taken = self.long_chain(memory, chains, descriptor)?;
+        self.next_available = self.next_available.wrapping_add(taken.into());
+        Ok(taken)
+    }
+
+    /// The head in the available ring that is `ahead` of the next one.
+    #[inline(always)]
+    fn entry(&self, ahead: u16) -> u16 {
+        let slot = (self.next_available.wrapping_add(ahead) & self.mask) as usize;
+        u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed))
+    }
+
     fn long_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<bool, Fault> {
         let mut chain = chains.begin(1);
         chain.id = descriptor.index;
@@ -172,12 +176,14 @@ impl Device {
     /// Gives chains back to the driver and publishes them at once.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
+        let mut next = self.next_used;
         for chain in chains {
-            let at = 2 * (self.next_used & self.mask) as usize;
+            let at = 2 * (next & self.mask) as usize;
             self.ring.elements[at].store(u32::from(chain.id).to_le(), Ordering::Relaxed);
             self.ring.elements[at + 1].store(chain.written.to_le(), Ordering::Relaxed);
-            self.next_used = self.next_used.wrapping_add(1);
+            next = next.wrapping_add(1);
         }
+        self.next_used = next;
         // Pairs with the driver's acquire of the index: entries and buffers are written before it.
         self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
     }

@@ -3,7 +3,7 @@
 use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
     Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
-    driver::{Fifo, written},
+    driver::{Ids, written},
     notify,
 };
 #[cfg(not(loom))]
@@ -18,7 +18,8 @@ struct State {
     word: u64,
     /// As the available ring entry of this index was written last.
     entry: Option<u16>,
-    /// Descriptors of the chain that starts here and is under way; 0: none does.
+    /// Descriptors of the chain that starts here; 0: none does that is under way. With IN_ORDER it stays when the chain
+    /// has come back, until the descriptor is used again.
     chain: u16,
     /// What the device may write to it, in bytes.
     room: u32,
@@ -30,9 +31,7 @@ pub struct Driver {
     mask: u16,
     features: Features,
     states: Box<[State]>,
-    free: Fifo,
-    /// Heads under way, oldest first: with IN_ORDER one used entry may stand for several.
-    order: Fifo,
+    ids: Ids,
     next_available: u16,
     published: u16,
     /// `published` when the device was last considered for a notification.
@@ -55,8 +54,7 @@ impl Driver {
             mask,
             features,
             states: vec![State::default(); size.into()].into(),
-            free: Fifo::new(size, true),
-            order: Fifo::new(size, false),
+            ids: Ids::new(size),
             next_available: 0,
             published: 0,
             considered: 0,
@@ -79,13 +77,13 @@ impl Driver {
     /// How many descriptors are free.
     #[inline(always)]
     pub fn free(&self) -> usize {
-        self.free.len()
+        self.ids.free()
     }
 
     /// The id that the chain after `ahead` more single-buffer chains will have.
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
-        self.free.peek(ahead)
+        self.ids.next(ahead)
     }
 
     /// Nothing: descriptors that do not change are not written.
@@ -99,40 +97,49 @@ impl Driver {
             (0..count)
                 .map(|i| if i < readable.len() { (readable[i], 0) } else { (writable[i - readable.len()], WRITE) })
         };
-        let head = self.free.peek(0).ok_or(Full)?;
+        let head = self.ids.next(0).ok_or(Full)?;
         #[cfg(not(loom))]
         if count > 1
             && let Some(table) = self.tables.as_ref().and_then(|t| t.write(head, chain(), true))
         {
-            self.free.pop();
             self.descriptor(head, table, INDIRECT, 0);
-            self.available(head, 1, writable);
+            self.started(head, 1, writable);
             return Ok(head);
         }
-        if count == 0 || count > self.free.len() {
+        if count == 0 || count > self.ids.free() {
             return Err(Full);
         }
         for (i, (buffer, flags)) in chain().enumerate() {
-            let Some(index) = self.free.pop() else { return Err(Full) };
-            match self.free.peek(0) {
+            let Some(index) = self.ids.next(i) else { return Err(Full) };
+            match self.ids.next(i + 1) {
                 Some(next) if i + 1 < count => self.descriptor(index, buffer, flags | NEXT, next),
                 _ => self.descriptor(index, buffer, flags, 0),
             }
+            self.states[index as usize].chain = 0;
         }
-        self.available(head, count as u16, writable);
+        self.started(head, count as u16, writable);
         Ok(head)
     }
 
     /// Adds up to `count` chains of one buffer each.
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
-        let count = count.min(self.free.len());
-        for _ in 0..count {
-            let Some(id) = self.free.pop() else { break };
+        let count = count.min(self.ids.free());
+        let flags = if writable { WRITE } else { 0 };
+        for ahead in 0..count {
+            let Some(id) = self.ids.next(ahead) else { break };
             let buffer = buffer(id);
-            self.descriptor(id, buffer, if writable { WRITE } else { 0 }, 0);
-            self.available(id, 1, if writable { std::slice::from_ref(&buffer) } else { &[] });
+            self.descriptor(id, buffer, flags, 0);
+            self.available(
+                self.next_available.wrapping_add(ahead as u16),
+                id,
+                1,
+                if writable { buffer.len } else { 0 },
+            );
         }
+        self.ids.advance(count);
+        self.next_available = self.next_available.wrapping_add(count as u16);
+        self.outstanding += count as u16;
         count
     }
 
@@ -148,19 +155,25 @@ impl Driver {
     }
 
     #[inline(always)]
-    fn available(&mut self, head: u16, descriptors: u16, writable: &[Buffer]) {
+    fn started(&mut self, head: u16, descriptors: u16, writable: &[Buffer]) {
+        let room = writable.iter().fold(0, |sum: u32, buffer| sum.saturating_add(buffer.len));
+        self.available(self.next_available, head, descriptors, room);
+        self.ids.advance(descriptors.into());
+        self.next_available = self.next_available.wrapping_add(1);
+        self.outstanding += 1;
+    }
+
+    /// Makes the chain that starts at `head` the available one with this index.
+    #[inline(always)]
+    fn available(&mut self, index: u16, head: u16, descriptors: u16, room: u32) {
         let state = &mut self.states[head as usize];
-        state.chain = descriptors;
-        state.room = writable.iter().fold(0, |sum, buffer| sum.saturating_add(buffer.len));
-        let slot = (self.next_available & self.mask) as usize;
+        if (state.chain, state.room) != (descriptors, room) {
+            (state.chain, state.room) = (descriptors, room);
+        }
+        let slot = (index & self.mask) as usize;
         if self.states[slot].entry != Some(head) {
             self.states[slot].entry = Some(head);
             self.ring.available[ENTRIES + slot].store(head.to_le(), Ordering::Relaxed);
-        }
-        self.next_available = self.next_available.wrapping_add(1);
-        self.outstanding += 1;
-        if self.features.in_order {
-            self.order.push(head);
         }
     }
 
@@ -206,9 +219,13 @@ impl Driver {
                 Err(fault) if taken == 0 => return Err(fault),
                 Err(_) => return Ok(taken),
             };
-            let (mut index, descriptors) = (used.id, std::mem::take(&mut self.states[used.id as usize].chain));
+            let state = &mut self.states[used.id as usize];
+            let (mut index, descriptors) = (used.id, state.chain);
+            if !self.features.in_order {
+                state.chain = 0;
+            }
             for _ in 0..descriptors {
-                self.free.push(index);
+                self.ids.put_back(index);
                 index = (self.states[index as usize].word >> 48) as u16;
             }
             self.next_used = self.next_used.wrapping_add(1);
@@ -227,7 +244,9 @@ impl Driver {
                 let at = 2 * (self.next_used & self.mask) as usize;
                 let id = u32::from_le(self.ring.elements[at].load(Ordering::Relaxed));
                 let len = u32::from_le(self.ring.elements[at + 1].load(Ordering::Relaxed));
-                let state = self.states.get(id as usize).filter(|state| state.chain > 0);
+                let under_way =
+                    |state: &&State| state.chain > 0 && (!self.features.in_order || self.ids.is_under_way(id as usize));
+                let state = self.states.get(id as usize).filter(under_way);
                 let Some(state) = state else { return Err(DriverFault::Id { id }) };
                 let id = id as u16;
                 Used { id, len: written(id, len, state.room)? }
@@ -236,9 +255,12 @@ impl Driver {
         if self.features.in_order {
             // The oldest one first, up to the one that the entry names, which is under way, so that it comes. Those
             // before it count as written in full (2.7.9).
-            let Some(id) = self.order.pop() else { return Err(DriverFault::Id { id: end.id.into() }) };
-            self.batch = (id != end.id).then_some(end);
-            if id != end.id {
+            let Some(id) = self.ids.oldest() else { return Err(DriverFault::Id { id: end.id.into() }) };
+            let last = id == end.id;
+            if !last || self.batch.is_some() {
+                self.batch = (!last).then_some(end);
+            }
+            if !last {
                 return Ok(Used { id, len: self.states[id as usize].room });
             }
         }
