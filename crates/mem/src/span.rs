@@ -114,6 +114,19 @@ impl<'m> Span<'m> {
         source.len()
     }
 
+    /// Copies an array of parts, one after the other; `false`: there is no room for all, and nothing was written.
+    #[inline(always)]
+    pub fn write_parts<const N: usize, const M: usize>(self, parts: [[u8; M]; N]) -> bool {
+        if self.len < N * M {
+            return false;
+        }
+        for (index, part) in parts.iter().enumerate() {
+            // SAFETY: all parts lie within the span, as just seen.
+            unsafe { copy::bytes(part.as_ptr(), self.start.as_ptr().add(index * M), M) };
+        }
+        true
+    }
+
     /// Copies to another span as much as both have, and says how much that was.
     #[inline(always)]
     pub fn copy_to(self, target: Span<'_>) -> usize {
@@ -123,19 +136,17 @@ impl<'m> Span<'m> {
         len
     }
 
-    /// Asks the CPU to fetch the first line for reading.
+    /// Asks the CPU to fetch the first `LINES` cache lines for reading.
     #[inline(always)]
-    pub fn prefetch(self) {
-        copy::prefetch(self.start.as_ptr());
+    pub fn prefetch<const LINES: usize>(self) {
+        (0..LINES).for_each(|line| copy::prefetch(self.start.as_ptr().wrapping_add(64 * line)));
     }
 
-    /// Asks the CPU to fetch the lines of the first `len` bytes for writing, so that the store does not wait for the
-    /// other core to give them up.
+    /// Asks the CPU to fetch the first `LINES` cache lines for writing, so that the store does not wait for the other core
+    /// to give them up.
     #[inline(always)]
-    pub fn prefetch_write(self, len: usize) {
-        for at in (0..len.min(self.len)).step_by(64) {
-            copy::prefetch_write(self.start.as_ptr().wrapping_add(at));
-        }
+    pub fn prefetch_write<const LINES: usize>(self) {
+        (0..LINES).for_each(|line| copy::prefetch_write(self.start.as_ptr().wrapping_add(64 * line)));
     }
 
     /// The address, for system calls that read or write memory by themselves (`readv`, `writev`).

@@ -18,8 +18,8 @@ pub(crate) const PIECES: u16 = 1024;
 /// How many frames before its turn the first lines of a buffer are fetched: long enough before for them to come from another
 /// core, and not so many at once that the CPU drops some (it has 24 requests under way at most on what we measured).
 pub(crate) const LOOK_AHEAD: usize = 8;
-/// So many bytes of a buffer are fetched. What comes after them the CPU foresees by itself.
-pub(crate) const FETCH: usize = 128;
+/// So many lines of a buffer are fetched. What comes after them the CPU foresees by itself.
+pub(crate) const FETCH: usize = 2;
 
 /// A frame: its head in private memory, the rest still where the sender has it.
 #[derive(Clone, Copy)]
@@ -108,12 +108,14 @@ pub(crate) fn vnet_header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
 pub struct Burst {
     /// What the frames consist of; a source fills it and gives it back.
     pub chains: Chains,
-    frames: Vec<Frame>,
+    frames: [Frame; BURST],
+    count: usize,
 }
 
 impl Default for Burst {
     fn default() -> Self {
-        Burst { chains: Chains::new(BURST, PIECES), frames: Vec::with_capacity(BURST) }
+        let none = Frame { head: [0; HEAD], total: 0, chain: 0, head_len: 0, reflected: false };
+        Burst { chains: Chains::new(BURST, PIECES), frames: [none; BURST], count: 0 }
     }
 }
 
@@ -130,27 +132,27 @@ impl Burst {
     /// Empties it, for chains in this memory.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        self.frames.clear();
+        self.count = 0;
         self.chains.start(memory);
     }
 
     /// Empties it and lets the memory go.
     #[inline]
     pub fn clear(&mut self) {
-        self.frames.clear();
+        self.count = 0;
         self.chains.clear();
     }
 
     /// The frames.
     #[inline(always)]
     pub fn frames(&self) -> &[Frame] {
-        &self.frames
+        self.frames.get(..self.count).unwrap_or_default()
     }
 
     /// The frames, to change their heads.
     #[inline(always)]
     pub fn frames_mut(&mut self) -> &mut [Frame] {
-        &mut self.frames
+        self.frames.get_mut(..self.count).unwrap_or_default()
     }
 
     /// What comes after a frame's head, piece by piece.
@@ -159,6 +161,15 @@ impl Burst {
         let chain = self.chains.list().get(frame.chain as usize);
         let pieces = chain.map_or(&[][..], |chain| self.chains.readable(chain));
         Rest { pieces, skip: frame.head_len.into() }
+    }
+
+    /// The same in one piece, if it is one.
+    #[inline(always)]
+    pub(crate) fn only_rest(&self, frame: &Frame) -> Option<Span<'_>> {
+        match self.chains.list().get(frame.chain as usize).map(|chain| self.chains.readable(chain)) {
+            Some([piece]) => Some(piece.skip(HEAD)),
+            _ => None,
+        }
     }
 
     /// Adds a frame that lies in the burst's own memory, a buffer of a TAP port. `false`: it is no frame.
@@ -179,17 +190,17 @@ impl Burst {
             return Err(NoFrame::Oversize);
         }
         let pieces = self.chains.readable(chain);
-        let (head, head_len) = match pieces.first().and_then(|piece| piece.read_once::<HEAD>()) {
-            Some(head) => (head, HEAD),
-            None => gather(pieces),
-        };
-        self.frames.push(Frame {
-            head,
-            total: total as u32,
-            chain: index as u16,
-            head_len: head_len as u8,
-            reflected: false,
-        });
+        // There are no more frames than chains.
+        let Some(frame) = self.frames.get_mut(self.count) else { return Err(NoFrame::Oversize) };
+        match pieces.first().and_then(|piece| piece.read_once::<HEAD>()) {
+            Some(head) => (frame.head, frame.head_len) = (head, HEAD as u8),
+            None => {
+                let (head, len) = gather(pieces);
+                (frame.head, frame.head_len) = (head, len as u8);
+            }
+        }
+        (frame.total, frame.chain, frame.reflected) = (total as u32, index as u16, false);
+        self.count += 1;
         Ok(total - vnet_hdr::SIZE)
     }
 }

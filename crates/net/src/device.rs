@@ -148,8 +148,8 @@ impl TxQueue {
 /// Fetches the first buffer of a chain.
 #[inline(always)]
 fn prefetch(chains: &Chains, index: usize) {
-    if let Some(piece) = chains.list().get(index).and_then(|chain| chains.readable(chain).first()) {
-        (0..FETCH).step_by(64).for_each(|at| piece.skip(at).prefetch());
+    if let Some(piece) = chains.first_piece(index) {
+        piece.prefetch::<FETCH>();
     }
 }
 
@@ -169,8 +169,6 @@ pub struct RxQueue {
     memory: Arc<Table>,
     chains: Chains,
     mergeable: bool,
-    /// How long frames were lately, with the virtio-net header.
-    length: usize,
     counters: Arc<Counters>,
 }
 
@@ -188,7 +186,7 @@ impl RxQueue {
         // New buffers are found when there is something to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
-        Ok(RxQueue { ring, memory, chains: Chains::new(RX_CHAINS, RX_PIECES), mergeable, length: 128, counters })
+        Ok(RxQueue { ring, memory, chains: Chains::new(RX_CHAINS, RX_PIECES), mergeable, counters })
     }
 
     /// Copies frames to the driver and publishes them. What does not fit is dropped and counted. After a fault the queue
@@ -238,7 +236,6 @@ impl RxQueue {
         }
         self.give(&mut used);
         // What the next burst will write to can come meanwhile. A fault in there is that burst's.
-        self.length = bytes.checked_div(frames).map_or(self.length, |length| length as usize + vnet_hdr::SIZE);
         let _ = self.want(which.len());
         if let Some(fault) = fault
             && frames == 0
@@ -277,9 +274,8 @@ impl RxQueue {
     /// Fetches the first buffer of a chain that was taken for writing.
     #[inline(always)]
     fn prefetch(&self, index: usize) {
-        let chain = self.chains.list().get(index);
-        if let Some(piece) = chain.and_then(|chain| self.chains.writable(chain).first()) {
-            piece.prefetch_write(self.length.min(FETCH));
+        if let Some(piece) = self.chains.first_piece(index) {
+            piece.prefetch_write::<FETCH>();
         }
     }
 
@@ -311,15 +307,11 @@ impl RxQueue {
             && let &[target] = chains.writable(chain)
             && target.len() >= frame.total()
             && let Some(head) = frame.full_head()
+            && let Some(rest) = burst.only_rest(frame)
+            && target.write_parts(head)
         {
-            let mut at = 0;
-            for word in head {
-                at += target.skip(at).write(&word);
-            }
-            for piece in burst.rest(frame) {
-                at += piece.copy_to(target.skip(at));
-            }
-            chains.list_mut()[first].written = at as u32;
+            let len = crate::HEAD + rest.copy_to(target.skip(crate::HEAD));
+            chains.list_mut()[first].written = len as u32;
             return Ok(1);
         }
         self.place_anyhow(burst, frame, first)

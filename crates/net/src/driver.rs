@@ -224,7 +224,7 @@ impl DriverTx {
         ring.prefetch(count);
         for id in (0..count).map_while(|ahead| ring.next_id(ahead)) {
             if let Some(span) = buffers.span(id) {
-                span.prefetch_write(64);
+                span.prefetch_write::<1>();
             }
         }
     }
@@ -275,7 +275,7 @@ impl DriverRx {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
         if read {
-            used[..count].iter().filter_map(|used| buffers.span(used.id)).for_each(Span::prefetch);
+            used[..count].iter().filter_map(|used| buffers.span(used.id)).for_each(Span::prefetch::<1>);
         }
         for &used in &used[..count] {
             let Some(span) = buffers.span(used.id) else { continue };

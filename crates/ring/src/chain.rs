@@ -128,22 +128,45 @@ pub(crate) struct Descriptor {
 
 /// One descriptor chain that the driver made available.
 #[derive(Clone, Copy, Debug, Default)]
+#[repr(C)] // so that `single` fills it with few stores
 pub struct Chain {
-    /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
-    pub id: u16,
-    /// How many entries it takes in the ring (split: always 1).
-    pub slots: u16,
-    /// How many bytes the device has written into it: to be set before it is given back.
-    pub written: u32,
     /// Bytes for the device to read.
     pub readable_len: u32,
     /// Bytes for the device to write.
     pub writable_len: u32,
-    /// It has more pieces than a burst can hold; it can only be given back.
-    pub clipped: bool,
     first: u16,
     middle: u16,
     end: u16,
+    /// How many entries it takes in the ring (split: always 1).
+    pub slots: u16,
+    /// How many bytes the device has written into it: to be set before it is given back.
+    pub written: u32,
+    /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
+    pub id: u16,
+    /// It has more pieces than a burst can hold; it can only be given back.
+    pub clipped: bool,
+}
+
+impl Chain {
+    /// A chain of one piece, the one with index `first`, without a branch.
+    #[inline(always)]
+    fn single(id: u16, first: u16, len: u32, flags: u16) -> Chain {
+        let writable = u64::from(flags & WRITE != 0);
+        let lens = u64::from(len) << (32 * writable);
+        // First, middle, end, and one slot.
+        let place = u64::from(first) * 0x0001_0001_0001 + (0x0001_0001_0001_0000 - (writable << 16));
+        Chain {
+            readable_len: lens as u32,
+            writable_len: (lens >> 32) as u32,
+            first: place as u16,
+            middle: (place >> 16) as u16,
+            end: (place >> 32) as u16,
+            slots: (place >> 48) as u16,
+            written: 0,
+            id,
+            clipped: false,
+        }
+    }
 }
 
 /// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
@@ -183,6 +206,13 @@ impl Chains {
     #[inline(always)]
     pub fn list_mut(&mut self) -> &mut [Chain] {
         self.list.get_mut(..self.len).unwrap_or_default()
+    }
+
+    /// The first piece of a chain, to be fetched.
+    #[inline(always)]
+    pub fn first_piece(&self, index: usize) -> Option<Span<'_>> {
+        let chain = self.list().get(index)?;
+        self.pieces.list().get(chain.first as usize).copied()
     }
 
     /// How many more chains fit.
@@ -245,11 +275,7 @@ impl Chains {
             if len == 0 {
                 return None;
             }
-            let first = (before + index) as u16;
-            let (writable, end) = (flags & WRITE != 0, first + 1);
-            let (readable_len, writable_len) = if writable { (0, len) } else { (len, 0) };
-            let middle = if writable { first } else { end };
-            *chain = Chain { id, slots: 1, written: 0, readable_len, writable_len, clipped: false, first, middle, end };
+            *chain = Chain::single(id, (before + index) as u16, len, flags);
             Some((address, len))
         });
         self.len += added;

@@ -109,11 +109,24 @@ impl Device {
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
         let (start, size) = (self.next_available, self.ring.size);
         let room = u32::from(size).saturating_sub(self.outstanding) as usize;
-        let taken = chains.singles(max.min(room), self.hit, |index| {
-            let mut at = start;
-            at.advance(index as u16, size);
-            let descriptor = self.descriptor(at.slot, self.head(at)?);
-            (descriptor.flags & (NEXT | INDIRECT) == 0).then_some(descriptor)
+        let descriptors = self.ring.pairs();
+        let mut at = start;
+        let taken = chains.singles(max.min(room), self.hit, |_| {
+            let [address, word] = descriptors.get(at.slot as usize)?;
+            // Pairs with the driver's release of this word, as in `head`.
+            let word = u64::from_le(word.load(Ordering::Acquire));
+            if (word >> 48) as u16 & (AVAILABLE | USED | NEXT | INDIRECT) != available_flags(at.wrap) {
+                return None;
+            }
+            let descriptor = Descriptor {
+                index: at.slot,
+                address: u64::from_le(address.load(Ordering::Relaxed)),
+                len: word as u32,
+                flags: (word >> 48) as u16,
+                tail: (word >> 32) as u16,
+            };
+            at.advance(1, size);
+            Some(descriptor)
         });
         self.next_available.advance(taken as u16, size);
         self.outstanding += taken as u32;
@@ -203,15 +216,18 @@ impl Device {
             at = start;
             at.advance(slots, size);
             self.writes = false;
-            self.put(start, rest.last().unwrap_or(first), Ordering::Release);
+            self.publish(start, rest.last().unwrap_or(first));
         } else {
+            let descriptors = self.ring.pairs();
             for chain in rest {
-                self.put(at, chain, Ordering::Relaxed);
+                if let Some([_, word]) = descriptors.get(at.slot as usize) {
+                    word.store(used(at, chain), Ordering::Relaxed);
+                }
                 at.advance(chain.slots, size);
                 slots += chain.slots;
             }
             self.writes = true;
-            self.put(start, first, Ordering::Release);
+            self.publish(start, first);
         }
         self.next_used = at;
         self.outstanding -= u32::from(slots);
@@ -220,11 +236,9 @@ impl Device {
     }
 
     #[inline(always)]
-    fn put(&self, at: Position, chain: &Chain, ordering: Ordering) {
-        // 2.8.8: WRITE tells that the length is valid.
-        let flags = used_flags(at.wrap) | if chain.written > 0 { crate::WRITE } else { 0 };
+    fn publish(&self, at: Position, chain: &Chain) {
         // Pairs with the driver's acquire of this word: the buffers, and the used descriptors after it, are written.
-        self.ring.descriptors[2 * at.slot as usize + 1].store(word(chain.written, chain.id, flags), ordering);
+        self.ring.descriptors[2 * at.slot as usize + 1].store(used(at, chain), Ordering::Release);
     }
 
     /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
@@ -268,4 +282,12 @@ impl Device {
     pub fn disable_notification(&mut self) {
         self.ring.device_event[0].store(Event::DISABLED.to_word(), Ordering::Relaxed);
     }
+}
+
+/// The second word of a used descriptor.
+#[inline(always)]
+fn used(at: Position, chain: &Chain) -> u64 {
+    // 2.8.8: WRITE tells that the length is valid.
+    let flags = used_flags(at.wrap) | if chain.written > 0 { crate::WRITE } else { 0 };
+    word(chain.written, chain.id, flags)
 }

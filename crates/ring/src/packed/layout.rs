@@ -120,6 +120,12 @@ impl Base {
 pub(super) const LINE: u16 = 4;
 
 impl Layout {
+    /// The descriptors, two words each.
+    #[inline(always)]
+    pub(super) fn pairs(&self) -> &[[AtomicU64; 2]] {
+        self.descriptors.as_chunks().0
+    }
+
     /// Fetches the lines of the descriptors from a slot on, as many as are expected to be of use.
     #[inline(always)]
     pub(super) fn prefetch(&self, slot: u16, expected: u16, write: bool) {
