@@ -1,7 +1,10 @@
 //! Driver end of virtio-net: fixed buffers, each used for one direction and one queue for ever. Called by `host`, which
 //! connects it to a vhost-user device, and by whoever sends and receives with it.
 
-use crate::features::{bits, ring_features};
+use crate::{
+    burst::LOOK_AHEAD,
+    features::{bits, ring_features},
+};
 use ringroad_mem::{Error as MemoryError, Region, Span};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, SetupError, Used, packed, split};
 use ringroad_wire::vnet_hdr;
@@ -199,6 +202,9 @@ impl DriverTx {
             let mut filled = 0;
             for (len, ahead) in lens.iter_mut().zip(0..count - all) {
                 let Some(id) = ring.next_id(ahead) else { break };
+                if let Some(span) = ring.next_id(ahead + LOOK_AHEAD).and_then(|id| buffers.span(id)) {
+                    span.prefetch_write::<1>();
+                }
                 *len = buffers.span(id).map_or(0, |span| fill(id, span.skip(vnet_hdr::SIZE)));
                 filled += 1;
             }
@@ -222,7 +228,7 @@ impl DriverTx {
     pub fn prefetch(&self, count: usize) {
         let Queue { ring, buffers, .. } = &self.queue;
         ring.prefetch(count);
-        for id in (0..count).map_while(|ahead| ring.next_id(ahead)) {
+        for id in (0..count.min(LOOK_AHEAD)).map_while(|ahead| ring.next_id(ahead)) {
             if let Some(span) = buffers.span(id) {
                 span.prefetch_write::<1>();
             }
@@ -274,10 +280,14 @@ impl DriverRx {
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
-        if read {
-            used[..count].iter().filter_map(|used| buffers.span(used.id)).for_each(Span::prefetch::<1>);
-        }
-        for &used in &used[..count] {
+        let prefetch = |index: usize| {
+            if read && let Some(span) = used[..count].get(index).and_then(|used| buffers.span(used.id)) {
+                span.prefetch::<1>();
+            }
+        };
+        (0..LOOK_AHEAD).for_each(prefetch);
+        for (index, &used) in used[..count].iter().enumerate() {
+            prefetch(index + LOOK_AHEAD);
             let Some(span) = buffers.span(used.id) else { continue };
             let span = span.first(used.len as usize);
             if !self.mergeable {
