@@ -212,9 +212,7 @@ impl Traffic {
                 }
             }
             // Looking at what the device is about to write takes the line from it: only when there is need.
-            if tx.free() < self.burst {
-                while tx.reclaim()? == BURST {}
-            }
+            while tx.free() < self.burst && tx.reclaim()? > 0 {}
             if self.settings.touch != Touch::Nothing && tx.free() >= self.burst {
                 tx.prefetch(self.burst);
             }
@@ -333,7 +331,10 @@ impl Traffic {
                 Touch::All => return totals.foreign += 1,
             }
             frames += 1;
-            bytes += pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
+            bytes += match pieces {
+                [piece] => piece.len() as u64,
+                pieces => pieces.iter().map(|piece| piece.len() as u64).sum(),
+            };
         });
         totals.received += frames;
         totals.received_bytes += bytes;

@@ -278,6 +278,8 @@ impl<'a> Loop<'a> {
     /// Takes up what control wants. `false`: to stop.
     fn obey(&mut self) -> bool {
         self.shared.pending.store(false, Ordering::Relaxed);
+        // A queue that has stopped should not keep its guest's memory.
+        self.switch.release();
         let commands = std::mem::take(&mut *self.shared.commands());
         for command in commands {
             match command {

@@ -17,15 +17,25 @@ pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
     unsafe {
         if len > INLINE {
             ptr::copy(source, target, len);
-        } else if len >= 16 {
+        } else if len > 64 {
             let mut at = 0;
-            while at + 16 <= len {
+            while at + 32 <= len {
                 unit::<u128>(source, target, at);
-                at += 16;
+                unit::<u128>(source, target, at + 16);
+                at += 32;
             }
             if at < len {
+                unit::<u128>(source, target, len - 32);
                 unit::<u128>(source, target, len - 16);
             }
+        } else if len > 32 {
+            unit::<u128>(source, target, 0);
+            unit::<u128>(source, target, 16);
+            unit::<u128>(source, target, len - 32);
+            unit::<u128>(source, target, len - 16);
+        } else if len >= 16 {
+            unit::<u128>(source, target, 0);
+            unit::<u128>(source, target, len - 16);
         } else if len >= 8 {
             unit::<u64>(source, target, 0);
             unit::<u64>(source, target, len - 8);

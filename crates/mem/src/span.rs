@@ -27,6 +27,12 @@ impl<'m> Span<'m> {
         Span { start, len, memory: PhantomData }
     }
 
+    /// Nothing.
+    pub const fn empty() -> Self {
+        // No byte of it is ever read or written.
+        Span { start: NonNull::dangling(), len: 0, memory: PhantomData }
+    }
+
     /// Its length in bytes.
     #[inline(always)]
     pub fn len(self) -> usize {
@@ -168,9 +174,7 @@ pub struct Pieces {
 impl Pieces {
     /// An empty list for at most `limit` pieces.
     pub fn new(limit: usize) -> Self {
-        // SAFETY: nothing is read or written where there are no bytes.
-        let nothing = unsafe { Span::new(NonNull::dangling(), 0) };
-        Pieces { memory: None, list: vec![nothing; limit].into(), len: 0 }
+        Pieces { memory: None, list: vec![Span::empty(); limit].into(), len: 0 }
     }
 
     /// Empties the list and makes it one of spans in `memory`.
@@ -208,14 +212,14 @@ impl Pieces {
         }
     }
 
-    /// The fast path of `push`: adds guest addresses and lengths that `next` tells for 0, 1, 2, …, for as long as there are
-    /// any, each lies in the region that answered last, and there is room. Says how many it has added.
+    /// The fast path of `push`: adds up to `max` guest addresses and lengths that `next` tells for 0, 1, 2, …, for as long as
+    /// there are any, each lies in the region that answered last, and there is room. Says how many it has added.
     #[inline(always)]
-    pub fn extend(&mut self, hit: Hit, mut next: impl FnMut(usize) -> Option<(u64, u32)>) -> usize {
+    pub fn extend(&mut self, hit: Hit, max: usize, mut next: impl FnMut(usize) -> Option<(u64, u32)>) -> usize {
         let Some(region) = self.memory.as_ref().and_then(|memory| memory.last(hit)) else { return 0 };
         let (guest, whole) = (region.guest(), region.whole());
         let mut added = 0;
-        for place in &mut self.list[self.len..] {
+        for place in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().take(max) {
             let Some((address, len)) = next(added) else { break };
             let Some(span) = whole.part(address.wrapping_sub(guest), len) else { break };
             // SAFETY: as in `push`.

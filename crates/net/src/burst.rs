@@ -71,6 +71,12 @@ impl Frame {
         (head, self.head_len.into())
     }
 
+    /// The index of its chain.
+    #[inline(always)]
+    pub(crate) fn chain(&self) -> usize {
+        self.chain.into()
+    }
+
     /// The same, when all of `HEAD` is there.
     #[inline(always)]
     pub(crate) fn full_head(&self) -> Option<[[u8; 8]; HEAD / 8]> {
@@ -136,6 +142,13 @@ impl Burst {
         self.chains.start(memory);
     }
 
+    /// Empties it. The memory is kept: what comes next is probably from there too.
+    #[inline]
+    pub fn finish(&mut self) {
+        self.count = 0;
+        self.chains.empty();
+    }
+
     /// Empties it and lets the memory go.
     #[inline]
     pub fn clear(&mut self) {
@@ -149,7 +162,7 @@ impl Burst {
         self.frames.get(..self.count).unwrap_or_default()
     }
 
-    /// The frames, to change their heads.
+    /// The frames, to change how they go out.
     #[inline(always)]
     pub fn frames_mut(&mut self) -> &mut [Frame] {
         self.frames.get_mut(..self.count).unwrap_or_default()
@@ -163,15 +176,6 @@ impl Burst {
         Rest { pieces, skip: frame.head_len.into() }
     }
 
-    /// The same in one piece, if it is one.
-    #[inline(always)]
-    pub(crate) fn only_rest(&self, frame: &Frame) -> Option<Span<'_>> {
-        match self.chains.list().get(frame.chain as usize).map(|chain| self.chains.readable(chain)) {
-            Some([piece]) => Some(piece.skip(HEAD)),
-            _ => None,
-        }
-    }
-
     /// Adds a frame that lies in the burst's own memory, a buffer of a TAP port. `false`: it is no frame.
     pub fn push_private(&mut self, memory: &Table, address: u64, len: u32) -> bool {
         let index = self.chains.list().len();
@@ -179,10 +183,32 @@ impl Burst {
             && self.chains.list().get(index).copied().is_some_and(|chain| self.read_frame(index, &chain).is_ok())
     }
 
-    /// Reads the head of the chain with this index and makes a frame of it.
+    /// The fast path: reads the heads of the first chains, as far as nothing is special about them; says how many bytes the
+    /// frames have. What comes then is for `read_frame`.
     #[inline(always)]
+    pub(crate) fn read_plain(&mut self) -> u64 {
+        let Some((chains, pieces)) = self.chains.plain() else { return 0 };
+        let (mut bytes, mut count) = (0, 0);
+        for ((chain, piece), frame) in chains.iter().zip(pieces).zip(&mut self.frames) {
+            if let Some(piece) = pieces.get(count + LOOK_AHEAD) {
+                piece.prefetch::<FETCH>();
+            }
+            if chain.writable_len() > 0 || piece.len() > vnet_hdr::SIZE + MAX_FRAME {
+                break;
+            }
+            let Some(head) = piece.read_once::<HEAD>() else { break };
+            let total = piece.len() as u32;
+            *frame = Frame { head, total, chain: count as u16, head_len: HEAD as u8, reflected: false };
+            bytes += u64::from(total) - vnet_hdr::SIZE as u64;
+            count += 1;
+        }
+        self.count = count;
+        bytes
+    }
+
+    /// Reads the head of the chain with this index and makes a frame of it.
     pub(crate) fn read_frame(&mut self, index: usize, chain: &Chain) -> Result<usize, NoFrame> {
-        let total = chain.readable_len as usize;
+        let total = chain.readable_len() as usize;
         if total < vnet_hdr::SIZE + ethernet::HEADER {
             return Err(NoFrame::Runt);
         }

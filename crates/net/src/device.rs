@@ -2,7 +2,7 @@
 //! `host`, which has their memory, sockets and notifications.
 
 use crate::{
-    Burst, Counters, Features,
+    Burst, Counters, Features, HEAD,
     burst::{FETCH, Frame, LOOK_AHEAD, NoFrame, PIECES, vnet_header},
     features::{bits, ring_features},
 };
@@ -66,10 +66,11 @@ impl TxQueue {
             }
         }
         let taken = burst.chains.list().len();
-        let (mut bytes, mut runts, mut oversize) = (0, 0, 0);
-        for index in 0..taken {
+        let mut bytes = burst.read_plain();
+        let (mut runts, mut oversize) = (0, 0);
+        for index in burst.frames().len()..taken {
             let Some(&chain) = burst.chains.list().get(index) else { break };
-            if chain.writable_len > 0 || chain.readable_len < vnet_hdr::SIZE as u32 {
+            if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
                 // What came before it is good; at the next burst it comes first.
                 self.ring.untake(&mut burst.chains, index);
                 if index == 0 {
@@ -114,7 +115,7 @@ impl TxQueue {
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
         self.ring.give(burst.chains.list());
-        burst.clear();
+        burst.finish();
     }
 
     /// Whether the driver wants to be notified of what was given back. An unsure `false` has to be asked for again.
@@ -156,10 +157,10 @@ fn prefetch(chains: &Chains, index: usize) {
 #[cold]
 fn fault(chain: &Chain) -> Fault {
     let id = chain.id;
-    if chain.writable_len > 0 {
+    if chain.writable_len() > 0 {
         Fault::Writable { id }
     } else {
-        Fault::Header { id, len: chain.readable_len, needed: vnet_hdr::SIZE as u32 }
+        Fault::Header { id, len: chain.readable_len(), needed: vnet_hdr::SIZE as u32 }
     }
 }
 
@@ -195,10 +196,10 @@ impl RxQueue {
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
         self.want(which.len())?;
         let frame = |index: u8| burst.frames().get(index as usize);
-        let (mut frames, mut bytes, mut full, mut oversize, mut stopped) = (0u64, 0u64, 0u64, 0u64, 0u64);
-        let mut used = 0;
+        let (mut used, mut bytes) = self.place_plain(burst, which);
+        let (mut frames, mut full, mut oversize, mut stopped) = (used as u64, 0u64, 0u64, 0u64);
         let mut fault = None;
-        for (done, &index) in which.iter().enumerate() {
+        for (done, &index) in which.iter().enumerate().skip(used) {
             let Some(frame) = frame(index) else { continue };
             let left = which.len() - done;
             if used == self.chains.list().len() {
@@ -214,7 +215,6 @@ impl RxQueue {
                     }
                 }
             }
-            self.prefetch(used + LOOK_AHEAD);
             let mut placed = self.place(burst, frame, used);
             if let Err(Refusal::Crowded) = placed {
                 self.give(&mut used);
@@ -298,27 +298,32 @@ impl RxQueue {
         *used = 0;
     }
 
-    /// Copies one frame into the chain with this index, or into that and as many after it as it needs; says how many.
+    /// The fast path: copies the first frames, as far as each lies in one piece and fits into one. Says how many, and how
+    /// many bytes they have. What comes then is for `place`.
     #[inline(always)]
-    fn place(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
-        let chains = &mut self.chains;
-        if let Some(chain) = chains.list().get(first)
-            && chain.readable_len == 0
-            && let &[target] = chains.writable(chain)
-            && target.len() >= frame.total()
-            && let Some(head) = frame.full_head()
-            && let Some(rest) = burst.only_rest(frame)
-            && target.write_parts(head)
-        {
-            let len = crate::HEAD + rest.copy_to(target.skip(crate::HEAD));
-            chains.list_mut()[first].written = len as u32;
-            return Ok(1);
+    fn place_plain(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
+        let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
+        let Some((_, sources)) = burst.chains.plain() else { return (0, 0) };
+        let (mut count, mut bytes) = (0, 0);
+        for ((&index, chain), target) in which.iter().zip(chains).zip(targets) {
+            if let Some(target) = targets.get(count + LOOK_AHEAD) {
+                target.prefetch_write::<FETCH>();
+            }
+            let Some(frame) = burst.frames().get(index as usize) else { break };
+            let Some(source) = sources.get(frame.chain()) else { break };
+            let Some(head) = frame.full_head() else { break };
+            if chain.readable_len() > 0 || target.len() < frame.total() || !target.write_parts(head) {
+                break;
+            }
+            chain.written = (HEAD + source.skip(HEAD).copy_to(target.skip(HEAD))) as u32;
+            bytes += frame.len() as u64;
+            count += 1;
         }
-        self.place_anyhow(burst, frame, first)
+        (count, bytes)
     }
 
-    /// The normal way: chains of any shape, as many as the frame needs.
-    fn place_anyhow(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
+    /// The normal path: copies one frame into chains of any shape, as many as it needs from this one on; says how many.
+    fn place(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
         // First see that there are enough, then copy: what is not given back must stay untouched.
         let count = self.reserve(first, frame.total())?;
         let (mut head, head_len) = frame.head();
@@ -351,8 +356,8 @@ impl RxQueue {
                 }
             }
             let chain = self.chains.list()[first + count];
-            let (id, len, needed) = (chain.id, chain.writable_len, vnet_hdr::SIZE as u32);
-            if chain.readable_len > 0 {
+            let (id, len, needed) = (chain.id, chain.writable_len(), vnet_hdr::SIZE as u32);
+            if chain.readable_len() > 0 {
                 return Err(Refusal::Fault(Fault::Readable { id }));
             }
             if len < needed {
@@ -424,7 +429,7 @@ impl RxQueue {
         let mut taken = 0;
         while left > 0 && taken < count {
             let chain = &mut self.chains.list_mut()[first + taken];
-            chain.written = chain.writable_len.min(left as u32);
+            chain.written = chain.writable_len().min(left as u32);
             left -= chain.written as usize;
             taken += 1;
         }

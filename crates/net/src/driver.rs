@@ -5,7 +5,7 @@ use crate::{
     burst::LOOK_AHEAD,
     features::{bits, ring_features},
 };
-use ringroad_mem::{Error as MemoryError, Region, Span};
+use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, SetupError, Used, packed, split};
 use ringroad_wire::vnet_hdr;
 use std::{fs::File, sync::Arc};
@@ -64,6 +64,7 @@ impl Driver {
         let stride = ((vnet_hdr::SIZE + config.frame).div_ceil(64) | 1) * 64;
         let queue = (ring + size as usize * stride).next_multiple_of(4096);
         let (region, file) = Region::create(2 * queue * config.queue_pairs as usize, GUEST, config.huge)?;
+        let memory = Arc::new(Table::default().with(region.clone())?);
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..2 * config.queue_pairs {
             let offset = queue * index as usize;
@@ -78,12 +79,8 @@ impl Driver {
             let queue = Queue {
                 ring: driver,
                 addresses,
-                buffers: Buffers {
-                    region: region.clone(),
-                    offset: offset + ring,
-                    stride,
-                    mask: size.is_power_of_two().then(|| (size - 1) as u16),
-                },
+                buffers: Buffers::new(&memory, GUEST + (offset + ring) as u64, stride, size)
+                    .ok_or(SetupError::Size { size, packed })?,
                 used: [Used::default(); BURST],
             };
             if index % 2 == 0 {
@@ -99,30 +96,31 @@ impl Driver {
 
 /// One buffer for each id, in the driver's memory.
 struct Buffers {
-    region: Arc<Region>,
-    offset: usize,
+    spans: Pieces,
+    addresses: Box<[u64]>,
     stride: usize,
-    /// Of the queue's size, if that is a power of two.
-    mask: Option<u16>,
 }
 
 impl Buffers {
-    #[inline(always)]
-    fn span(&self, id: u16) -> Option<Span<'_>> {
-        self.region.span(self.at(id), self.stride)
-    }
-
     /// Neighbours lie far apart: a device's core would recognise buffers in a row and fetch the next ones, which the driver
     /// is just about to write to.
+    fn new(memory: &Arc<Table>, first: u64, stride: usize, size: u32) -> Option<Buffers> {
+        let place = |id: u32| if size.is_power_of_two() { id.wrapping_mul(97) & (size - 1) } else { id };
+        let addresses: Box<[u64]> = (0..size).map(|id| first + u64::from(place(id)) * stride as u64).collect();
+        let (mut spans, mut hit) = (Pieces::new(size as usize), Hit::default());
+        spans.start(memory);
+        addresses.iter().all(|&address| spans.push(address, stride as u32, &mut hit).is_ok()).then_some(())?;
+        Some(Buffers { spans, addresses, stride })
+    }
+
     #[inline(always)]
-    fn at(&self, id: u16) -> usize {
-        let place = self.mask.map_or(id, |mask| id.wrapping_mul(97) & mask);
-        self.offset + place as usize * self.stride
+    fn span(&self, id: u16) -> Option<Span<'_>> {
+        self.spans.list().get(id as usize).copied()
     }
 
     #[inline(always)]
     fn buffer(&self, id: u16, len: usize) -> Buffer {
-        let address = self.region.guest() + self.at(id) as u64;
+        let address = self.addresses.get(id as usize).copied().unwrap_or_default();
         Buffer { address, len: len as u32 }
     }
 }
@@ -172,8 +170,7 @@ impl DriverTx {
     /// Takes back buffers that the device has sent, at most a burst; says how many.
     #[inline]
     pub fn reclaim(&mut self) -> Result<usize, DriverFault> {
-        let Queue { ring, used, .. } = &mut self.queue;
-        let count = ring.take_used(used)?;
+        let count = self.queue.ring.reclaim(BURST)?;
         self.under_way -= count;
         Ok(count)
     }
@@ -194,31 +191,28 @@ impl DriverTx {
     #[inline]
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
         let Queue { ring, buffers, .. } = &mut self.queue;
-        let mut all = 0;
-        while all < count {
+        let mut added = 0;
+        while added < count {
             // First all buffers, then all descriptors: either way stores to lines that have to come from the device's core
             // stand close together, and so wait together.
-            let mut lens = [0; BURST];
-            let mut filled = 0;
-            for (len, ahead) in lens.iter_mut().zip(0..count - all) {
-                let Some(id) = ring.next_id(ahead) else { break };
-                if let Some(span) = ring.next_id(ahead + LOOK_AHEAD).and_then(|id| buffers.span(id)) {
+            let mut lens = [0u32; BURST];
+            let ids = ring.next_ids(0, BURST.min(count - added));
+            for (index, (&id, len)) in ids.iter().zip(&mut lens).enumerate() {
+                if let Some(span) = ids.get(index + LOOK_AHEAD).and_then(|&id| buffers.span(id)) {
                     span.prefetch_write::<1>();
                 }
-                *len = buffers.span(id).map_or(0, |span| fill(id, span.skip(vnet_hdr::SIZE)));
-                filled += 1;
+                let Some(span) = buffers.span(id) else { break };
+                *len = (vnet_hdr::SIZE + fill(id, span.skip(vnet_hdr::SIZE))).min(buffers.stride) as u32;
             }
             let mut next = lens.iter();
-            let added = ring.add_single(filled, false, |id| {
-                let len = next.next().copied().unwrap_or(0);
-                buffers.buffer(id, (vnet_hdr::SIZE + len).min(buffers.stride))
+            let run = ring.add_single(ids.len(), false, |id| {
+                buffers.buffer(id, next.next().copied().unwrap_or(vnet_hdr::SIZE as u32) as usize)
             });
-            all += added;
-            if added < BURST {
+            if run == 0 {
                 break;
             }
+            added += run;
         }
-        let added = all;
         self.under_way += added;
         added
     }
@@ -228,10 +222,8 @@ impl DriverTx {
     pub fn prefetch(&self, count: usize) {
         let Queue { ring, buffers, .. } = &self.queue;
         ring.prefetch(count);
-        for id in (0..count.min(LOOK_AHEAD)).map_while(|ahead| ring.next_id(ahead)) {
-            if let Some(span) = buffers.span(id) {
-                span.prefetch_write::<1>();
-            }
+        for span in ring.next_ids(0, count.min(LOOK_AHEAD)).iter().filter_map(|&id| buffers.span(id)) {
+            span.prefetch_write::<1>();
         }
     }
 
@@ -286,37 +278,38 @@ impl DriverRx {
             }
         };
         (0..LOOK_AHEAD).for_each(prefetch);
+        let mut parts = [Span::empty(); BURST];
         for (index, &used) in used[..count].iter().enumerate() {
             prefetch(index + LOOK_AHEAD);
             let Some(span) = buffers.span(used.id) else { continue };
             let span = span.first(used.len as usize);
-            if !self.mergeable {
-                frame(&[span.skip(vnet_hdr::SIZE)]);
-                continue;
-            }
-            if self.pieces.is_empty() && num_buffers(span) <= 1 {
-                frame(&[span.skip(vnet_hdr::SIZE)]);
-                continue;
-            }
-            // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
-            self.pieces.push(used);
-            let part = |used: &Used| buffers.span(used.id).map(|span| span.first(used.len as usize));
-            let Some(first) = self.pieces.first().and_then(part) else { continue };
-            // More than the ring has can only be a lie; what has come is all that will.
-            if self.pieces.len() < (num_buffers(first) as usize).min(self.size) {
-                continue;
-            }
-            let rest = self.pieces.iter().skip(1).filter_map(part);
-            let all = std::iter::once(first.skip(vnet_hdr::SIZE)).chain(rest);
-            let count = self.pieces.len();
-            if count <= BURST {
-                let mut parts = [first; BURST];
-                parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
-                frame(&parts[..count]);
+            let mut many = Vec::new();
+            let pieces = if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
+                parts[0] = span.skip(vnet_hdr::SIZE);
+                &parts[..1]
             } else {
-                frame(&all.collect::<Vec<_>>());
-            }
-            self.pieces.clear();
+                // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
+                self.pieces.push(used);
+                let part = |used: &Used| buffers.span(used.id).map(|span| span.first(used.len as usize));
+                let Some(first) = self.pieces.first().and_then(part) else { continue };
+                // More than the ring has can only be a lie; what has come is all that will.
+                if self.pieces.len() < (num_buffers(first) as usize).min(self.size) {
+                    continue;
+                }
+                let rest = self.pieces.iter().skip(1).filter_map(part);
+                let all = std::iter::once(first.skip(vnet_hdr::SIZE)).chain(rest);
+                let count = self.pieces.len();
+                let pieces = if count <= BURST {
+                    parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
+                    &parts[..count]
+                } else {
+                    many.extend(all);
+                    &many[..]
+                };
+                self.pieces.clear();
+                pieces
+            };
+            frame(pieces);
         }
         if count > 0 {
             self.refill();

@@ -128,17 +128,11 @@ pub(crate) struct Descriptor {
 
 /// One descriptor chain that the driver made available.
 #[derive(Clone, Copy, Debug, Default)]
-#[repr(C)] // so that `single` fills it with few stores
 pub struct Chain {
-    /// Bytes for the device to read.
-    pub readable_len: u32,
-    /// Bytes for the device to write.
-    pub writable_len: u32,
-    first: u16,
-    middle: u16,
-    end: u16,
-    /// How many entries it takes in the ring (split: always 1).
-    pub slots: u16,
+    /// Readable and writable length: one word, so that the fast path writes it at once.
+    lens: u64,
+    /// Index of the first piece, of the first writable one, and of what follows the last; and the slots.
+    place: u64,
     /// How many bytes the device has written into it: to be set before it is given back.
     pub written: u32,
     /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
@@ -148,25 +142,60 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// A chain of one piece, the one with index `first`, without a branch.
     #[inline(always)]
-    fn single(id: u16, first: u16, len: u32, flags: u16) -> Chain {
-        let writable = u64::from(flags & WRITE != 0);
-        let lens = u64::from(len) << (32 * writable);
-        // First, middle, end, and one slot.
-        let place = u64::from(first) * 0x0001_0001_0001 + (0x0001_0001_0001_0000 - (writable << 16));
+    fn new(id: u16, slots: u16, [first, middle, end]: [u16; 3], readable_len: u32, writable_len: u32) -> Chain {
         Chain {
-            readable_len: lens as u32,
-            writable_len: (lens >> 32) as u32,
-            first: place as u16,
-            middle: (place >> 16) as u16,
-            end: (place >> 32) as u16,
-            slots: (place >> 48) as u16,
+            lens: u64::from(readable_len) | u64::from(writable_len) << 32,
+            place: u64::from(first) | u64::from(middle) << 16 | u64::from(end) << 32 | u64::from(slots) << 48,
             written: 0,
             id,
             clipped: false,
         }
     }
+
+    /// Bytes for the device to read.
+    #[inline(always)]
+    pub fn readable_len(&self) -> u32 {
+        self.lens as u32
+    }
+
+    /// Bytes for the device to write.
+    #[inline(always)]
+    pub fn writable_len(&self) -> u32 {
+        (self.lens >> 32) as u32
+    }
+
+    /// How many entries it takes in the ring (split: always 1).
+    #[inline(always)]
+    pub fn slots(&self) -> u16 {
+        (self.place >> 48) as u16
+    }
+
+    #[inline(always)]
+    fn first(&self) -> usize {
+        self.place as u16 as usize
+    }
+
+    #[inline(always)]
+    fn middle(&self) -> usize {
+        (self.place >> 16) as u16 as usize
+    }
+
+    #[inline(always)]
+    fn end(&self) -> usize {
+        (self.place >> 32) as u16 as usize
+    }
+}
+
+/// A chain that is being made.
+pub(crate) struct Draft {
+    pub id: u16,
+    pub slots: u16,
+    first: usize,
+    middle: usize,
+    readable_len: u32,
+    writable_len: u32,
+    clipped: bool,
 }
 
 /// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
@@ -174,25 +203,39 @@ pub struct Chains {
     pieces: Pieces,
     list: Box<[Chain]>,
     len: usize,
+    /// There were other chains than those of one piece.
+    long: bool,
 }
 
 impl Chains {
     /// Room for `chains` chains with `pieces` spans altogether.
     pub fn new(chains: usize, pieces: u16) -> Self {
-        Chains { pieces: Pieces::new(pieces as usize), list: vec![Chain::default(); chains].into(), len: 0 }
+        Chains {
+            pieces: Pieces::new(pieces as usize),
+            list: vec![Chain::default(); chains].into(),
+            len: 0,
+            long: false,
+        }
     }
 
     /// Empties the burst for chains of this memory.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        self.len = 0;
+        (self.len, self.long) = (0, false);
         self.pieces.start(memory);
+    }
+
+    /// Empties the burst.
+    #[inline]
+    pub fn empty(&mut self) {
+        (self.len, self.long) = (0, false);
+        self.pieces.truncate(0);
     }
 
     /// Empties the burst and lets its memory go.
     #[inline]
     pub fn clear(&mut self) {
-        self.len = 0;
+        (self.len, self.long) = (0, false);
         self.pieces.clear();
     }
 
@@ -208,11 +251,25 @@ impl Chains {
         self.list.get_mut(..self.len).unwrap_or_default()
     }
 
+    /// All chains and their pieces, if each has just one, as nearly always.
+    #[inline(always)]
+    pub fn plain(&self) -> Option<(&[Chain], &[Span<'_>])> {
+        (!self.long).then(|| (self.list(), self.pieces.list()))
+    }
+
+    /// The same, to note how much was written to them.
+    #[inline(always)]
+    pub fn plain_mut(&mut self) -> Option<(&mut [Chain], &[Span<'_>])> {
+        if self.long {
+            return None;
+        }
+        Some((self.list.get_mut(..self.len).unwrap_or_default(), self.pieces.list()))
+    }
+
     /// The first piece of a chain, to be fetched.
     #[inline(always)]
     pub fn first_piece(&self, index: usize) -> Option<Span<'_>> {
-        let chain = self.list().get(index)?;
-        self.pieces.list().get(chain.first as usize).copied()
+        self.pieces.list().get(self.list().get(index)?.first()).copied()
     }
 
     /// How many more chains fit.
@@ -224,20 +281,20 @@ impl Chains {
     /// What the device reads of a chain.
     #[inline(always)]
     pub fn readable(&self, chain: &Chain) -> &[Span<'_>] {
-        self.pieces.list().get(chain.first as usize..chain.middle as usize).unwrap_or_default()
+        self.pieces.list().get(chain.first()..chain.middle()).unwrap_or_default()
     }
 
     /// What the device writes of a chain.
     #[inline(always)]
     pub fn writable(&self, chain: &Chain) -> &[Span<'_>] {
-        self.pieces.list().get(chain.middle as usize..chain.end as usize).unwrap_or_default()
+        self.pieces.list().get(chain.middle()..chain.end()).unwrap_or_default()
     }
 
     /// What the device writes of `count` chains in a row that have nothing to read.
     pub fn writable_range(&self, first: usize, count: usize) -> &[Span<'_>] {
         let chains = self.list().get(first..first + count).unwrap_or_default();
         let (Some(first), Some(last)) = (chains.first(), chains.last()) else { return &[] };
-        self.pieces.list().get(first.middle as usize..last.end as usize).unwrap_or_default()
+        self.pieces.list().get(first.middle()..last.end()).unwrap_or_default()
     }
 
     /// Adds a chain of one readable buffer that no driver made: memory of a port's own. `false`: there is no room, or the
@@ -251,31 +308,39 @@ impl Chains {
     /// Forgets the chains from the `len`th on.
     pub(crate) fn truncate(&mut self, len: usize) {
         if let Some(chain) = self.list().get(len) {
-            self.pieces.truncate(chain.first as usize);
+            self.pieces.truncate(chain.first());
             self.len = len;
         }
     }
 
-    #[inline(always)]
-    pub(crate) fn begin(&self, slots: u16) -> Chain {
-        let first = self.pieces.list().len() as u16;
-        Chain { slots, first, middle: first, end: first, ..Chain::default() }
+    pub(crate) fn begin(&self, slots: u16) -> Draft {
+        let first = self.pieces.list().len();
+        Draft { id: 0, slots, first, middle: first, readable_len: 0, writable_len: 0, clipped: false }
     }
 
-    /// The fast path: adds chains of one buffer each, as nearly all are, of the descriptors that `next` tells for 0, 1, 2, …,
-    /// for as long as there are any, each of which lies in the region that answered last, and there is room. Says how many
-    /// it has added; what comes then is for the normal path, right or wrong.
+    /// The fast path: adds chains of one buffer each, as nearly all are, all for the device to write or none. `next` tells
+    /// id, guest address and length, for as long as there are any, each of which lies in the region that answered last,
+    /// and there is room. Says how many it has added; what comes then is for the normal path, right or wrong.
     #[inline(always)]
-    pub(crate) fn singles(&mut self, max: usize, hit: Hit, mut next: impl FnMut(usize) -> Option<Descriptor>) -> usize {
-        let mut places = self.list[self.len..].iter_mut().take(max);
+    pub(crate) fn singles(
+        &mut self,
+        max: usize,
+        hit: Hit,
+        writable: bool,
+        mut next: impl FnMut() -> Option<(u16, u64, u32)>,
+    ) -> usize {
         let before = self.pieces.list().len();
-        let added = self.pieces.extend(hit, |index| {
-            let chain = places.next()?;
-            let Descriptor { address, len, flags, tail: id, .. } = next(index)?;
+        let places = self.list.get_mut(self.len..).unwrap_or_default();
+        let added = self.pieces.extend(hit, max.min(places.len()), |index| {
+            let chain = places.get_mut(index)?;
+            let (id, address, len) = next()?;
             if len == 0 {
                 return None;
             }
-            *chain = Chain::single(id, (before + index) as u16, len, flags);
+            let first = (before + index) as u16;
+            let middle = first + u16::from(!writable);
+            let (readable_len, writable_len) = if writable { (0, len) } else { (len, 0) };
+            *chain = Chain::new(id, 1, [first, middle, first + 1], readable_len, writable_len);
             Some((address, len))
         });
         self.len += added;
@@ -286,7 +351,7 @@ impl Chains {
     #[inline(always)]
     pub(crate) fn add(
         &mut self,
-        chain: &mut Chain,
+        chain: &mut Draft,
         memory: &Table,
         hit: &mut Hit,
         descriptor: Descriptor,
@@ -307,43 +372,43 @@ impl Chains {
                 return Err(Fault::Outside { index, address, len, regions: memory.regions().len() as u16 });
             }
         }
-        chain.end = self.pieces.list().len() as u16;
         if writable {
             chain.writable_len = total - chain.readable_len;
         } else {
             chain.readable_len = total;
-            chain.middle = chain.end;
+            chain.middle = self.pieces.list().len();
         }
         Ok(())
     }
 
     /// Ends a chain, for which there is room. `false`: it did not fit beside the others and has to wait for the next burst.
-    #[inline(always)]
-    pub(crate) fn end(&mut self, chain: Chain) -> bool {
-        let mut chain = chain;
-        if chain.clipped {
-            self.pieces.truncate(chain.first as usize);
+    pub(crate) fn end(&mut self, draft: Draft) -> bool {
+        let Draft { id, slots, first, middle, readable_len, writable_len, clipped } = draft;
+        if clipped {
+            self.pieces.truncate(first);
             if self.len > 0 {
                 return false;
             }
-            (chain.middle, chain.end) = (chain.first, chain.first);
         }
+        let end = self.pieces.list().len();
         let Some(place) = self.list.get_mut(self.len) else { return false };
-        *place = chain;
+        let pieces = [first, middle.min(end), end].map(|index| index as u16);
+        *place = Chain { clipped, ..Chain::new(id, slots, pieces, readable_len, writable_len) };
         self.len += 1;
+        self.long |= end != first + 1;
         true
     }
 
     /// Takes back what `add` did for a chain that turned out to be faulty.
-    pub(crate) fn abandon(&mut self, chain: &Chain) {
-        self.pieces.truncate(chain.first as usize);
+    pub(crate) fn abandon(&mut self, chain: &Draft) {
+        self.pieces.truncate(chain.first);
     }
 }
 
 /// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one.
 pub(crate) fn indirect(
     chains: &mut Chains,
-    chain: &mut Chain,
+    chain: &mut Draft,
     memory: &Table,
     hit: &mut Hit,
     descriptor: Descriptor,

@@ -94,6 +94,32 @@ impl Ids {
         (ahead < self.free).then(|| self.ids[self.wrap(self.next + ahead)])
     }
 
+    /// The ids that will be used after `ahead` others: up to `count`, as many as lie in a row.
+    #[inline(always)]
+    pub(crate) fn run(&self, ahead: usize, count: usize) -> &[u16] {
+        let count = count.min(self.free.saturating_sub(ahead));
+        let start = self.wrap(self.next + ahead.min(self.free));
+        let run = self.ids.get(start..).unwrap_or_default();
+        run.get(..count).unwrap_or(run)
+    }
+
+    /// With IN_ORDER: how many ids are under way up to this one, oldest first; 0: it is not under way.
+    #[inline(always)]
+    pub(crate) fn up_to(&self, id: usize) -> usize {
+        if !self.is_under_way(id) {
+            return 0;
+        }
+        let oldest = self.wrap(self.next + self.free);
+        if id >= oldest { id - oldest + 1 } else { id + self.ids.len() - oldest + 1 }
+    }
+
+    /// With IN_ORDER: the oldest `count` ids under way are free again.
+    #[inline(always)]
+    pub(crate) fn put_back_oldest(&mut self, count: usize) {
+        debug_assert!(self.free + count <= self.ids.len());
+        self.free += count;
+    }
+
     /// The next `count` ids, which are free, are used.
     #[inline(always)]
     pub(crate) fn advance(&mut self, count: usize) {
@@ -165,6 +191,12 @@ impl DriverRing {
         either!(self, ring => ring.next_id(ahead))
     }
 
+    /// Ids that single-buffer chains will have after `ahead` others: up to `count`, perhaps fewer than will follow.
+    #[inline(always)]
+    pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
+        either!(self, ring => ring.next_ids(ahead, count))
+    }
+
     /// Fetches what adding `count` chains will write to, while there is something else to do.
     #[inline]
     pub fn prefetch(&self, count: usize) {
@@ -192,6 +224,12 @@ impl DriverRing {
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         either!(self, ring => ring.take_used(out))
+    }
+
+    /// The same for up to `max` chains, where nobody needs to know which. Without a look at each, if they were used in order.
+    #[inline]
+    pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
+        either!(self, ring => ring.reclaim(max))
     }
 
     /// Whether the device wants to be notified of what was published since the last call.

@@ -336,9 +336,9 @@ impl Pair {
             assert_eq!(chain.id, id);
             assert!(!chain.clipped && chain.written == 0);
             let slots = if self.config.features.packed { sent.slots } else { 1 };
-            assert_eq!(chain.slots as usize, slots);
-            assert_eq!(chain.readable_len, sent.len(0..sent.readable));
-            assert_eq!(chain.writable_len, sent.len(sent.readable..sent.buffers.len()));
+            assert_eq!(chain.slots() as usize, slots);
+            assert_eq!(chain.readable_len(), sent.len(0..sent.readable));
+            assert_eq!(chain.writable_len(), sent.len(sent.readable..sent.buffers.len()));
         }
         self.visible -= expected;
     }
@@ -367,11 +367,11 @@ impl Pair {
                 span.read(&mut bytes);
                 got.extend(bytes);
             }
-            assert_eq!(got, pattern(serial, chain.readable_len as usize));
+            assert_eq!(got, pattern(serial, chain.readable_len() as usize));
             let len = match (how + i) % 5 {
                 0..=2 => 0,
-                3 => chain.writable_len,
-                _ => serial as u32 % (chain.writable_len + 1),
+                3 => chain.writable_len(),
+                _ => serial as u32 % (chain.writable_len() + 1),
             };
             let reply = pattern(!serial, len as usize);
             let mut at = 0;

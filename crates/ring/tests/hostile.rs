@@ -130,7 +130,7 @@ fn faults_after(raw: &Raw, good: usize, fault: Fault, text: &str) {
     }
     assert_eq!(burst.list().len(), good);
     if let Some(chain) = burst.list().first() {
-        assert_eq!((chain.id, chain.readable_len, burst.readable(chain).len()), (0, 77, 1));
+        assert_eq!((chain.id, chain.readable_len(), burst.readable(chain).len()), (0, 77, 1));
     }
     device.give(burst.list());
     assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
@@ -201,7 +201,7 @@ fn chains_of_more_than_4_gib() {
         let mut burst = Chains::new(BURST, 64);
         burst.start(&raw.0.device);
         assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, 2), Ok(2));
-        assert_eq!((burst.list()[1].readable_len, burst.list()[1].writable_len), (HALF, HALF - 1));
+        assert_eq!((burst.list()[1].readable_len(), burst.list()[1].writable_len()), (HALF, HALF - 1));
     }
 }
 
@@ -255,7 +255,7 @@ fn loops_and_chains_longer_than_the_queue() {
             for _ in 0..2 {
                 burst.start(&raw.0.device);
                 assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, BURST), Ok(1));
-                assert_eq!((burst.list()[0].readable_len, burst.readable(&burst.list()[0]).len()), (8, 8));
+                assert_eq!((burst.list()[0].readable_len(), burst.readable(&burst.list()[0]).len()), (8, 8));
                 raw.chain(0, &[(raw.data(), 1, 0); 8]);
             }
         }
@@ -314,7 +314,7 @@ fn indirect_tables_of_odd_lengths_and_places() {
             let mut burst = Chains::new(BURST, 64);
             burst.start(&raw.0.device);
             assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, BURST), Ok(1));
-            assert_eq!((burst.list()[0].readable_len, burst.list()[0].writable_len), (3, 4));
+            assert_eq!((burst.list()[0].readable_len(), burst.list()[0].writable_len()), (3, 4));
         }
     }
     // A table may have more entries than its chain (split only).
@@ -373,7 +373,7 @@ fn readable_after_writable() {
             burst.start(&raw.0.device);
             assert_eq!(raw.0.device_at(0x8001_8001).take(&raw.0.device, &mut burst, 1), Ok(1));
             let chain = burst.list()[0];
-            assert_eq!((chain.readable_len, chain.writable_len), (3, 0));
+            assert_eq!((chain.readable_len(), chain.writable_len()), (3, 0));
         } else {
             expect(features, in_table, Fault::Order { index: 2 }, &format!("descriptor 2 {text}"));
         }
@@ -493,7 +493,7 @@ fn all_packed_flags() {
                     Ok((readable, writable)) => {
                         assert_eq!(got, Ok(1), "{flags:#x}");
                         let chain = burst.list()[0];
-                        assert_eq!((chain.readable_len, chain.writable_len, chain.id), (readable, writable, 9));
+                        assert_eq!((chain.readable_len(), chain.writable_len(), chain.id), (readable, writable, 9));
                     }
                     Err(fault) => assert_eq!(got, Err(fault), "{flags:#x}"),
                 }
@@ -547,7 +547,7 @@ fn more_pieces_than_a_burst_holds() {
         assert_eq!(device.take(&raw.0.device, &mut burst, 1), Ok(1));
         let chain = burst.list()[0];
         assert!(chain.clipped && burst.readable(&chain).is_empty() && burst.writable(&chain).is_empty());
-        assert_eq!((chain.readable_len, chain.writable_len), (3, 7));
+        assert_eq!((chain.readable_len(), chain.writable_len()), (3, 7));
         // It can be put back and taken again like any other.
         device.untake(&mut burst, 0);
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(2));
@@ -912,8 +912,8 @@ proptest! {
                         let (readable, writable) = (burst.readable(chain), burst.writable(chain));
                         pieces += readable.len() + writable.len();
                         if !chain.clipped {
-                            prop_assert_eq!(readable.iter().map(|s| s.len()).sum::<usize>(), chain.readable_len as usize);
-                            prop_assert_eq!(writable.iter().map(|s| s.len()).sum::<usize>(), chain.writable_len as usize);
+                            prop_assert_eq!(readable.iter().map(|s| s.len()).sum::<usize>(), chain.readable_len() as usize);
+                            prop_assert_eq!(writable.iter().map(|s| s.len()).sum::<usize>(), chain.writable_len() as usize);
                         }
                         writable.iter().for_each(|span| { span.write(&[0xaa]); });
                     }
@@ -1016,9 +1016,9 @@ fn descriptors_that_change_meanwhile() {
                 }
                 for chain in burst.list() {
                     let len = |spans: &[Span<'_>]| spans.iter().map(|span| span.len()).sum::<usize>();
-                    assert_eq!(len(burst.readable(chain)), chain.readable_len as usize);
-                    assert_eq!(len(burst.writable(chain)), chain.writable_len as usize);
-                    assert!(chain.readable_len + chain.writable_len > 0);
+                    assert_eq!(len(burst.readable(chain)), chain.readable_len() as usize);
+                    assert_eq!(len(burst.writable(chain)), chain.writable_len() as usize);
+                    assert!(chain.readable_len() + chain.writable_len() > 0);
                 }
             }
             stop.store(true, Ordering::Relaxed);

@@ -57,7 +57,7 @@ fn take_one(device: &mut DeviceRing, memory: &StdArc<Table>, burst: &mut Chains,
     let offset = spans[0].as_ptr() as usize - memory.regions()[0].span(0, 1).unwrap().as_ptr() as usize;
     let serial = offset as u32 / 64;
     assert_eq!((spans[0].len(), offset % 64), (10 + serial as usize, 0), "address and length of one descriptor");
-    assert_eq!(chain.readable_len + chain.writable_len, 10 + serial);
+    assert_eq!(chain.readable_len() + chain.writable_len(), 10 + serial);
     Some(serial)
 }
 

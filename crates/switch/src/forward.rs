@@ -76,6 +76,17 @@ impl Group {
     }
 }
 
+/// All frames of a burst.
+const ALL: [u8; ringroad_ring::BURST] = {
+    let mut all = [0; ringroad_ring::BURST];
+    let mut index = 0;
+    while index < all.len() {
+        all[index] = index as u8;
+        index += 1;
+    }
+    all
+};
+
 /// A port and what the switch remembers of it.
 struct Member<P> {
     port: Arc<P>,
@@ -118,6 +129,11 @@ impl<P: Port> Switch<P> {
     pub fn remove(&mut self, number: u32) -> Option<Arc<P>> {
         self.fdb.forget(number);
         self.ports.get_mut(number as usize)?.take().map(|member| member.port)
+    }
+
+    /// Lets the memory go that the last burst was in.
+    pub fn release(&mut self) {
+        self.burst.clear();
     }
 
     /// Forgets what was learned of a port.
@@ -178,9 +194,8 @@ impl<P: Port> Switch<P> {
             Mode::Switch => forward(&self.ports, &mut self.fdb, &self.burst, self.poured, from, queue, now, &mut held),
             Mode::Reflect => {
                 self.burst.frames_mut().iter_mut().for_each(Frame::reflect);
-                let mut all = Group::EMPTY;
-                (0..self.burst.frames().len()).for_each(|index| all.push(index));
-                put(member, queue, &self.burst, all.list(), &mut held);
+                let all = ALL.get(..self.burst.frames().len()).unwrap_or(&ALL);
+                put(member, queue, &self.burst, all, &mut held);
             }
             Mode::Drop => {}
         }

@@ -2,8 +2,8 @@
 
 use super::layout::{Base, Layout, Position, available_flags, used_flags, word};
 use crate::{
-    Chain, Chains, Fault, Features, INDIRECT, NEXT,
-    chain::{Descriptor, indirect},
+    Chain, Chains, Fault, Features, INDIRECT, NEXT, WRITE,
+    chain::{Descriptor, Draft, indirect},
     notify::Event,
     packed::layout::{AVAILABLE, USED},
 };
@@ -104,29 +104,37 @@ impl Device {
         Ok(taken)
     }
 
-    /// The fast path: chains of one buffer.
+    /// The fast path: chains of one buffer, all for us to write or none.
     #[inline(always)]
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
-        let (start, size) = (self.next_available, self.ring.size);
-        let room = u32::from(size).saturating_sub(self.outstanding) as usize;
+        match self.head(self.next_available) {
+            Some(word) if (word >> 48) as u16 & WRITE != 0 => self.take_singles_for::<WRITE>(chains, max),
+            Some(_) => self.take_singles_for::<0>(chains, max),
+            None => 0,
+        }
+    }
+
+    #[inline(always)]
+    fn take_singles_for<const FLAGS: u16>(&mut self, chains: &mut Chains, max: usize) -> usize {
+        const MASK: u16 = AVAILABLE | USED | NEXT | INDIRECT | WRITE;
+        let Position { mut slot, wrap } = self.next_available;
+        let size = self.ring.size;
+        let mut expected = available_flags(wrap) | FLAGS;
         let descriptors = self.ring.pairs();
-        let mut at = start;
-        let taken = chains.singles(max.min(room), self.hit, |_| {
-            let [address, word] = descriptors.get(at.slot as usize)?;
+        let room = u32::from(size).saturating_sub(self.outstanding) as usize;
+        let taken = chains.singles(max.min(room), self.hit, FLAGS == WRITE, || {
+            let [address, word] = descriptors.get(slot as usize)?;
             // Pairs with the driver's release of this word, as in `head`.
             let word = u64::from_le(word.load(Ordering::Acquire));
-            if (word >> 48) as u16 & (AVAILABLE | USED | NEXT | INDIRECT) != available_flags(at.wrap) {
+            if (word >> 48) as u16 & MASK != expected {
                 return None;
             }
-            let descriptor = Descriptor {
-                index: at.slot,
-                address: u64::from_le(address.load(Ordering::Relaxed)),
-                len: word as u32,
-                flags: (word >> 48) as u16,
-                tail: (word >> 32) as u16,
-            };
-            at.advance(1, size);
-            Some(descriptor)
+            slot += 1;
+            if slot == size {
+                slot = 0;
+                expected ^= AVAILABLE | USED;
+            }
+            Some(((word >> 32) as u16, u64::from_le(address.load(Ordering::Relaxed)), word as u32))
         });
         self.next_available.advance(taken as u16, size);
         self.outstanding += taken as u32;
@@ -152,8 +160,10 @@ impl Device {
             false => Ok(()),
         });
         match followed {
-            Ok(()) if chains.end(chain) => Ok(chain.slots),
-            Ok(()) => Ok(0),
+            Ok(()) => {
+                let slots = chain.slots;
+                Ok(if chains.end(chain) { slots } else { 0 })
+            }
             Err(fault) => {
                 chains.abandon(&chain);
                 Err(fault)
@@ -165,7 +175,7 @@ impl Device {
         &mut self,
         memory: &Table,
         chains: &mut Chains,
-        chain: &mut Chain,
+        chain: &mut Draft,
         mut descriptor: Descriptor,
     ) -> Result<(), Fault> {
         let size = self.ring.size;
@@ -194,8 +204,8 @@ impl Device {
     /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         for chain in chains.list().iter().skip(keep) {
-            self.next_available.back(chain.slots, self.ring.size);
-            self.outstanding -= u32::from(chain.slots);
+            self.next_available.back(chain.slots(), self.ring.size);
+            self.outstanding -= u32::from(chain.slots());
         }
         chains.truncate(keep);
     }
@@ -206,30 +216,31 @@ impl Device {
         let Some((first, rest)) = chains.split_first() else { return };
         let start = self.next_used;
         let size = self.ring.size;
-        let mut at = start;
-        at.advance(first.slots, size);
-        let mut slots = first.slots;
-        if self.features.in_order && chains.iter().all(|chain| chain.writable_len == 0) {
+        let slots: u16;
+        if self.features.in_order && chains.iter().all(|chain| chain.writable_len() == 0) {
             // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable
             // ones the driver would have to believe that they were written in full (2.7.9).
-            slots = chains.iter().map(|chain| chain.slots).sum();
-            at = start;
-            at.advance(slots, size);
+            slots = chains.iter().map(Chain::slots).sum();
+            self.next_used.advance(slots, size);
             self.writes = false;
             self.publish(start, rest.last().unwrap_or(first));
         } else {
+            let mut at = start;
+            at.advance(first.slots(), size);
+            let mut sum = first.slots();
             let descriptors = self.ring.pairs();
             for chain in rest {
                 if let Some([_, word]) = descriptors.get(at.slot as usize) {
                     word.store(used(at, chain), Ordering::Relaxed);
                 }
-                at.advance(chain.slots, size);
-                slots += chain.slots;
+                at.advance(chain.slots(), size);
+                sum += chain.slots();
             }
+            slots = sum;
+            self.next_used = at;
             self.writes = true;
             self.publish(start, first);
         }
-        self.next_used = at;
         self.outstanding -= u32::from(slots);
         self.since = self.since.saturating_add(slots.into());
         self.expected = slots;
@@ -288,6 +299,6 @@ impl Device {
 #[inline(always)]
 fn used(at: Position, chain: &Chain) -> u64 {
     // 2.8.8: WRITE tells that the length is valid.
-    let flags = used_flags(at.wrap) | if chain.written > 0 { crate::WRITE } else { 0 };
+    let flags = used_flags(at.wrap) | if chain.written > 0 { WRITE } else { 0 };
     word(chain.written, chain.id, flags)
 }

@@ -2,7 +2,7 @@
 
 use super::layout::{AVAILABLE, LINE, Layout, Position, USED, available_flags, used_flags, word};
 use crate::{
-    Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
+    BURST, Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
     driver::{Ids, written},
     notify::Event,
 };
@@ -31,6 +31,22 @@ struct Held {
     words: [[u64; 2]; LINE as usize],
 }
 
+impl Held {
+    /// Takes a descriptor, if it is in that line.
+    #[inline(always)]
+    fn takes(&mut self, slot: u16, words: [u64; 2]) -> bool {
+        if self.which == 0 {
+            self.first = slot;
+        } else if (slot ^ self.first) >= LINE {
+            return false;
+        }
+        let place = slot % LINE;
+        self.which |= 1 << place;
+        self.words[place as usize] = words;
+        true
+    }
+}
+
 /// Driver end of a packed virtqueue.
 pub struct Driver {
     ring: Layout,
@@ -45,6 +61,8 @@ pub struct Driver {
     /// Entries published since the device was last considered for a notification.
     since: u32,
     added: u32,
+    /// Chains of more than one descriptor under way.
+    long: u16,
     next_used: Position,
     /// In the middle of an in-order batch: the id that ends it.
     batch: Option<Used>,
@@ -68,6 +86,7 @@ impl Driver {
             published: Position::START,
             since: 0,
             added: 0,
+            long: 0,
             next_used: Position::START,
             batch: None,
             expected: 0,
@@ -93,6 +112,12 @@ impl Driver {
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
         self.ids.next(ahead).filter(|_| ahead < self.free_slots.into())
+    }
+
+    /// Ids that single-buffer chains will have after `ahead` others: up to `count`, perhaps fewer than will follow.
+    #[inline(always)]
+    pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
+        self.ids.run(ahead, count.min(usize::from(self.free_slots).saturating_sub(ahead)))
     }
 
     /// Fetches the lines of the next `count` descriptors for writing.
@@ -131,18 +156,48 @@ impl Driver {
     /// Adds up to `count` chains of one buffer each.
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
-        let count = count.min(self.free_slots.into());
-        let flags = if writable { WRITE } else { 0 };
-        for ahead in 0..count {
-            let Some(id) = self.ids.next(ahead) else { break };
-            let buffer = buffer(id);
-            self.descriptor(id, buffer, flags);
+        let mut added = 0;
+        while added < count {
+            let run = self.add_run(count - added, writable, &mut buffer);
+            if run == 0 {
+                break;
+            }
+            added += run;
+        }
+        added
+    }
+
+    /// The same, for ids in a row.
+    #[inline(always)]
+    fn add_run(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
+        let Driver { ring, ids, states, held, .. } = self;
+        let ids = ids.run(0, count.min(self.free_slots.into()));
+        let Position { mut slot, mut wrap } = self.next_available;
+        let mut flags = available_flags(wrap) | if writable { WRITE } else { 0 };
+        let descriptors = ring.pairs();
+        for &id in ids {
+            let Buffer { address, len } = buffer(id);
+            let words = [address.to_le(), word(len, id, flags)];
+            if !held.takes(slot, words)
+                && let Some(descriptor) = descriptors.get(slot as usize)
+            {
+                descriptor[0].store(words[0], Ordering::Relaxed);
+                descriptor[1].store(words[1], Ordering::Relaxed);
+            }
             // Each store that is spared lets more of those to the ring wait for their lines together.
-            let state = State { slots: 1, room: if writable { buffer.len } else { 0 } };
-            if self.states[id as usize] != state {
-                self.states[id as usize] = state;
+            let state = State { slots: 1, room: if writable { len } else { 0 } };
+            if let Some(place) = states.get_mut(id as usize).filter(|place| **place != state) {
+                *place = state;
+            }
+            slot += 1;
+            if slot == ring.size {
+                slot = 0;
+                wrap = !wrap;
+                flags ^= AVAILABLE | USED;
             }
         }
+        let count = ids.len();
+        self.next_available = Position { slot, wrap };
         self.ids.advance(count);
         self.free_slots -= count as u16;
         self.added += count as u32;
@@ -154,14 +209,7 @@ impl Driver {
     fn descriptor(&mut self, id: u16, buffer: Buffer, flags: u16) {
         let Position { slot, wrap } = self.next_available;
         let words = [buffer.address.to_le(), word(buffer.len, id, flags | available_flags(wrap))];
-        if self.held.which == 0 {
-            self.held.first = slot;
-        }
-        if slot / LINE == self.held.first / LINE {
-            let place = slot % LINE;
-            self.held.which |= 1 << place;
-            self.held.words[place as usize] = words;
-        } else {
+        if !self.held.takes(slot, words) {
             self.store(slot, words, Ordering::Relaxed);
         }
         self.next_available.advance(1, self.ring.size);
@@ -179,6 +227,7 @@ impl Driver {
         self.states[id as usize] = State { slots, room };
         self.free_slots -= slots;
         self.added += u32::from(slots);
+        self.long += u16::from(slots > 1);
     }
 
     /// Makes available all that was added.
@@ -216,11 +265,10 @@ impl Driver {
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let mut count = 0;
-        while count < out.len() {
-            if count == 1 {
-                // Available descriptors are written into these lines next.
-                self.ring.prefetch(self.next_used.slot, self.expected, true);
-            }
+        while let Some(rest) = out.get_mut(count..).filter(|rest| !rest.is_empty()) {
+            let taken = self.take_singles(rest, count == 0);
+            count += taken;
+            let Some(place) = rest.get_mut(taken) else { break };
             let used = match self.next() {
                 Ok(Some(used)) => used,
                 Err(fault) if count == 0 => return Err(fault),
@@ -233,14 +281,94 @@ impl Driver {
             }
             self.next_used.advance(slots, self.ring.size);
             self.free_slots += slots;
+            self.long -= u16::from(slots > 1);
             self.ids.put_back(used.id);
-            out[count] = used;
+            *place = used;
             count += 1;
         }
         if count > 0 {
             self.expected = count as u16;
         }
         Ok(count)
+    }
+
+    /// The fast path: chains of one descriptor each, in order or not, for which the device has written one each.
+    #[inline(always)]
+    fn take_singles(&mut self, out: &mut [Used], fetch: bool) -> usize {
+        if self.batch.is_some() {
+            return 0;
+        }
+        let Driver { ring, ids, states, features: Features { in_order, .. }, expected, .. } = self;
+        let Position { mut slot, mut wrap } = self.next_used;
+        let mut flags = used_flags(wrap);
+        let descriptors = ring.pairs();
+        // Entries that have nothing under way may look used from the pass before.
+        let max = out.len().min(usize::from(ring.size - self.free_slots));
+        let mut count = 0;
+        for out in out.iter_mut().take(max) {
+            let Some([_, word]) = descriptors.get(slot as usize) else { break };
+            // Pairs with the device's release of this word, as in `used`.
+            let word = u64::from_le(word.load(Ordering::Acquire));
+            if (word >> 48) as u16 & (AVAILABLE | USED) != flags {
+                break;
+            }
+            if fetch && count == 0 {
+                // Available descriptors are written into these lines next.
+                ring.prefetch(slot, *expected, true);
+            }
+            let (id, len) = ((word >> 32) as u16, word as u32);
+            let Some(state) = states.get_mut(id as usize) else { break };
+            let Ok(len) = written(id, len, state.room) else { break };
+            if state.slots != 1 || *in_order && ids.oldest() != Some(id) {
+                break;
+            }
+            if !*in_order {
+                state.slots = 0;
+            }
+            ids.put_back(id);
+            *out = Used { id, len };
+            count += 1;
+            slot += 1;
+            if slot == ring.size {
+                slot = 0;
+                wrap = !wrap;
+                flags ^= AVAILABLE | USED;
+            }
+        }
+        self.next_used = Position { slot, wrap };
+        self.free_slots += count as u16;
+        count
+    }
+
+    /// Takes back up to `max` chains, where nobody needs to know which; says how many.
+    #[inline]
+    pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
+        if !self.features.in_order || self.long > 0 || self.batch.is_some() {
+            let mut used = [Used::default(); BURST];
+            return self.take_used(&mut used[..max.min(BURST)]);
+        }
+        // In order, and of one descriptor each: the last id of a batch tells how many there are.
+        let mut all = 0;
+        while all < max
+            && let Some(word) = self.used()
+        {
+            let id = (word >> 32) as u16;
+            let whole = self.ids.up_to(id.into());
+            let room = self.states.get(id as usize).map_or(0, |state| state.room);
+            let len = match written(id, word as u32, room) {
+                Ok(len) if whole > 0 => len,
+                _ if all > 0 => break,
+                Ok(_) => return Err(DriverFault::Id { id: id.into() }),
+                Err(fault) => return Err(fault),
+            };
+            let count = whole.min(max - all);
+            self.batch = (count < whole).then_some(Used { id, len });
+            self.next_used.advance(count as u16, self.ring.size);
+            self.free_slots += count as u16;
+            self.ids.put_back_oldest(count);
+            all += count;
+        }
+        Ok(all)
     }
 
     /// The next chain that was used, if there is one.

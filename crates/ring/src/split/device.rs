@@ -2,8 +2,8 @@
 
 use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
-    Chain, Chains, Fault, Features, INDIRECT, NEXT,
-    chain::{Descriptor, indirect},
+    Chain, Chains, Fault, Features, INDIRECT, NEXT, WRITE,
+    chain::{Descriptor, Draft, indirect},
     notify,
 };
 use ringroad_mem::{
@@ -92,13 +92,23 @@ impl Device {
         Ok(taken)
     }
 
-    /// The fast path: chains of one buffer.
+    /// The fast path: chains of one buffer, all for us to write or none.
     #[inline(always)]
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
-        let taken = chains.singles(max, self.hit, |index| {
-            let mut descriptor = self.descriptor(self.entry(index as u16)).ok()?;
-            descriptor.tail = descriptor.index;
-            (descriptor.flags & (NEXT | INDIRECT) == 0).then_some(descriptor)
+        match self.descriptor(self.entry(self.next_available)) {
+            Ok(descriptor) if descriptor.flags & WRITE != 0 => self.take_singles_for::<WRITE>(chains, max),
+            Ok(_) => self.take_singles_for::<0>(chains, max),
+            Err(_) => 0,
+        }
+    }
+
+    #[inline(always)]
+    fn take_singles_for<const FLAGS: u16>(&mut self, chains: &mut Chains, max: usize) -> usize {
+        let mut next = self.next_available;
+        let taken = chains.singles(max, self.hit, FLAGS == WRITE, || {
+            let Descriptor { index, address, len, flags, .. } = self.descriptor(self.entry(next)).ok()?;
+            next = next.wrapping_add(1);
+            (flags & (NEXT | INDIRECT | WRITE) == FLAGS).then_some((index, address, len))
         });
         self.next_available = self.next_available.wrapping_add(taken as u16);
         taken
@@ -106,16 +116,16 @@ impl Device {
 
     /// The normal path: a chain of any shape. `false`: it has to wait for the next burst.
     fn take_chain(&mut self, memory: &Table, chains: &mut Chains) -> Result<bool, Fault> {
-        let descriptor = self.descriptor(self.entry(0))?;
+        let descriptor = self.descriptor(self.entry(self.next_available))?;
         let taken = self.long_chain(memory, chains, descriptor)?;
         self.next_available = self.next_available.wrapping_add(taken.into());
         Ok(taken)
     }
 
-    /// The head in the available ring that is `ahead` of the next one.
+    /// The head in the available ring at an index.
     #[inline(always)]
-    fn entry(&self, ahead: u16) -> u16 {
-        let slot = (self.next_available.wrapping_add(ahead) & self.mask) as usize;
+    fn entry(&self, index: u16) -> u16 {
+        let slot = (index & self.mask) as usize;
         u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed))
     }
 
@@ -135,7 +145,7 @@ impl Device {
         &mut self,
         memory: &Table,
         chains: &mut Chains,
-        chain: &mut Chain,
+        chain: &mut Draft,
         mut descriptor: Descriptor,
     ) -> Result<(), Fault> {
         let size = self.ring.size;

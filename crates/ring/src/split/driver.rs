@@ -2,7 +2,7 @@
 
 use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
-    Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
+    BURST, Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
     driver::{Ids, written},
     notify,
 };
@@ -40,6 +40,8 @@ pub struct Driver {
     /// The used index as it was read last: what lies before it need not be asked for again.
     seen: u16,
     outstanding: u16,
+    /// Chains of more than one descriptor under way.
+    long: u16,
     /// In the middle of an in-order batch: the chain that ends it.
     batch: Option<Used>,
     #[cfg(not(loom))]
@@ -61,6 +63,7 @@ impl Driver {
             next_used: 0,
             seen: 0,
             outstanding: 0,
+            long: 0,
             batch: None,
             ring,
             #[cfg(not(loom))]
@@ -84,6 +87,12 @@ impl Driver {
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
         self.ids.next(ahead)
+    }
+
+    /// Ids that single-buffer chains will have after `ahead` others: up to `count`, perhaps fewer than will follow.
+    #[inline(always)]
+    pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
+        self.ids.run(ahead, count)
     }
 
     /// Nothing: descriptors that do not change are not written.
@@ -124,28 +133,60 @@ impl Driver {
     /// Adds up to `count` chains of one buffer each.
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
-        let count = count.min(self.ids.free());
-        let flags = if writable { WRITE } else { 0 };
-        for ahead in 0..count {
-            let Some(id) = self.ids.next(ahead) else { break };
-            let buffer = buffer(id);
-            self.descriptor(id, buffer, flags, 0);
-            self.available(
-                self.next_available.wrapping_add(ahead as u16),
-                id,
-                1,
-                if writable { buffer.len } else { 0 },
-            );
+        let mut added = 0;
+        while added < count {
+            let run = self.add_run(count - added, writable, &mut buffer);
+            if run == 0 {
+                break;
+            }
+            added += run;
         }
+        added
+    }
+
+    /// The same, for ids in a row.
+    #[inline(always)]
+    fn add_run(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
+        let Driver { ring, ids, states, mask, .. } = self;
+        let ids = ids.run(0, count);
+        let flags = if writable { WRITE } else { 0 };
+        let (descriptors, available) = (ring.descriptors.as_chunks::<2>().0, &ring.available[ENTRIES..]);
+        let mut next = self.next_available;
+        for &id in ids {
+            let Buffer { address, len } = buffer(id);
+            let (word, room) = (word(len, flags, 0), if writable { len } else { 0 });
+            let Some(state) = states.get_mut(id as usize) else { break };
+            // What is as it was is not written, neither there nor here: each store that is spared lets more of those to
+            // the ring wait for their lines together.
+            if (state.address, state.word) != (address, word) {
+                (state.address, state.word) = (address, word);
+                if let Some(descriptor) = descriptors.get(id as usize) {
+                    descriptor[0].store(address.to_le(), Ordering::Relaxed);
+                    descriptor[1].store(word.to_le(), Ordering::Relaxed);
+                }
+            }
+            if (state.chain, state.room) != (1, room) {
+                (state.chain, state.room) = (1, room);
+            }
+            let slot = (next & *mask) as usize;
+            if let Some(state) = states.get_mut(slot).filter(|state| state.entry != Some(id)) {
+                state.entry = Some(id);
+                if let Some(entry) = available.get(slot) {
+                    entry.store(id.to_le(), Ordering::Relaxed);
+                }
+            }
+            next = next.wrapping_add(1);
+        }
+        let count = ids.len();
         self.ids.advance(count);
-        self.next_available = self.next_available.wrapping_add(count as u16);
+        self.next_available = next;
         self.outstanding += count as u16;
         count
     }
 
     #[inline(always)]
     fn descriptor(&mut self, index: u16, buffer: Buffer, flags: u16, next: u16) {
-        let word = u64::from(buffer.len) | u64::from(flags) << 32 | u64::from(next) << 48;
+        let word = word(buffer.len, flags, next);
         let state = &mut self.states[index as usize];
         if (state.address, state.word) != (buffer.address, word) {
             (state.address, state.word) = (buffer.address, word);
@@ -161,6 +202,7 @@ impl Driver {
         self.ids.advance(descriptors.into());
         self.next_available = self.next_available.wrapping_add(1);
         self.outstanding += 1;
+        self.long += u16::from(descriptors > 1);
     }
 
     /// Makes the chain that starts at `head` the available one with this index.
@@ -213,7 +255,8 @@ impl Driver {
             let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
             self.ring.elements.prefetch(2 * at as usize, false);
         }
-        for (taken, out) in out[..count].iter_mut().enumerate() {
+        let fast = self.take_singles(&mut out[..count]);
+        for (taken, out) in out[..count].iter_mut().enumerate().skip(fast) {
             let used = match self.next() {
                 Ok(used) => used,
                 Err(fault) if taken == 0 => return Err(fault),
@@ -230,8 +273,57 @@ impl Driver {
             }
             self.next_used = self.next_used.wrapping_add(1);
             self.outstanding -= 1;
+            self.long -= u16::from(descriptors > 1);
             *out = used;
         }
+        Ok(count)
+    }
+
+    /// The fast path: chains of one descriptor each, in order or not, for which the device has written an entry each.
+    #[inline(always)]
+    fn take_singles(&mut self, out: &mut [Used]) -> usize {
+        if self.batch.is_some() {
+            return 0;
+        }
+        let Driver { ring, ids, states, mask, features: Features { in_order, .. }, .. } = self;
+        let elements = ring.elements.as_chunks::<2>().0;
+        let mut next = self.next_used;
+        let mut count = 0;
+        for out in out {
+            let Some([id, len]) = elements.get((next & *mask) as usize) else { break };
+            let (id, len) = (u32::from_le(id.load(Ordering::Relaxed)), u32::from_le(len.load(Ordering::Relaxed)));
+            let Some(state) = states.get_mut(id as usize) else { break };
+            let id = id as u16;
+            let Ok(len) = written(id, len, state.room) else { break };
+            if state.chain != 1 || *in_order && ids.oldest() != Some(id) {
+                break;
+            }
+            if !*in_order {
+                state.chain = 0;
+            }
+            ids.put_back(id);
+            *out = Used { id, len };
+            next = next.wrapping_add(1);
+            count += 1;
+        }
+        self.next_used = next;
+        self.outstanding -= count as u16;
+        count
+    }
+
+    /// Takes back up to `max` chains, where nobody needs to know which; says how many.
+    #[inline]
+    pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
+        if !self.features.in_order || self.long > 0 || self.batch.is_some() {
+            let mut used = [Used::default(); BURST];
+            return self.take_used(&mut used[..max.min(BURST)]);
+        }
+        // In order, and of one descriptor each: the index tells all.
+        let count = usize::from(self.used()?).min(max);
+        self.next_used = self.next_used.wrapping_add(count as u16);
+        self.seen = self.next_used;
+        self.outstanding -= count as u16;
+        self.ids.put_back_oldest(count);
         Ok(count)
     }
 
@@ -308,4 +400,10 @@ impl Driver {
             self.ring.available[FLAGS].store(NO_NOTIFICATION.to_le(), Ordering::Relaxed);
         }
     }
+}
+
+/// The second word of a descriptor.
+#[inline(always)]
+fn word(len: u32, flags: u16, next: u16) -> u64 {
+    u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48
 }
