@@ -3,8 +3,14 @@
 mod pvp;
 
 use crate::Outcome;
+use ringroad_host::pin_current_thread;
 use serde_json::{Value, json};
-use std::fs;
+use std::{
+    fs,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Instant,
+};
 
 /// Measure
 #[derive(clap::Args)]
@@ -25,6 +31,43 @@ pub fn run(args: Args) -> Outcome {
     match args.bench {
         Bench::Pvp(args) => pvp::run(args),
     }
+}
+
+/// How long a cache line takes from one CPU to the other and back, in nanoseconds. Rates follow it, and where CPUs are virtual
+/// it can change from minute to minute.
+fn line_round_trip(cpus: [usize; 2]) -> Result<f64, String> {
+    const TURNS: u64 = 5000;
+    #[repr(align(128))]
+    struct Line(AtomicU64);
+    let (to, fro) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
+    let pin =
+        |cpu: usize| pin_current_thread(cpu).map_err(|error| format!("cannot run on CPU {cpu}: {error}"));
+    let wait = |line: &Line, turn: u64| while line.0.load(Ordering::Acquire) < turn {};
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let pinned = pin(cpus[1]);
+            for turn in 1..=TURNS {
+                wait(&to, turn);
+                fro.0.store(turn, Ordering::Release);
+            }
+            pinned
+        });
+        let this = scope.spawn(|| {
+            let pinned = pin(cpus[0]);
+            let mut start = Instant::now();
+            for turn in 1..=TURNS {
+                if turn == TURNS / 5 {
+                    start = Instant::now();
+                }
+                to.0.store(turn, Ordering::Release);
+                wait(&fro, turn);
+            }
+            pinned.map(|()| start.elapsed().as_nanos() as f64 / (TURNS - TURNS / 5) as f64)
+        });
+        let ended = |_| "a measuring thread has ended".to_owned();
+        other.join().map_err(ended)??;
+        this.join().map_err(ended)?
+    })
 }
 
 /// What machine a figure is from.

@@ -93,8 +93,9 @@ pub fn run(args: Args) -> Outcome {
         .flat_map(|&ring| args.size.iter().map(move |&size| Cell { ring, size: size as usize }))
         .collect();
     for (number, &cell) in cells.iter().enumerate() {
-        let (mut our_figures, mut peer_figures) = (Vec::new(), Vec::new());
+        let (mut our_figures, mut peer_figures, mut round_trips) = (Vec::new(), Vec::new(), Vec::new());
         for pair in 0..args.pairs {
+            round_trips.push(super::line_round_trip([args.driver_cpu, args.device_cpu])?);
             eprint!(
                 "\r{} {} B ({} of {}), pair {} of {}   ",
                 cell.ring.name(),
@@ -111,11 +112,13 @@ pub fn run(args: Args) -> Outcome {
         }
         let ratios: Vec<f64> = our_figures.iter().zip(&peer_figures).map(|(ours, peer)| ours / peer).collect();
         let (a, b, r) = (Spread::of(&our_figures), Spread::of(&peer_figures), Spread::of(&ratios));
+        let line = Spread::of(&round_trips);
         let mut row = json!({
             "ring": cell.ring.name(), "size": cell.size, "touch": !args.no_touch, "queue_size": args.queue_size,
             "unit": "Mpps", "ours": a.median, "ours_min": a.min, "ours_max": a.max, "pairs": args.pairs,
+            "line_ns": line.median, "line_ns_min": line.min, "line_ns_max": line.max,
         });
-        let mut line = vec![
+        let mut columns = vec![
             format!("{} {}", cell.ring.name(), cell.size),
             format!("{:.2}", a.median),
             format!("{:.2}–{:.2}", a.min, a.max),
@@ -128,15 +131,16 @@ pub fn run(args: Args) -> Outcome {
             row["ratio"] = json!(r.median);
             row["min"] = json!(r.min);
             row["max"] = json!(r.max);
-            line.extend([
+            columns.extend([
                 format!("{:.2}", b.median),
                 format!("{:.2}–{:.2}", b.min, b.max),
                 format!("{:.2}", r.median),
                 format!("{:.2}–{:.2}", r.min, r.max),
             ]);
         }
+        columns.push(format!("{:.0} {:.0}–{:.0}", line.median, line.min, line.max));
         rows.push(row);
-        lines.push(line);
+        lines.push(columns);
     }
     eprint!("\r{:60}\r", "");
     let touch = if args.no_touch { "notouch" } else { "touch" };
@@ -148,10 +152,11 @@ pub fn run(args: Args) -> Outcome {
     match &peer {
         Some(peer) => {
             println!("peer: {}", peer.name);
-            print!("{}", table(&["", "ours", "", "peer", "", "ratio", ""], &lines));
+            print!("{}", table(&["", "ours", "", "peer", "", "ratio", "", "line, ns"], &lines));
         }
-        None => print!("{}", table(&["", "ours", ""], &lines)),
+        None => print!("{}", table(&["", "ours", "", "line, ns"], &lines)),
     }
+    println!("line: a cache line's way from one CPU to the other and back, measured before each pair; rates follow it");
     if let Some(file) = &args.json {
         write_json(file, &json!({ "bench": "pvp", "machine": super::machine(), "rows": rows }))?;
     }
