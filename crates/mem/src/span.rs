@@ -212,15 +212,21 @@ impl Pieces {
         }
     }
 
-    /// The fast path of `push`: adds up to `max` guest addresses and lengths that `next` tells for 0, 1, 2, …, for as long as
-    /// there are any, each lies in the region that answered last, and there is room. Says how many it has added.
+    /// The fast path of `push`: adds the guest addresses and lengths that `next` tells, one beside each of the caller's own
+    /// items, for as long as there are any, each lies in the region that answered last, and there is room. Says how many it
+    /// has added.
     #[inline(always)]
-    pub fn extend(&mut self, hit: Hit, max: usize, mut next: impl FnMut(usize) -> Option<(u64, u32)>) -> usize {
+    pub fn extend<T>(
+        &mut self,
+        hit: Hit,
+        beside: &mut [T],
+        mut next: impl FnMut(&mut T) -> Option<(u64, u32)>,
+    ) -> usize {
         let Some(region) = self.memory.as_ref().and_then(|memory| memory.last(hit)) else { return 0 };
         let (guest, whole) = (region.guest(), region.whole());
         let mut added = 0;
-        for place in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().take(max) {
-            let Some((address, len)) = next(added) else { break };
+        for (place, item) in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().zip(beside) {
+            let Some((address, len)) = next(item) else { break };
             let Some(span) = whole.part(address.wrapping_sub(guest), len) else { break };
             // SAFETY: as in `push`.
             *place = unsafe { Span::new(span.start, span.len) };

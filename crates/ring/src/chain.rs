@@ -143,14 +143,8 @@ pub struct Chain {
 
 impl Chain {
     #[inline(always)]
-    fn new(id: u16, slots: u16, [first, middle, end]: [u16; 3], readable_len: u32, writable_len: u32) -> Chain {
-        Chain {
-            lens: u64::from(readable_len) | u64::from(writable_len) << 32,
-            place: u64::from(first) | u64::from(middle) << 16 | u64::from(end) << 32 | u64::from(slots) << 48,
-            written: 0,
-            id,
-            clipped: false,
-        }
+    const fn place(slots: u16, [first, middle, end]: [u16; 3]) -> u64 {
+        first as u64 | (middle as u64) << 16 | (end as u64) << 32 | (slots as u64) << 48
     }
 
     /// Bytes for the device to read.
@@ -329,18 +323,16 @@ impl Chains {
         writable: bool,
         mut next: impl FnMut() -> Option<(u16, u64, u32)>,
     ) -> usize {
-        let before = self.pieces.list().len();
+        let before = self.pieces.list().len() as u16;
+        let mut place = Chain::place(1, [before, before + u16::from(!writable), before + 1]);
         let places = self.list.get_mut(self.len..).unwrap_or_default();
-        let added = self.pieces.extend(hit, max.min(places.len()), |index| {
-            let chain = places.get_mut(index)?;
-            let (id, address, len) = next()?;
-            if len == 0 {
-                return None;
-            }
-            let first = (before + index) as u16;
-            let middle = first + u16::from(!writable);
-            let (readable_len, writable_len) = if writable { (0, len) } else { (len, 0) };
-            *chain = Chain::new(id, 1, [first, middle, first + 1], readable_len, writable_len);
+        let max = max.min(places.len());
+        let added = self.pieces.extend(hit, &mut places[..max], |chain| {
+            let (id, address, len) = next().filter(|&(_, _, len)| len > 0)?;
+            let lens = if writable { u64::from(len) << 32 } else { len.into() };
+            *chain = Chain { lens, place, written: 0, id, clipped: false };
+            // All three one further. They are fewer than 2^16: no carry.
+            place = place.wrapping_add(Chain::place(0, [1; 3]));
             Some((address, len))
         });
         self.len += added;
@@ -392,8 +384,13 @@ impl Chains {
         }
         let end = self.pieces.list().len();
         let Some(place) = self.list.get_mut(self.len) else { return false };
-        let pieces = [first, middle.min(end), end].map(|index| index as u16);
-        *place = Chain { clipped, ..Chain::new(id, slots, pieces, readable_len, writable_len) };
+        *place = Chain {
+            lens: u64::from(readable_len) | u64::from(writable_len) << 32,
+            place: Chain::place(slots, [first, middle.min(end), end].map(|index| index as u16)),
+            written: 0,
+            id,
+            clipped,
+        };
         self.len += 1;
         self.long |= end != first + 1;
         true
