@@ -44,6 +44,7 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         mode: Mode::Reflect,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        tuning: Default::default(),
     };
     let server = Server::start(config, &worker).unwrap();
     let (region, memory) = Region::create(65536, 0x10000, false).unwrap();

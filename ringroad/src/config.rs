@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
+use ringroad_ring::Tuning;
 use ringroad_switch::{Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use thiserror::Error;
@@ -88,6 +89,8 @@ pub enum Kind {
         queues: u16,
         /// The address that the guest is told to use.
         mac: Option<MacAddr>,
+        /// What is turned off to see what it is worth.
+        tuning: Tuning,
     },
     /// The host's kernel, through a TAP interface.
     Tap {
@@ -242,7 +245,7 @@ enum KindName {
 
 fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     const COMMON: [&str; 7] = ["name", "kind", "mode", "hairpin", "queues", "mtu", "poll"];
-    const VHOST_USER: [&str; 4] = ["socket", "role", "features", "mac"];
+    const VHOST_USER: [&str; 5] = ["socket", "role", "features", "mac", "tuning"];
     const TAP: [&str; 1] = ["interface"];
     table.only(&[&COMMON[..], &VHOST_USER, &TAP].concat(), &["xdp"])?;
 
@@ -286,7 +289,21 @@ fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, C
     let mac = table.text("mac", "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
         text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
     })?;
-    Ok(Kind::VhostUser { socket, role, features: features(table)?, queues, mac })
+    Ok(Kind::VhostUser { socket, role, features: features(table)?, queues, mac, tuning: tuning(table)? })
+}
+
+fn tuning(port: &Section) -> Result<Tuning, ConfigError> {
+    let default = Tuning::default();
+    let Some(table) = port.section("tuning", "tuning.")? else { return Ok(default) };
+    table.only(&["fast_path", "shadow_used", "prefetch", "prefetch_write", "translation_cache", "small_copy"], &[])?;
+    Ok(Tuning {
+        fast_path: table.boolean("fast_path", default.fast_path)?,
+        shadow_used: table.boolean("shadow_used", default.shadow_used)?,
+        prefetch: table.number("prefetch", 0..=31)?.map_or(default.prefetch, |frames| frames as u16),
+        prefetch_write: table.boolean("prefetch_write", default.prefetch_write)?,
+        translation_cache: table.boolean("translation_cache", default.translation_cache)?,
+        small_copy: table.boolean("small_copy", default.small_copy)?,
+    })
 }
 
 fn features(port: &Section) -> Result<Features, ConfigError> {
@@ -617,6 +634,7 @@ interface = "rr0"
                 features: Features { in_order: false, mtu: false, ..Features::ALL },
                 queues: 2,
                 mac: Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56])),
+                tuning: Tuning::default(),
             },
         };
         let uplink = Port {
@@ -638,9 +656,27 @@ interface = "rr0"
         let port = &config.ports[0];
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
         let (role, features) = (Role::Server, Features::ALL);
-        let kind = Kind::VhostUser { socket: "/run/1".into(), role, features, queues: 1, mac: None };
+        let tuning = Tuning::default();
+        let kind = Kind::VhostUser { socket: "/run/1".into(), role, features, queues: 1, mac: None, tuning };
         assert_eq!(port.kind, kind);
         assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
+    }
+
+    #[test]
+    fn each_switch_has_its_key() {
+        let read = |line: &str| match parse(&vm1(&format!("[port.tuning]\n{line}"))).ports.remove(0).kind {
+            Kind::VhostUser { tuning, .. } => tuning,
+            Kind::Tap { .. } => unreachable!(),
+        };
+        let all = Tuning::default();
+        assert_eq!(read("fast_path = false"), Tuning { fast_path: false, ..all });
+        assert_eq!(read("shadow_used = false"), Tuning { shadow_used: false, ..all });
+        assert_eq!(read("prefetch = 0"), Tuning { prefetch: 0, ..all });
+        assert_eq!(read("prefetch_write = false"), Tuning { prefetch_write: false, ..all });
+        assert_eq!(read("translation_cache = false"), Tuning { translation_cache: false, ..all });
+        assert_eq!(read("small_copy = false"), Tuning { small_copy: false, ..all });
+        let found = error(&vm1("[port.tuning]\nprefetch = 32"));
+        assert!(found.contains("tuning.prefetch") && found.contains("31"), "{found}");
     }
 
     #[test]

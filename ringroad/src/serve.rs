@@ -117,7 +117,7 @@ impl Running {
     ) -> Result<Self, Box<dyn std::error::Error>> {
         let (mode, poll) = (port.mode, port.poll.unwrap_or(config.workers.poll));
         let kind = match &port.kind {
-            config::Kind::VhostUser { socket, role, features, queues, mac } => {
+            config::Kind::VhostUser { socket, role, features, queues, mac, tuning } => {
                 let vhost = VhostConfig {
                     name: port.name.clone(),
                     socket: socket.clone(),
@@ -132,6 +132,7 @@ impl Running {
                     mode,
                     hairpin: port.hairpin,
                     poll,
+                    tuning: *tuning,
                 };
                 Kind::Vhost(Server::start(vhost, worker)?)
             }

@@ -16,7 +16,7 @@ pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
     // through registers and any bit pattern is a valid integer, so neither overlap nor a concurrent writer matters.
     unsafe {
         if len > INLINE {
-            ptr::copy(source, target, len);
+            long(source, target, len);
         } else if len > 64 {
             let mut at = 0;
             while at + 32 <= len {
@@ -52,6 +52,16 @@ pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
             }
         }
     }
+}
+
+/// The same by the platform's own routine.
+///
+/// # Safety
+/// As for `bytes`.
+#[inline(always)]
+pub(crate) unsafe fn long(source: *const u8, target: *mut u8, len: usize) {
+    // SAFETY: as the caller says.
+    unsafe { ptr::copy(source, target, len) }
 }
 
 /// # Safety

@@ -142,6 +142,15 @@ impl<'m> Span<'m> {
         len
     }
 
+    /// The same by the platform's `memmove`, whatever the length.
+    #[inline(always)]
+    pub fn copy_long_to(self, target: Span<'_>) -> usize {
+        let len = self.len.min(target.len);
+        // SAFETY: `len` is within both spans; overlap is allowed.
+        unsafe { copy::long(self.start.as_ptr(), target.start.as_ptr(), len) };
+        len
+    }
+
     /// Asks the CPU to fetch the first `LINES` cache lines for reading.
     #[inline(always)]
     pub fn prefetch<const LINES: usize>(self) {
@@ -214,20 +223,25 @@ impl Pieces {
 
     /// The fast path of `push`: adds the guest addresses and lengths that `next` tells, one beside each of the caller's own
     /// items, for as long as there are any, each lies in the region that answered last, and there is room. Says how many it
-    /// has added.
+    /// has added. `hit` `None`: in any region, which is searched for each time.
     #[inline(always)]
     pub fn extend<T>(
         &mut self,
-        hit: Hit,
+        hit: Option<Hit>,
         beside: &mut [T],
         mut next: impl FnMut(&mut T) -> Option<(u64, u32)>,
     ) -> usize {
-        let Some(region) = self.memory.as_ref().and_then(|memory| memory.last(hit)) else { return 0 };
+        let Some(memory) = &self.memory else { return 0 };
+        let Some(region) = memory.last(hit.unwrap_or_default()) else { return 0 };
         let (guest, whole) = (region.guest(), region.whole());
         let mut added = 0;
         for (place, item) in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().zip(beside) {
             let Some((address, len)) = next(item) else { break };
-            let Some(span) = whole.part(address.wrapping_sub(guest), len) else { break };
+            let span = match hit {
+                Some(_) => whole.part(address.wrapping_sub(guest), len),
+                None => memory.search(address, len as usize),
+            };
+            let Some(span) = span else { break };
             // SAFETY: as in `push`.
             *place = unsafe { Span::new(span.start, span.len) };
             added += 1;

@@ -20,6 +20,11 @@ pub struct Table {
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Hit(usize);
 
+impl Hit {
+    /// None has: all are searched.
+    pub const NONE: Hit = Hit(usize::MAX);
+}
+
 /// Why an address range could not be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outside {
@@ -86,6 +91,13 @@ impl Table {
     #[inline(always)]
     pub(crate) fn last(&self, hit: Hit) -> Option<&Region> {
         self.regions.get(hit.0).map(|region| &**region)
+    }
+
+    /// The same without a look at what answered last.
+    #[inline]
+    pub fn search(&self, address: u64, len: usize) -> Option<Span<'_>> {
+        let (_, region) = self.find(address)?;
+        region.span((address - region.guest()) as usize, len)
     }
 
     /// The longest piece of at most `len` bytes at a guest address.

@@ -15,9 +15,6 @@ pub const MAX_FRAME: usize = 65535 + ethernet::HEADER + 8;
 /// Spans that a burst can have. A frame in more pieces is dropped.
 pub(crate) const PIECES: u16 = 1024;
 
-/// How many frames before its turn the first lines of a buffer are fetched: long enough before for them to come from another
-/// core, and not so many at once that the CPU drops some (it has 24 requests under way at most on what we measured).
-pub(crate) const LOOK_AHEAD: usize = 8;
 /// So many lines of a buffer are fetched. What comes after them the CPU foresees by itself.
 pub(crate) const FETCH: usize = 2;
 
@@ -184,13 +181,13 @@ impl Burst {
     }
 
     /// The fast path: reads the heads of the first chains, as far as nothing is special about them; says how many bytes the
-    /// frames have. What comes then is for `read_frame`.
+    /// frames have. What comes then is for `read_frame`. `distance`: how many frames ahead of its turn one is fetched.
     #[inline(always)]
-    pub(crate) fn read_plain(&mut self) -> u64 {
+    pub(crate) fn read_plain(&mut self, distance: usize) -> u64 {
         let Some((chains, pieces)) = self.chains.plain() else { return 0 };
         let (mut bytes, mut count) = (0, 0);
         for ((chain, piece), frame) in chains.iter().zip(pieces).zip(&mut self.frames) {
-            if let Some(piece) = pieces.get(count + LOOK_AHEAD) {
+            if let Some(piece) = pieces.get(count + distance) {
                 piece.prefetch::<FETCH>();
             }
             if chain.writable_len() > 0 || piece.len() > vnet_hdr::SIZE + MAX_FRAME {

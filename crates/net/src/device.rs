@@ -3,11 +3,11 @@
 
 use crate::{
     Burst, Counters, Features, HEAD,
-    burst::{FETCH, Frame, LOOK_AHEAD, NoFrame, PIECES, vnet_header},
+    burst::{FETCH, Frame, NoFrame, PIECES, vnet_header},
     features::{bits, ring_features},
 };
 use ringroad_mem::{Span, Table};
-use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, SetupError};
+use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, SetupError, Tuning};
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::sync::Arc;
 
@@ -31,6 +31,7 @@ pub struct TxQueue {
     memory: Arc<Table>,
     /// Taken for the next burst, so that what it needs can come while this one is carried.
     ahead: Chains,
+    tuning: Tuning,
     counters: Arc<Counters>,
 }
 
@@ -45,7 +46,14 @@ impl TxQueue {
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
         let ring = DeviceRing::start(&memory, ring_features(acked), size, at, base)?;
-        Ok(TxQueue { ring, memory, ahead: Chains::new(BURST, PIECES), counters })
+        let ahead = Chains::new(BURST, PIECES);
+        Ok(TxQueue { ring, memory, ahead, tuning: Tuning::default(), counters })
+    }
+
+    /// Turns off what should be off.
+    pub fn tune(&mut self, tuning: Tuning) {
+        self.tuning = tuning;
+        self.ring.tune(tuning);
     }
 
     /// Takes up to a burst of chains and reads the heads of their frames. Says how many chains there are to be given back
@@ -57,7 +65,7 @@ impl TxQueue {
         if burst.chains.list().is_empty() {
             burst.chains.start(&self.memory);
         }
-        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains) {
+        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains, &self.tuning) {
             Ok(()) if !burst.chains.list().is_empty() => {}
             // The memory may be gone before there is another burst.
             nothing => {
@@ -66,7 +74,7 @@ impl TxQueue {
             }
         }
         let taken = burst.chains.list().len();
-        let mut bytes = burst.read_plain();
+        let mut bytes = if self.tuning.fast_path { burst.read_plain(self.tuning.distance()) } else { 0 };
         let (mut runts, mut oversize) = (0, 0);
         for index in burst.frames().len()..taken {
             let Some(&chain) = burst.chains.list().get(index) else { break };
@@ -79,7 +87,7 @@ impl TxQueue {
                 }
                 break;
             }
-            prefetch(&burst.chains, index + LOOK_AHEAD);
+            prefetch(&burst.chains, index + self.tuning.distance());
             match burst.read_frame(index, &chain) {
                 Ok(len) => bytes += len as u64,
                 Err(NoFrame::Runt) => runts += 1,
@@ -88,7 +96,9 @@ impl TxQueue {
         }
         // A fault in there is the next burst's.
         self.ahead.start(&self.memory);
-        let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead);
+        if self.tuning.fetches() {
+            let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning);
+        }
         self.counters.frames.add(burst.frames().len() as u64);
         self.counters.bytes.add(bytes);
         self.counters.runt.add(runts);
@@ -99,14 +109,14 @@ impl TxQueue {
 
     /// Takes what is missing for a burst and fetches its first lines. A fault is reported when it comes first.
     #[inline(always)]
-    fn fetch(ring: &mut DeviceRing, memory: &Table, chains: &mut Chains) -> Result<(), Fault> {
+    fn fetch(ring: &mut DeviceRing, memory: &Table, chains: &mut Chains, tuning: &Tuning) -> Result<(), Fault> {
         let there = chains.list().len();
         if there < BURST {
             match ring.take(memory, chains, BURST - there) {
                 Err(fault) if there == 0 => return Err(fault),
                 _ => {}
             }
-            (there..LOOK_AHEAD).for_each(|index| prefetch(chains, index));
+            (there..tuning.prefetch.into()).for_each(|index| prefetch(chains, index));
         }
         Ok(())
     }
@@ -146,6 +156,12 @@ impl TxQueue {
     }
 }
 
+/// Fetches the first lines of a buffer that will be written.
+#[inline(always)]
+fn fetch_for(target: Span<'_>, writing: bool) {
+    if writing { target.prefetch_write::<FETCH>() } else { target.prefetch::<FETCH>() }
+}
+
 /// Fetches the first buffer of a chain.
 #[inline(always)]
 fn prefetch(chains: &Chains, index: usize) {
@@ -170,6 +186,7 @@ pub struct RxQueue {
     memory: Arc<Table>,
     chains: Chains,
     mergeable: bool,
+    tuning: Tuning,
     counters: Arc<Counters>,
 }
 
@@ -187,7 +204,14 @@ impl RxQueue {
         // New buffers are found when there is something to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
-        Ok(RxQueue { ring, memory, chains: Chains::new(RX_CHAINS, RX_PIECES), mergeable, counters })
+        let chains = Chains::new(RX_CHAINS, RX_PIECES);
+        Ok(RxQueue { ring, memory, chains, mergeable, tuning: Tuning::default(), counters })
+    }
+
+    /// Turns off what should be off.
+    pub fn tune(&mut self, tuning: Tuning) {
+        self.tuning = tuning;
+        self.ring.tune(tuning);
     }
 
     /// Copies frames to the driver and publishes them. What does not fit is dropped and counted. After a fault the queue
@@ -196,7 +220,7 @@ impl RxQueue {
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
         self.want(which.len())?;
         let frame = |index: u8| burst.frames().get(index as usize);
-        let (mut used, mut bytes) = self.place_plain(burst, which);
+        let (mut used, mut bytes) = if self.tuning.fast_path { self.place_plain(burst, which) } else { (0, 0) };
         let (mut frames, mut full, mut oversize, mut stopped) = (used as u64, 0u64, 0u64, 0u64);
         let mut fault = None;
         for (done, &index) in which.iter().enumerate().skip(used) {
@@ -215,6 +239,7 @@ impl RxQueue {
                     }
                 }
             }
+            self.prefetch(used + self.tuning.distance());
             let mut placed = self.place(burst, frame, used);
             if let Err(Refusal::Crowded) = placed {
                 self.give(&mut used);
@@ -236,7 +261,9 @@ impl RxQueue {
         }
         self.give(&mut used);
         // What the next burst will write to can come meanwhile. A fault in there is that burst's.
-        let _ = self.want(which.len());
+        if self.tuning.fetches() {
+            let _ = self.want(which.len());
+        }
         if let Some(fault) = fault
             && frames == 0
         {
@@ -266,7 +293,7 @@ impl RxQueue {
                 _ => {}
             }
             // Those after them have their turn while frames are copied.
-            (there..LOOK_AHEAD).for_each(|index| self.prefetch(index));
+            (there..self.tuning.prefetch.into()).for_each(|index| self.prefetch(index));
         }
         Ok(())
     }
@@ -275,7 +302,7 @@ impl RxQueue {
     #[inline(always)]
     fn prefetch(&self, index: usize) {
         if let Some(piece) = self.chains.first_piece(index) {
-            piece.prefetch_write::<FETCH>();
+            fetch_for(piece, self.tuning.prefetch_write);
         }
     }
 
@@ -302,12 +329,14 @@ impl RxQueue {
     /// many bytes they have. What comes then is for `place`.
     #[inline(always)]
     fn place_plain(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
+        let Tuning { prefetch_write, small_copy, .. } = self.tuning;
+        let distance = self.tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
         let Some((_, sources)) = burst.chains.plain() else { return (0, 0) };
         let (mut count, mut bytes) = (0, 0);
         for ((&index, chain), target) in which.iter().zip(chains).zip(targets) {
-            if let Some(target) = targets.get(count + LOOK_AHEAD) {
-                target.prefetch_write::<FETCH>();
+            if let Some(&target) = targets.get(count + distance) {
+                fetch_for(target, prefetch_write);
             }
             let Some(frame) = burst.frames().get(index as usize) else { break };
             let Some(source) = sources.get(frame.chain()) else { break };
@@ -315,7 +344,9 @@ impl RxQueue {
             if chain.readable_len() > 0 || target.len() < frame.total() || !target.write_parts(head) {
                 break;
             }
-            chain.written = (HEAD + source.skip(HEAD).copy_to(target.skip(HEAD))) as u32;
+            let (source, target) = (source.skip(HEAD), target.skip(HEAD));
+            let copied = if small_copy { source.copy_to(target) } else { source.copy_long_to(target) };
+            chain.written = (HEAD + copied) as u32;
             bytes += frame.len() as u64;
             count += 1;
         }

@@ -1,10 +1,7 @@
 //! Driver end of virtio-net: fixed buffers, each used for one direction and one queue for ever. Called by `host`, which
 //! connects it to a vhost-user device, and by whoever sends and receives with it.
 
-use crate::{
-    burst::LOOK_AHEAD,
-    features::{bits, ring_features},
-};
+use crate::features::{bits, ring_features};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, SetupError, Used, packed, split};
 use ringroad_wire::vnet_hdr;
@@ -35,6 +32,9 @@ pub enum DriverError {
     #[error(transparent)]
     Setup(#[from] SetupError),
 }
+
+/// How many buffers before its turn one is fetched.
+const LOOK_AHEAD: usize = 8;
 
 /// Guest address of the driver's memory: any but 0, so that a forgotten address is noticed.
 const GUEST: u64 = 0x1_0000_0000;

@@ -313,13 +313,13 @@ impl Chains {
     }
 
     /// The fast path: adds chains of one buffer each, as nearly all are, all for the device to write or none. `next` tells
-    /// id, guest address and length, for as long as there are any, each of which lies in the region that answered last,
-    /// and there is room. Says how many it has added; what comes then is for the normal path, right or wrong.
+    /// id, guest address and length, for as long as there are any, each of which lies in the region that answered last
+    /// (`hit` `None`: in any), and there is room. Says how many it has added; what comes then is for the normal path, right or wrong.
     #[inline(always)]
     pub(crate) fn singles(
         &mut self,
         max: usize,
-        hit: Hit,
+        hit: Option<Hit>,
         writable: bool,
         mut next: impl FnMut() -> Option<(u16, u64, u32)>,
     ) -> usize {

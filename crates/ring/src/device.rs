@@ -1,6 +1,6 @@
 //! Device end of either layout.
 
-use crate::{Chain, Chains, Fault, packed, split};
+use crate::{Chain, Chains, Fault, Tuning, packed, split};
 use ringroad_mem::Table;
 
 /// Device end of a virtqueue: a split or a packed one, told apart once per burst.
@@ -26,6 +26,11 @@ impl DeviceRing {
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         either!(self, ring => ring.take(memory, chains, max))
+    }
+
+    /// Turns off what should be off.
+    pub fn tune(&mut self, tuning: Tuning) {
+        either!(self, ring => ring.tune(tuning))
     }
 
     /// Puts back the last chains taken, all from the `keep`th of the burst on.

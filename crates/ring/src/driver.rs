@@ -203,6 +203,11 @@ impl DriverRing {
         either!(self, ring => ring.prefetch(count))
     }
 
+    /// Turns the fast path of taking back off, to compare. (That of adding is `add_single`, the normal one `add`.)
+    pub fn set_fast_path(&mut self, on: bool) {
+        either!(self, ring => ring.set_fast_path(on))
+    }
+
     /// Adds a chain: what the device reads, then what it writes. Returns its id. The device sees it at `publish`.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         either!(self, ring => ring.add(readable, writable))

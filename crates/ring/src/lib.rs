@@ -11,12 +11,14 @@ mod driver;
 mod notify;
 pub mod packed;
 pub mod split;
+mod tuning;
 
 pub use chain::{BURST, Chain, Chains, Fault};
 pub use device::DeviceRing;
 #[cfg(not(loom))]
 pub use driver::IndirectTables;
 pub use driver::{Buffer, DriverFault, DriverRing, Full, Used};
+pub use tuning::Tuning;
 
 /// What of a ring's behaviour was negotiated. The names are those of the feature bits (virtio 1.3, 6).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -40,8 +40,7 @@ fn line_round_trip(cpus: [usize; 2]) -> Result<f64, String> {
     #[repr(align(128))]
     struct Line(AtomicU64);
     let (to, fro) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
-    let pin =
-        |cpu: usize| pin_current_thread(cpu).map_err(|error| format!("cannot run on CPU {cpu}: {error}"));
+    let pin = |cpu: usize| pin_current_thread(cpu).map_err(|error| format!("cannot run on CPU {cpu}: {error}"));
     let wait = |line: &Line, turn: u64| while line.0.load(Ordering::Acquire) < turn {};
     thread::scope(|scope| {
         let other = scope.spawn(|| {

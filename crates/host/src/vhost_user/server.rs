@@ -11,6 +11,7 @@ use crate::{
     worker::{PortHandle, Worker},
 };
 use ringroad_net::{Config, Features};
+use ringroad_ring::Tuning;
 use ringroad_switch::{Mode, Poll};
 use std::{
     fs,
@@ -60,6 +61,8 @@ pub struct VhostConfig {
     pub hairpin: bool,
     /// For how long its worker polls it.
     pub poll: Poll,
+    /// What is turned off, for measuring.
+    pub tuning: Tuning,
 }
 
 /// Why there is no socket.
@@ -290,7 +293,7 @@ impl Thread {
     /// One connection, to its end. Says why it ended.
     fn serve(&self, stream: UnixStream) -> String {
         let Kind::Vhost(port) = &self.handle.port().kind else { return "not a vhost-user port".into() };
-        let session = Session::new(self.handle.clone(), self.config.features, self.config.config);
+        let session = Session::new(self.handle.clone(), self.config.features, self.config.config, self.config.tuning);
         let session = Arc::new(Mutex::new(session));
         let socket = match stream.try_clone().and_then(|socket| Ok((socket, stream.try_clone()?))) {
             Ok((socket, current)) => {

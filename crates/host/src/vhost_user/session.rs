@@ -5,7 +5,7 @@ use super::port::{Slot, VhostPort};
 use crate::{gate::Gate, port::Kind, sys, worker::PortHandle};
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Config, Counters, Features, RxQueue, TxQueue, bits};
-use ringroad_ring::{Addresses, SetupError};
+use ringroad_ring::{Addresses, SetupError, Tuning};
 use std::{
     fs::File,
     io,
@@ -42,6 +42,7 @@ pub(crate) struct Session {
     handle: Arc<PortHandle>,
     offer: Features,
     config: Config,
+    tuning: Tuning,
     acked: u64,
     protocol: Protocol,
     memory: Arc<Table>,
@@ -66,13 +67,14 @@ fn protocol_features(queue_pairs: u16) -> Protocol {
 }
 
 impl Session {
-    pub(crate) fn new(handle: Arc<PortHandle>, offer: Features, config: Config) -> Session {
+    pub(crate) fn new(handle: Arc<PortHandle>, offer: Features, config: Config, tuning: Tuning) -> Session {
         let vrings = (0..2 * config.queue_pairs).map(|_| Vring::default()).collect();
         let protocol = Protocol::empty();
         Session {
             handle,
             offer,
             config,
+            tuning,
             acked: 0,
             protocol,
             memory: Arc::default(),
@@ -152,6 +154,7 @@ impl Session {
             return self.refuse_vring(index, why);
         }
         let (memory, acked, size, base) = (self.memory.clone(), self.acked, vring.size, vring.base);
+        let tuning = self.tuning;
         let port = self.port();
         let pair = index / 2;
         let (started, base) = if index.is_multiple_of(2) {
@@ -159,7 +162,11 @@ impl Session {
             start_slot(
                 &port.rx[pair],
                 base,
-                |base| RxQueue::start(memory, acked, size, addresses, base, counters),
+                |base| {
+                    let mut queue = RxQueue::start(memory, acked, size, addresses, base, counters)?;
+                    queue.tune(tuning);
+                    Ok(queue)
+                },
                 RxQueue::base,
             )
         } else {
@@ -168,7 +175,11 @@ impl Session {
             start_slot(
                 &port.tx[pair],
                 base,
-                |base| TxQueue::start(memory, acked, size, addresses, base, counters),
+                |base| {
+                    let mut queue = TxQueue::start(memory, acked, size, addresses, base, counters)?;
+                    queue.tune(tuning);
+                    Ok(queue)
+                },
                 |queue| queue.base(),
             )
         };

@@ -190,6 +190,7 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
         mode: Mode::Switch,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        tuning: Default::default(),
     }
 }
 

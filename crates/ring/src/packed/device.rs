@@ -2,7 +2,7 @@
 
 use super::layout::{Base, Layout, Position, available_flags, used_flags, word};
 use crate::{
-    Chain, Chains, Fault, Features, INDIRECT, NEXT, WRITE,
+    Chain, Chains, Fault, Features, INDIRECT, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
     notify::Event,
     packed::layout::{AVAILABLE, USED},
@@ -27,6 +27,7 @@ pub struct Device {
     /// Used descriptors are written one by one, into the lines of the available ones: a receive queue.
     writes: bool,
     hit: Hit,
+    tuning: Tuning,
 }
 
 impl Device {
@@ -43,7 +44,19 @@ impl Device {
             expected: 0,
             writes: false,
             hit: Hit::default(),
+            tuning: Tuning::default(),
         }
+    }
+
+    /// Turns off what should be off.
+    pub fn tune(&mut self, tuning: Tuning) {
+        self.tuning = tuning;
+    }
+
+    /// The region that answered last, if it may be asked first.
+    #[inline(always)]
+    fn cached(&self) -> Option<Hit> {
+        self.tuning.translation_cache.then_some(self.hit)
     }
 
     /// Where to go on after a stop.
@@ -79,20 +92,26 @@ impl Device {
         if count == 0 || !self.is_available() {
             return Ok(0);
         }
-        let expected = self.expected.min(count as u16);
-        self.ring.prefetch(self.next_available.slot, expected, self.writes);
+        let expected = if self.tuning.fetches() { self.expected.min(count as u16) } else { 0 };
+        let writes = self.writes && self.tuning.prefetch_write;
+        self.ring.prefetch(self.next_available.slot, expected, writes);
         if self.writes {
             // And what comes after them, for the next burst: receive buffers were made available long ago. In a transmit
             // queue the driver may be just about to write there.
             let mut next = self.next_available;
             next.advance(expected, self.ring.size);
-            self.ring.prefetch(next.slot, expected, true);
+            self.ring.prefetch(next.slot, expected, writes);
         }
         let mut taken = 0;
         while taken < count {
-            taken += self.take_singles(chains, count - taken);
-            if taken == count {
-                break;
+            if self.tuning.fast_path {
+                taken += self.take_singles(chains, count - taken);
+                if taken == count {
+                    break;
+                }
+            }
+            if !self.tuning.translation_cache {
+                self.hit = Hit::NONE;
             }
             match self.take_chain(memory, chains) {
                 Ok(true) => taken += 1,
@@ -122,7 +141,7 @@ impl Device {
         let mut expected = available_flags(wrap) | FLAGS;
         let descriptors = self.ring.pairs();
         let room = u32::from(size).saturating_sub(self.outstanding) as usize;
-        let taken = chains.singles(max.min(room), self.hit, FLAGS == WRITE, || {
+        let taken = chains.singles(max.min(room), self.cached(), FLAGS == WRITE, || {
             let [address, word] = descriptors.get(slot as usize)?;
             // Pairs with the driver's release of this word, as in `head`.
             let word = u64::from_le(word.load(Ordering::Acquire));
@@ -213,6 +232,15 @@ impl Device {
     /// Gives chains back to the driver and publishes them at once, the first one last: a driver that sees it sees all.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
+        if self.tuning.shadow_used {
+            return self.give_together(chains);
+        }
+        chains.iter().for_each(|chain| self.give_together(std::slice::from_ref(chain)));
+        self.expected = chains.len() as u16;
+    }
+
+    #[inline(always)]
+    fn give_together(&mut self, chains: &[Chain]) {
         let Some((first, rest)) = chains.split_first() else { return };
         let start = self.next_used;
         let size = self.ring.size;

@@ -68,6 +68,7 @@ pub struct Driver {
     batch: Option<Used>,
     /// How many chains came back together the last time: how many lines are worth fetching at once.
     expected: u16,
+    fast_path: bool,
     #[cfg(not(loom))]
     tables: Option<IndirectTables>,
 }
@@ -90,6 +91,7 @@ impl Driver {
             next_used: Position::START,
             batch: None,
             expected: 0,
+            fast_path: true,
             ring,
             #[cfg(not(loom))]
             tables: None,
@@ -100,6 +102,11 @@ impl Driver {
     #[cfg(not(loom))]
     pub fn set_indirect(&mut self, tables: IndirectTables) {
         self.tables = self.features.indirect.then_some(tables);
+    }
+
+    /// Turns the fast path of taking back off, to compare. (That of adding is `add_single`, the normal one `add`.)
+    pub fn set_fast_path(&mut self, on: bool) {
+        self.fast_path = on;
     }
 
     /// How many descriptors are free.
@@ -295,7 +302,7 @@ impl Driver {
     /// The fast path: chains of one descriptor each, in order or not, for which the device has written one each.
     #[inline(always)]
     fn take_singles(&mut self, out: &mut [Used], fetch: bool) -> usize {
-        if self.batch.is_some() {
+        if !self.fast_path || self.batch.is_some() {
             return 0;
         }
         let Driver { ring, ids, states, features: Features { in_order, .. }, expected, .. } = self;
@@ -343,7 +350,7 @@ impl Driver {
     /// Takes back up to `max` chains, where nobody needs to know which; says how many.
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
-        if !self.features.in_order || self.long > 0 || self.batch.is_some() {
+        if !self.fast_path || !self.features.in_order || self.long > 0 || self.batch.is_some() {
             let mut used = [Used::default(); BURST];
             return self.take_used(&mut used[..max.min(BURST)]);
         }

@@ -2,7 +2,7 @@
 
 use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
-    Chain, Chains, Fault, Features, INDIRECT, NEXT, WRITE,
+    Chain, Chains, Fault, Features, INDIRECT, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
     notify,
 };
@@ -23,6 +23,7 @@ pub struct Device {
     /// `next_used` when the driver was last considered for a notification.
     considered: u16,
     hit: Hit,
+    tuning: Tuning,
 }
 
 impl Device {
@@ -40,7 +41,19 @@ impl Device {
             next_used,
             considered: next_used,
             hit: Hit::default(),
+            tuning: Tuning::default(),
         }
+    }
+
+    /// Turns off what should be off.
+    pub fn tune(&mut self, tuning: Tuning) {
+        self.tuning = tuning;
+    }
+
+    /// The region that answered last, if it may be asked first.
+    #[inline(always)]
+    fn cached(&self) -> Option<Hit> {
+        self.tuning.translation_cache.then_some(self.hit)
     }
 
     /// Where to go on after a stop: what `base` was when it started.
@@ -72,15 +85,20 @@ impl Device {
         }
         let count = ahead.min(wanted);
         // Where the used entries will go: the driver has read what was there.
-        for ahead in (0..count).step_by(ELEMENTS_OF_A_LINE) {
+        for ahead in (0..if self.tuning.fetches() { count } else { 0 }).step_by(ELEMENTS_OF_A_LINE) {
             let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
-            self.ring.elements.prefetch(2 * at as usize, true);
+            self.ring.elements.prefetch(2 * at as usize, self.tuning.prefetch_write);
         }
         let mut taken = 0;
         while taken < count {
-            taken += self.take_singles(chains, count - taken);
-            if taken == count {
-                break;
+            if self.tuning.fast_path {
+                taken += self.take_singles(chains, count - taken);
+                if taken == count {
+                    break;
+                }
+            }
+            if !self.tuning.translation_cache {
+                self.hit = Hit::NONE;
             }
             match self.take_chain(memory, chains) {
                 Ok(true) => taken += 1,
@@ -105,7 +123,7 @@ impl Device {
     #[inline(always)]
     fn take_singles_for<const FLAGS: u16>(&mut self, chains: &mut Chains, max: usize) -> usize {
         let mut next = self.next_available;
-        let taken = chains.singles(max, self.hit, FLAGS == WRITE, || {
+        let taken = chains.singles(max, self.cached(), FLAGS == WRITE, || {
             let Descriptor { index, address, len, flags, .. } = self.descriptor(self.entry(next)).ok()?;
             next = next.wrapping_add(1);
             (flags & (NEXT | INDIRECT | WRITE) == FLAGS).then_some((index, address, len))
@@ -186,6 +204,14 @@ impl Device {
     /// Gives chains back to the driver and publishes them at once.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
+        if self.tuning.shadow_used {
+            return self.give_together(chains);
+        }
+        chains.iter().for_each(|chain| self.give_together(std::slice::from_ref(chain)));
+    }
+
+    #[inline(always)]
+    fn give_together(&mut self, chains: &[Chain]) {
         let mut next = self.next_used;
         for chain in chains {
             let at = 2 * (next & self.mask) as usize;

@@ -44,6 +44,7 @@ pub struct Driver {
     long: u16,
     /// In the middle of an in-order batch: the chain that ends it.
     batch: Option<Used>,
+    fast_path: bool,
     #[cfg(not(loom))]
     tables: Option<IndirectTables>,
 }
@@ -65,6 +66,7 @@ impl Driver {
             outstanding: 0,
             long: 0,
             batch: None,
+            fast_path: true,
             ring,
             #[cfg(not(loom))]
             tables: None,
@@ -75,6 +77,11 @@ impl Driver {
     #[cfg(not(loom))]
     pub fn set_indirect(&mut self, tables: IndirectTables) {
         self.tables = self.features.indirect.then_some(tables);
+    }
+
+    /// Turns the fast path of taking back off, to compare. (That of adding is `add_single`, the normal one `add`.)
+    pub fn set_fast_path(&mut self, on: bool) {
+        self.fast_path = on;
     }
 
     /// How many descriptors are free.
@@ -282,7 +289,7 @@ impl Driver {
     /// The fast path: chains of one descriptor each, in order or not, for which the device has written an entry each.
     #[inline(always)]
     fn take_singles(&mut self, out: &mut [Used]) -> usize {
-        if self.batch.is_some() {
+        if !self.fast_path || self.batch.is_some() {
             return 0;
         }
         let Driver { ring, ids, states, mask, features: Features { in_order, .. }, .. } = self;
@@ -314,7 +321,7 @@ impl Driver {
     /// Takes back up to `max` chains, where nobody needs to know which; says how many.
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
-        if !self.features.in_order || self.long > 0 || self.batch.is_some() {
+        if !self.fast_path || !self.features.in_order || self.long > 0 || self.batch.is_some() {
             let mut used = [Used::default(); BURST];
             return self.take_used(&mut used[..max.min(BURST)]);
         }
