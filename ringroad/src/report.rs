@@ -57,6 +57,11 @@ pub struct Spread {
 }
 
 impl Spread {
+    /// The middle one, and the range, for two columns of a table.
+    pub fn columns(&self, digits: usize) -> [String; 2] {
+        [format!("{:.digits$}", self.median), format!("{:.digits$}–{:.digits$}", self.min, self.max)]
+    }
+
     /// Of at least one figure; zeros of none.
     pub fn of(figures: &[f64]) -> Spread {
         let mut sorted = figures.to_vec();

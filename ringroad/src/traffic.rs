@@ -6,7 +6,7 @@ use ringroad_mem::Span;
 use ringroad_net::{Driver, DriverRx, DriverTx};
 use ringroad_ring::{BURST, DriverFault};
 use ringroad_wire::{
-    ethernet::{self, Addresses},
+    ethernet::{self, Addresses, MacAddr},
     probe::Probe,
 };
 use std::time::{Duration, Instant};
@@ -52,6 +52,22 @@ pub struct Settings {
     pub addresses: Addresses,
     /// Sleeps when there is nothing to do, instead of polling.
     pub event_driven: bool,
+}
+
+impl Settings {
+    /// As many frames of one size as go, polling.
+    pub fn flood(size: usize) -> Settings {
+        Settings {
+            mode: Mode::Tx,
+            sizes: vec![size],
+            flows: 1,
+            rate: None,
+            window: None,
+            touch: Touch::Word,
+            addresses: Addresses { destination: MacAddr::local(2), source: MacAddr::local(1) },
+            event_driven: false,
+        }
+    }
 }
 
 /// What happened so far.
@@ -165,20 +181,39 @@ impl Traffic {
             (Some(rx), Some(tx)) => (rx, tx),
             _ => return Ok(self.totals.clone()),
         };
-        let result = self.run_queues(connection, &mut rx, &mut tx, time, &mut tick);
+        let mut ends = Ends { rx: &mut rx, tx: &mut tx, from: connection, to: connection };
+        let result = self.run_queues(&mut ends, time, &mut tick);
         connection.driver.rx.push(rx);
         connection.driver.tx.push(tx);
         result.map(|()| std::mem::replace(&mut self.totals, Totals::new()))
     }
 
+    /// The same with frames that are sent on one connection and received on another.
+    pub fn run_across(
+        &mut self,
+        from: &mut Connection,
+        to: &mut Connection,
+        time: Duration,
+        mut tick: impl FnMut(&Totals),
+    ) -> Result<Totals, DriverFault> {
+        let (mut rx, mut tx) = match (to.driver.rx.pop(), from.driver.tx.pop()) {
+            (Some(rx), Some(tx)) => (rx, tx),
+            _ => return Ok(self.totals.clone()),
+        };
+        let mut ends = Ends { rx: &mut rx, tx: &mut tx, from, to };
+        let result = self.run_queues(&mut ends, time, &mut tick);
+        to.driver.rx.push(rx);
+        from.driver.tx.push(tx);
+        result.map(|()| std::mem::replace(&mut self.totals, Totals::new()))
+    }
+
     fn run_queues(
         &mut self,
-        connection: &Connection,
-        rx: &mut DriverRx,
-        tx: &mut DriverTx,
+        ends: &mut Ends<'_>,
         time: Duration,
         tick: &mut impl FnMut(&Totals),
     ) -> Result<(), DriverFault> {
+        let Ends { rx, tx, from, to } = ends;
         self.start = Instant::now();
         let mut next_tick = Duration::from_secs(1);
         let mut allowed = u64::MAX;
@@ -192,7 +227,7 @@ impl Traffic {
                 if now >= next_tick {
                     next_tick += Duration::from_secs(1);
                     tick(&self.totals);
-                    if connection.is_closed() {
+                    if from.is_closed() || to.is_closed() {
                         break;
                     }
                 }
@@ -237,12 +272,12 @@ impl Traffic {
             // Asking costs a full fence. A device that polls does not care; one that sleeps is woken when there is nothing
             // else to do, or soon.
             if worked == 0 || round % ROUNDS == 0 || self.settings.event_driven {
-                kick(tx.wants_notification(), connection.tx.first());
-                kick(rx.wants_notification(), connection.rx.first());
+                kick(tx.wants_notification(), from.tx.first());
+                kick(rx.wants_notification(), to.rx.first());
             }
             if worked == 0 {
                 if self.settings.event_driven {
-                    self.sleep(connection, rx, tx, time, allowed);
+                    self.sleep(to, rx, tx, time, allowed);
                 } else {
                     std::hint::spin_loop();
                 }
@@ -357,6 +392,14 @@ impl Traffic {
         tx.publish();
         Ok(count)
     }
+}
+
+/// The queues that frames are sent and received on, and their connections: usually the same one.
+struct Ends<'a> {
+    rx: &'a mut DriverRx,
+    tx: &'a mut DriverTx,
+    from: &'a Connection,
+    to: &'a Connection,
 }
 
 fn kick(wanted: bool, notifier: Option<&Notifier>) {

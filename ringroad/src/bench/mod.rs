@@ -1,6 +1,10 @@
 //! `ringroad bench`: measures, always in pairs.
 
+mod latency;
+mod packed;
 mod pvp;
+mod rig;
+mod switch;
 
 use crate::Outcome;
 use ringroad_host::pin_current_thread;
@@ -24,14 +28,27 @@ pub struct Args {
 enum Bench {
     /// Frames reflected by a device on one core, ours against DPDK's net_vhost with macswap
     Pvp(pvp::Args),
+    /// What each switch of a port's tuning is worth: all off, each alone, one after the other added
+    Packed(packed::Args),
+    /// Frames from guest to guest through two ports, ours against testpmd with two net_vhost ports
+    Switch(switch::Args),
+    /// The round trip of one frame, polling and event driven, ours against DPDK's net_vhost (which polls)
+    Latency(latency::Args),
 }
 
 /// Runs one of them.
 pub fn run(args: Args) -> Outcome {
     match args.bench {
         Bench::Pvp(args) => pvp::run(args),
+        Bench::Packed(args) => packed::run(args),
+        Bench::Switch(args) => switch::run(args),
+        Bench::Latency(args) => latency::run(args),
     }
 }
+
+/// What the last column of a table means.
+const LINE: &str =
+    "line: a cache line's way from one CPU to the other and back, measured before each pair; rates follow it";
 
 /// How long a cache line takes from one CPU to the other and back, in nanoseconds. Rates follow it, and where CPUs are virtual
 /// it can change from minute to minute.
@@ -75,6 +92,7 @@ fn machine() -> Value {
     let model =
         cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let cores = std::thread::available_parallelism().map_or(0, |n| n.get());
+    // Not what this thread may use: it is pinned.
+    let cores = cpuinfo.lines().filter(|line| line.starts_with("processor")).count();
     json!({ "cpu": model, "cores": cores, "kernel": kernel.trim() })
 }
