@@ -221,26 +221,18 @@ impl Pieces {
         }
     }
 
-    /// The fast path of `push`: adds the guest addresses and lengths that `next` tells, one beside each of the caller's own
-    /// items, for as long as there are any, each lies in the region that answered last, and there is room. Says how many it
-    /// has added. `hit` `None`: in any region, which is searched for each time.
+    /// The fast path of `push`: adds guest addresses and lengths, for as long as there are any, each lies in the region that
+    /// answered last, and there is room. Says how many it has added. Without `CACHE` each may lie in any region, and is
+    /// searched for.
     #[inline(always)]
-    pub fn extend<T>(
-        &mut self,
-        hit: Option<Hit>,
-        beside: &mut [T],
-        mut next: impl FnMut(&mut T) -> Option<(u64, u32)>,
-    ) -> usize {
+    pub fn extend<const CACHE: bool>(&mut self, hit: Hit, pieces: impl Iterator<Item = (u64, u32)>) -> usize {
         let Some(memory) = &self.memory else { return 0 };
-        let Some(region) = memory.last(hit.unwrap_or_default()) else { return 0 };
+        let Some(region) = memory.last(if CACHE { hit } else { Hit::default() }) else { return 0 };
         let (guest, whole) = (region.guest(), region.whole());
         let mut added = 0;
-        for (place, item) in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().zip(beside) {
-            let Some((address, len)) = next(item) else { break };
-            let span = match hit {
-                Some(_) => whole.part(address.wrapping_sub(guest), len),
-                None => memory.search(address, len as usize),
-            };
+        for (place, (address, len)) in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().zip(pieces) {
+            let span =
+                if CACHE { whole.part(address.wrapping_sub(guest), len) } else { memory.search(address, len as usize) };
             let Some(span) = span else { break };
             // SAFETY: as in `push`.
             *place = unsafe { Span::new(span.start, span.len) };

@@ -312,29 +312,31 @@ impl Chains {
         Draft { id: 0, slots, first, middle: first, readable_len: 0, writable_len: 0, clipped: false }
     }
 
-    /// The fast path: adds chains of one buffer each, as nearly all are, all for the device to write or none. `next` tells
-    /// id, guest address and length, for as long as there are any, each of which lies in the region that answered last
-    /// (`hit` `None`: in any), and there is room. Says how many it has added; what comes then is for the normal path, right or wrong.
+    /// The fast path: adds chains of one buffer each, as nearly all are, all for the device to write or none, given by id,
+    /// guest address and length; for as long as there are any, each of which lies in the region that answered last (without
+    /// `CACHE`: in any), and there is room. Says how many it has added; what comes then is for the normal path, right or
+    /// wrong.
     #[inline(always)]
-    pub(crate) fn singles(
+    pub(crate) fn singles<const CACHE: bool>(
         &mut self,
-        max: usize,
-        hit: Option<Hit>,
+        hit: Hit,
         writable: bool,
-        mut next: impl FnMut() -> Option<(u16, u64, u32)>,
+        buffers: impl Iterator<Item = (u16, u64, u32)>,
     ) -> usize {
         let before = self.pieces.list().len() as u16;
         let mut place = Chain::place(1, [before, before + u16::from(!writable), before + 1]);
         let places = self.list.get_mut(self.len..).unwrap_or_default();
-        let max = max.min(places.len());
-        let added = self.pieces.extend(hit, &mut places[..max], |chain| {
-            let (id, address, len) = next().filter(|&(_, _, len)| len > 0)?;
+        let pieces = places.iter_mut().zip(buffers).map_while(|(chain, (id, address, len))| {
+            if len == 0 {
+                return None;
+            }
             let lens = if writable { u64::from(len) << 32 } else { len.into() };
             *chain = Chain { lens, place, written: 0, id, clipped: false };
             // All three one further. They are fewer than 2^16: no carry.
             place = place.wrapping_add(Chain::place(0, [1; 3]));
             Some((address, len))
         });
+        let added = self.pieces.extend::<CACHE>(hit, pieces);
         self.len += added;
         added
     }

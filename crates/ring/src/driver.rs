@@ -134,6 +134,14 @@ impl Ids {
         (self.free < self.ids.len()).then(|| self.ids[self.wrap(self.next + self.free)])
     }
 
+    /// With IN_ORDER: the ids that have been under way for longest, up to `count`, as many as lie in a row.
+    #[inline(always)]
+    pub(crate) fn oldest_run(&self, count: usize) -> &[u16] {
+        let count = count.min(self.ids.len() - self.free);
+        let run = self.ids.get(self.wrap(self.next + self.free)..).unwrap_or_default();
+        run.get(..count).unwrap_or(run)
+    }
+
     /// With IN_ORDER: whether an id is under way.
     #[inline(always)]
     pub(crate) fn is_under_way(&self, id: usize) -> bool {

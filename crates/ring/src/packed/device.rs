@@ -53,12 +53,6 @@ impl Device {
         self.tuning = tuning;
     }
 
-    /// The region that answered last, if it may be asked first.
-    #[inline(always)]
-    fn cached(&self) -> Option<Hit> {
-        self.tuning.translation_cache.then_some(self.hit)
-    }
-
     /// Where to go on after a stop.
     pub fn base(&self) -> Base {
         Base::new(self.next_available, self.next_used)
@@ -126,36 +120,41 @@ impl Device {
     /// The fast path: chains of one buffer, all for us to write or none.
     #[inline(always)]
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
-        match self.head(self.next_available) {
-            Some(word) if (word >> 48) as u16 & WRITE != 0 => self.take_singles_for::<WRITE>(chains, max),
-            Some(_) => self.take_singles_for::<0>(chains, max),
-            None => 0,
+        let mut taken = 0;
+        while taken < max {
+            let Some(word) = self.head(self.next_available) else { break };
+            let writable = (word >> 48) as u16 & WRITE != 0;
+            let run = match (writable, self.tuning.translation_cache) {
+                (true, true) => self.take_run::<WRITE, true>(chains, max - taken),
+                (false, true) => self.take_run::<0, true>(chains, max - taken),
+                (true, false) => self.take_run::<WRITE, false>(chains, max - taken),
+                (false, false) => self.take_run::<0, false>(chains, max - taken),
+            };
+            taken += run;
+            // It goes on at the start of the ring.
+            if run == 0 || self.next_available.slot != 0 {
+                break;
+            }
         }
+        taken
     }
 
+    /// The same, up to the end of the ring.
     #[inline(always)]
-    fn take_singles_for<const FLAGS: u16>(&mut self, chains: &mut Chains, max: usize) -> usize {
+    fn take_run<const FLAGS: u16, const CACHE: bool>(&mut self, chains: &mut Chains, max: usize) -> usize {
         const MASK: u16 = AVAILABLE | USED | NEXT | INDIRECT | WRITE;
-        let Position { mut slot, wrap } = self.next_available;
-        let size = self.ring.size;
-        let mut expected = available_flags(wrap) | FLAGS;
-        let descriptors = self.ring.pairs();
-        let room = u32::from(size).saturating_sub(self.outstanding) as usize;
-        let taken = chains.singles(max.min(room), self.cached(), FLAGS == WRITE, || {
-            let [address, word] = descriptors.get(slot as usize)?;
+        let Position { slot, wrap } = self.next_available;
+        let expected = available_flags(wrap) | FLAGS;
+        let room = u32::from(self.ring.size).saturating_sub(self.outstanding) as usize;
+        let descriptors = self.ring.pairs().get(slot as usize..).unwrap_or_default();
+        let buffers = descriptors.iter().take(max.min(room)).map_while(|[address, word]| {
             // Pairs with the driver's release of this word, as in `head`.
             let word = u64::from_le(word.load(Ordering::Acquire));
-            if (word >> 48) as u16 & MASK != expected {
-                return None;
-            }
-            slot += 1;
-            if slot == size {
-                slot = 0;
-                expected ^= AVAILABLE | USED;
-            }
-            Some(((word >> 32) as u16, u64::from_le(address.load(Ordering::Relaxed)), word as u32))
+            let buffer = || ((word >> 32) as u16, u64::from_le(address.load(Ordering::Relaxed)), word as u32);
+            ((word >> 48) as u16 & MASK == expected).then(buffer)
         });
-        self.next_available.advance(taken as u16, size);
+        let taken = chains.singles::<CACHE>(self.hit, FLAGS == WRITE, buffers);
+        self.next_available.advance(taken as u16, self.ring.size);
         self.outstanding += taken as u32;
         taken
     }
@@ -244,30 +243,35 @@ impl Device {
         let Some((first, rest)) = chains.split_first() else { return };
         let start = self.next_used;
         let size = self.ring.size;
-        let slots: u16;
-        if self.features.in_order && chains.iter().all(|chain| chain.writable_len() == 0) {
-            // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable
-            // ones the driver would have to believe that they were written in full (2.7.9).
-            slots = chains.iter().map(Chain::slots).sum();
-            self.next_used.advance(slots, size);
-            self.writes = false;
-            self.publish(start, rest.last().unwrap_or(first));
-        } else {
+        let (mut slots, mut writable) = (0, 0);
+        for chain in chains {
+            slots += chain.slots();
+            writable |= chain.writable_len();
+        }
+        self.next_used.advance(slots, size);
+        self.writes = !self.features.in_order || writable > 0;
+        if self.writes {
+            let descriptors = self.ring.pairs();
             let mut at = start;
             at.advance(first.slots(), size);
-            let mut sum = first.slots();
-            let descriptors = self.ring.pairs();
-            for chain in rest {
-                if let Some([_, word]) = descriptors.get(at.slot as usize) {
-                    word.store(used(at, chain), Ordering::Relaxed);
+            let straight = descriptors.get(at.slot as usize..at.slot as usize + rest.len());
+            if let Some(run) = straight.filter(|_| slots as usize == chains.len()) {
+                // The fast path: one descriptor each, none of them behind the end of the ring.
+                let flags = used_flags(at.wrap);
+                run.iter().zip(rest).for_each(|([_, word], chain)| word.store(used(flags, chain), Ordering::Relaxed));
+            } else {
+                for chain in rest {
+                    if let Some([_, word]) = descriptors.get(at.slot as usize) {
+                        word.store(used(used_flags(at.wrap), chain), Ordering::Relaxed);
+                    }
+                    at.advance(chain.slots(), size);
                 }
-                at.advance(chain.slots(), size);
-                sum += chain.slots();
             }
-            slots = sum;
-            self.next_used = at;
-            self.writes = true;
             self.publish(start, first);
+        } else {
+            // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable
+            // ones the driver would have to believe that they were written in full (2.7.9).
+            self.publish(start, rest.last().unwrap_or(first));
         }
         self.outstanding -= u32::from(slots);
         self.since = self.since.saturating_add(slots.into());
@@ -277,7 +281,7 @@ impl Device {
     #[inline(always)]
     fn publish(&self, at: Position, chain: &Chain) {
         // Pairs with the driver's acquire of this word: the buffers, and the used descriptors after it, are written.
-        self.ring.descriptors[2 * at.slot as usize + 1].store(used(at, chain), Ordering::Release);
+        self.ring.descriptors[2 * at.slot as usize + 1].store(used(used_flags(at.wrap), chain), Ordering::Release);
     }
 
     /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
@@ -325,8 +329,7 @@ impl Device {
 
 /// The second word of a used descriptor.
 #[inline(always)]
-fn used(at: Position, chain: &Chain) -> u64 {
+fn used(flags: u16, chain: &Chain) -> u64 {
     // 2.8.8: WRITE tells that the length is valid.
-    let flags = used_flags(at.wrap) | if chain.written > 0 { WRITE } else { 0 };
-    word(chain.written, chain.id, flags)
+    word(chain.written, chain.id, flags | if chain.written > 0 { WRITE } else { 0 })
 }

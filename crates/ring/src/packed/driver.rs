@@ -305,7 +305,14 @@ impl Driver {
         if !self.fast_path || self.batch.is_some() {
             return 0;
         }
-        let Driver { ring, ids, states, features: Features { in_order, .. }, expected, .. } = self;
+        if fetch && self.used().is_some() {
+            // Available descriptors are written into these lines next.
+            self.ring.prefetch(self.next_used.slot, self.expected, true);
+        }
+        if self.features.in_order {
+            return self.take_in_order(out);
+        }
+        let Driver { ring, ids, states, .. } = self;
         let Position { mut slot, mut wrap } = self.next_used;
         let mut flags = used_flags(wrap);
         let descriptors = ring.pairs();
@@ -319,19 +326,13 @@ impl Driver {
             if (word >> 48) as u16 & (AVAILABLE | USED) != flags {
                 break;
             }
-            if fetch && count == 0 {
-                // Available descriptors are written into these lines next.
-                ring.prefetch(slot, *expected, true);
-            }
             let (id, len) = ((word >> 32) as u16, word as u32);
             let Some(state) = states.get_mut(id as usize) else { break };
             let Ok(len) = written(id, len, state.room) else { break };
-            if state.slots != 1 || *in_order && ids.oldest() != Some(id) {
+            if state.slots != 1 {
                 break;
             }
-            if !*in_order {
-                state.slots = 0;
-            }
+            state.slots = 0;
             ids.put_back(id);
             *out = Used { id, len };
             count += 1;
@@ -344,6 +345,31 @@ impl Driver {
         }
         self.next_used = Position { slot, wrap };
         self.free_slots += count as u16;
+        count
+    }
+
+    /// The same in order, up to the end of the ring or of the circle of ids.
+    #[inline(always)]
+    fn take_in_order(&mut self, out: &mut [Used]) -> usize {
+        let Position { slot, wrap } = self.next_used;
+        let flags = used_flags(wrap);
+        let descriptors = self.ring.pairs().get(slot as usize..).unwrap_or_default();
+        let mut count = 0;
+        for ((out, &id), [_, word]) in out.iter_mut().zip(self.ids.oldest_run(BURST)).zip(descriptors) {
+            // Pairs with the device's release of this word, as in `used`.
+            let word = u64::from_le(word.load(Ordering::Acquire));
+            let Some(&State { slots: 1, room }) = self.states.get(id as usize) else { break };
+            // Anything else that it has may be right or wrong; here only what is expected is taken.
+            if (word >> 48) as u16 & (AVAILABLE | USED) != flags || (word >> 32) as u16 != id {
+                break;
+            }
+            let Ok(len) = written(id, word as u32, room) else { break };
+            *out = Used { id, len };
+            count += 1;
+        }
+        self.next_used.advance(count as u16, self.ring.size);
+        self.free_slots += count as u16;
+        self.ids.put_back_oldest(count);
         count
     }
 

@@ -50,12 +50,6 @@ impl Device {
         self.tuning = tuning;
     }
 
-    /// The region that answered last, if it may be asked first.
-    #[inline(always)]
-    fn cached(&self) -> Option<Hit> {
-        self.tuning.translation_cache.then_some(self.hit)
-    }
-
     /// Where to go on after a stop: what `base` was when it started.
     pub fn base(&self) -> u16 {
         self.next_available
@@ -113,21 +107,39 @@ impl Device {
     /// The fast path: chains of one buffer, all for us to write or none.
     #[inline(always)]
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
-        match self.descriptor(self.entry(self.next_available)) {
-            Ok(descriptor) if descriptor.flags & WRITE != 0 => self.take_singles_for::<WRITE>(chains, max),
-            Ok(_) => self.take_singles_for::<0>(chains, max),
-            Err(_) => 0,
+        let mut taken = 0;
+        while taken < max {
+            let Ok(Descriptor { flags, .. }) = self.descriptor(self.entry(self.next_available)) else { break };
+            let writable = flags & WRITE != 0;
+            let run = match (writable, self.tuning.translation_cache) {
+                (true, true) => self.take_run::<WRITE, true>(chains, max - taken),
+                (false, true) => self.take_run::<0, true>(chains, max - taken),
+                (true, false) => self.take_run::<WRITE, false>(chains, max - taken),
+                (false, false) => self.take_run::<0, false>(chains, max - taken),
+            };
+            taken += run;
+            // It goes on at the start of the ring.
+            if run == 0 || self.next_available & self.mask != 0 {
+                break;
+            }
         }
+        taken
     }
 
+    /// The same, up to the end of the ring.
     #[inline(always)]
-    fn take_singles_for<const FLAGS: u16>(&mut self, chains: &mut Chains, max: usize) -> usize {
-        let mut next = self.next_available;
-        let taken = chains.singles(max, self.cached(), FLAGS == WRITE, || {
-            let Descriptor { index, address, len, flags, .. } = self.descriptor(self.entry(next)).ok()?;
-            next = next.wrapping_add(1);
-            (flags & (NEXT | INDIRECT | WRITE) == FLAGS).then_some((index, address, len))
+    fn take_run<const FLAGS: u16, const CACHE: bool>(&mut self, chains: &mut Chains, max: usize) -> usize {
+        let start = (self.next_available & self.mask) as usize;
+        let entries = self.ring.available.get(ENTRIES + start..ENTRIES + self.ring.size as usize).unwrap_or_default();
+        let descriptors = self.ring.descriptors.as_chunks::<2>().0;
+        let buffers = entries.iter().take(max).map_while(|entry| {
+            let head = u16::from_le(entry.load(Ordering::Relaxed));
+            let [address, word] = descriptors.get(head as usize)?;
+            let (address, word) = (address.load(Ordering::Relaxed), u64::from_le(word.load(Ordering::Relaxed)));
+            let good = (word >> 32) as u16 & (NEXT | INDIRECT | WRITE) == FLAGS;
+            good.then_some((head, u64::from_le(address), word as u32))
         });
+        let taken = chains.singles::<CACHE>(self.hit, FLAGS == WRITE, buffers);
         self.next_available = self.next_available.wrapping_add(taken as u16);
         taken
     }

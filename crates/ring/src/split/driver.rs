@@ -292,7 +292,10 @@ impl Driver {
         if !self.fast_path || self.batch.is_some() {
             return 0;
         }
-        let Driver { ring, ids, states, mask, features: Features { in_order, .. }, .. } = self;
+        if self.features.in_order {
+            return self.take_in_order(out);
+        }
+        let Driver { ring, ids, states, mask, .. } = self;
         let elements = ring.elements.as_chunks::<2>().0;
         let mut next = self.next_used;
         let mut count = 0;
@@ -302,12 +305,10 @@ impl Driver {
             let Some(state) = states.get_mut(id as usize) else { break };
             let id = id as u16;
             let Ok(len) = written(id, len, state.room) else { break };
-            if state.chain != 1 || *in_order && ids.oldest() != Some(id) {
+            if state.chain != 1 {
                 break;
             }
-            if !*in_order {
-                state.chain = 0;
-            }
+            state.chain = 0;
             ids.put_back(id);
             *out = Used { id, len };
             next = next.wrapping_add(1);
@@ -315,6 +316,29 @@ impl Driver {
         }
         self.next_used = next;
         self.outstanding -= count as u16;
+        count
+    }
+
+    /// The same in order, up to the end of the ring or of the circle of ids.
+    #[inline(always)]
+    fn take_in_order(&mut self, out: &mut [Used]) -> usize {
+        let elements = self.ring.elements.as_chunks::<2>().0;
+        let elements = elements.get((self.next_used & self.mask) as usize..).unwrap_or_default();
+        let mut count = 0;
+        for ((out, &id), [used, len]) in out.iter_mut().zip(self.ids.oldest_run(BURST)).zip(elements) {
+            let (used, len) = (u32::from_le(used.load(Ordering::Relaxed)), u32::from_le(len.load(Ordering::Relaxed)));
+            let Some(&State { chain: 1, room, .. }) = self.states.get(id as usize) else { break };
+            // Anything else may be right or wrong; here only what is expected is taken.
+            if used != id.into() {
+                break;
+            }
+            let Ok(len) = written(id, len, room) else { break };
+            *out = Used { id, len };
+            count += 1;
+        }
+        self.next_used = self.next_used.wrapping_add(count as u16);
+        self.outstanding -= count as u16;
+        self.ids.put_back_oldest(count);
         count
     }
 
