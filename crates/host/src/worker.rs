@@ -203,6 +203,8 @@ struct Loop<'a> {
     shared: &'a Shared,
     switch: Switch<Port>,
     schedule: Schedule<Key>,
+    /// All queues that may get something. While each of them is polled, events say nothing new.
+    known: Vec<Key>,
     ports: Vec<Option<Arc<Port>>>,
     start: Instant,
     faults: u64,
@@ -214,6 +216,7 @@ impl<'a> Loop<'a> {
             shared,
             switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
             schedule: Schedule::default(),
+            known: Vec::new(),
             ports: Vec::new(),
             start: Instant::now(),
             faults: ringroad_mem::faults(),
@@ -230,7 +233,7 @@ impl<'a> Loop<'a> {
             if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
                 return;
             }
-            let idle = self.schedule.is_idle() && settled;
+            let idle = self.schedule.is_empty() && settled;
             if idle || rounds == 0 {
                 // Before sleeping: what the last round has run into is not left until the next event.
                 if ringroad_mem::faults() != self.faults {
@@ -238,7 +241,9 @@ impl<'a> Loop<'a> {
                 }
                 let took = self.start.elapsed() - looked;
                 limit = if took > LOOK { (limit / 2).max(1) } else { (limit * 2).min(ROUNDS) };
-                self.wait(if idle { -1 } else { 0 }, &mut events);
+                if idle || self.schedule.len() < self.known.len() {
+                    self.wait(if idle { -1 } else { 0 }, &mut events);
+                }
                 looked = self.start.elapsed();
                 seconds = looked.as_secs() as u32;
             }
@@ -269,6 +274,7 @@ impl<'a> Loop<'a> {
 
     fn wake(&mut self, key: Key) {
         if let Some(Some(port)) = self.ports.get(key.port as usize)
+            && self.known.contains(&key)
             && self.schedule.wake(key, port.poll)
         {
             port.awake(key.queue.into());
@@ -286,6 +292,10 @@ impl<'a> Loop<'a> {
                 Command::Add(port, reply) => {
                     let number = self.switch.add(port.clone());
                     let index = number as usize;
+                    if let Kind::Tap(tap) = &port.kind {
+                        let queues = 0..tap.files().len() as u16;
+                        self.known.extend(queues.map(|queue| Key { port: number, queue }));
+                    }
                     self.ports.resize_with(self.ports.len().max(index + 1), || None);
                     self.ports[index] = Some(port);
                     let _ = reply.send(number);
@@ -296,11 +306,20 @@ impl<'a> Loop<'a> {
                         *port = None;
                     }
                     self.schedule.forget(|key| key.port == number);
+                    self.known.retain(|key| key.port != number);
                     let _ = reply.send(());
                 }
-                Command::Wake(key) => self.wake(key),
+                Command::Wake(key) => {
+                    if !self.known.contains(&key) {
+                        self.known.push(key);
+                    }
+                    self.wake(key);
+                }
                 Command::Forget(number) => self.switch.forget(number),
-                Command::Rest(key) => self.schedule.forget(|other| other == key),
+                Command::Rest(key) => {
+                    self.schedule.forget(|other| other == key);
+                    self.known.retain(|&other| other != key);
+                }
                 Command::Stop => return false,
             }
         }

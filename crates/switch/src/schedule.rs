@@ -49,8 +49,13 @@ impl<K: Copy + Eq> Schedule<K> {
         self.active.retain(|active| !gone(active.key));
     }
 
+    /// How many queues are being polled.
+    pub fn len(&self) -> usize {
+        self.active.len()
+    }
+
     /// Whether no queue is being polled: the worker can wait for events without a limit.
-    pub fn is_idle(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.active.is_empty()
     }
 
@@ -102,12 +107,12 @@ mod tests {
         assert!(schedule.wake(1, Poll::For(Duration::ZERO)));
         assert!(!schedule.wake(1, Poll::For(Duration::ZERO)));
         assert!(schedule.round(|| now, |_| 3, |_| true));
-        assert!(!schedule.is_idle());
+        assert!(!schedule.is_empty());
         // Something came in while it was about to sleep.
         assert!(!schedule.round(|| now, |_| 0, |_| false));
-        assert!(!schedule.is_idle());
+        assert!(!schedule.is_empty());
         assert!(!schedule.round(|| now, |_| 0, |_| true));
-        assert!(schedule.is_idle());
+        assert!(schedule.is_empty());
     }
 
     #[test]
@@ -167,6 +172,6 @@ mod tests {
         );
         assert_eq!(seen, [2]);
         schedule.forget(|key| key == 2);
-        assert!(schedule.is_idle());
+        assert!(schedule.is_empty());
     }
 }
