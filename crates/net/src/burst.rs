@@ -60,6 +60,12 @@ impl Frame {
         self.reflected = !self.reflected;
     }
 
+    /// The index of its chain.
+    #[inline(always)]
+    pub(crate) fn chain(&self) -> usize {
+        self.chain.into()
+    }
+
     /// Header and first bytes as they go to the receiver, and how many that are: a header that promises nothing (no
     /// offload is negotiated, so whatever the sender wrote there does not count) and names one buffer.
     pub fn head(&self) -> ([u8; HEAD], usize) {
@@ -68,13 +74,7 @@ impl Frame {
         (head, self.head_len.into())
     }
 
-    /// The index of its chain.
-    #[inline(always)]
-    pub(crate) fn chain(&self) -> usize {
-        self.chain.into()
-    }
-
-    /// The same, when all of `HEAD` is there.
+    /// The same in parts, when all of `HEAD` is there.
     #[inline(always)]
     pub(crate) fn full_head(&self) -> Option<[[u8; 8]; HEAD / 8]> {
         if self.head_len as usize == HEAD { Some(self.words()) } else { None }
