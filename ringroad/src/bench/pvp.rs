@@ -1,12 +1,11 @@
 //! PvP: a driver sends frames through one port, the device swaps their MAC addresses and sends them back. One core for
 //! the driver, one for the device; the same light driver drives our device and DPDK's, in turn.
 
-use super::rig::{Common, Peer, finished, progress};
+use super::rig::{Common, Device, Pairs, Peer, finished, print};
 use crate::{
     Outcome,
     blast::{Ring, write_json},
     child::Folder,
-    report::{Spread, table},
     traffic::{Settings, Touch},
 };
 use serde_json::json;
@@ -37,6 +36,7 @@ pub fn run(args: Args) -> Outcome {
     let folder = Folder::new("pvp")?;
     let ours = common.ours(&folder, "\"unlimited\"", &["mode = \"reflect\""])?;
     let peer = common.dpdk(&folder, &args.peer, 1, "macswap")?;
+    let peer_name = peer.as_ref().map(|peer| peer.name.as_str());
     common.pin()?;
     let (mut rows, mut lines) = (Vec::new(), Vec::new());
     let cells: Vec<(Ring, usize)> =
@@ -44,38 +44,14 @@ pub fn run(args: Args) -> Outcome {
     for (number, &(ring, size)) in cells.iter().enumerate() {
         let touch = if args.no_touch { Touch::Nothing } else { Touch::Word };
         let settings = Settings { touch, ..Settings::flood(size) };
-        let (mut our_figures, mut peer_figures, mut round_trips) = (Vec::new(), Vec::new(), Vec::new());
-        for pair in 1..=common.pairs {
-            let (name, of, pairs) = (ring.name(), cells.len(), common.pairs);
-            progress(&format!("{name} {size} B ({} of {of}), pair {pair} of {pairs}", number + 1));
-            round_trips.push(super::line_round_trip([common.driver_cpu, common.device_cpu])?);
-            our_figures.push(common.run(&ours, 0, ring, &settings)?.received_mpps());
-            if let Some(peer) = &peer {
-                peer_figures.push(common.run(peer, 0, ring, &settings)?.received_mpps());
-            }
-        }
-        let ratios: Vec<f64> = our_figures.iter().zip(&peer_figures).map(|(ours, peer)| ours / peer).collect();
-        let (a, b, r) = (Spread::of(&our_figures), Spread::of(&peer_figures), Spread::of(&ratios));
-        let line = Spread::of(&round_trips);
+        let what = format!("{} {size} B ({} of {})", ring.name(), number + 1, cells.len());
+        let one = |device: &Device| Ok(common.run(device, 0, ring, &settings)?.received_mpps());
+        let pairs = Pairs::measure(common, (&ours, peer.as_ref()), &what, one)?;
         let mut row = json!({
-            "ring": ring.name(), "size": size, "touch": !args.no_touch, "queue_size": common.queue_size,
-            "unit": "Mpps", "ours": a.median, "ours_min": a.min, "ours_max": a.max, "pairs": common.pairs,
-            "line_ns": line.median, "line_ns_min": line.min, "line_ns_max": line.max,
+            "ring": ring.name(), "size": size, "touch": !args.no_touch, "queue_size": common.queue_size, "unit": "Mpps",
         });
         let mut columns = vec![format!("{} {size}", ring.name())];
-        columns.extend(a.columns(2));
-        if let Some(peer) = &peer {
-            row["peer"] = json!(b.median);
-            row["peer_min"] = json!(b.min);
-            row["peer_max"] = json!(b.max);
-            row["peer_name"] = json!(peer.name);
-            row["ratio"] = json!(r.median);
-            row["min"] = json!(r.min);
-            row["max"] = json!(r.max);
-            columns.extend(b.columns(2));
-            columns.extend(r.columns(2));
-        }
-        columns.extend(line.columns(0));
+        columns.extend(pairs.report(&mut row, peer_name));
         rows.push(row);
         lines.push(columns);
     }
@@ -85,14 +61,7 @@ pub fn run(args: Args) -> Outcome {
     println!(
         "PvP, Mpps each way through one device core, {touch}, ring {queue_size}, {pairs} runs of {seconds} s, median and min–max"
     );
-    match &peer {
-        Some(peer) => {
-            println!("peer: {}", peer.name);
-            print!("{}", table(&["", "ours", "", "peer", "", "ratio", "", "line, ns", ""], &lines));
-        }
-        None => print!("{}", table(&["", "ours", "", "line, ns", ""], &lines)),
-    }
-    println!("{}", super::LINE);
+    print(peer_name, &lines);
     if let Some(file) = &common.json {
         write_json(file, &json!({ "bench": "pvp", "machine": super::machine(), "rows": rows }))?;
     }

@@ -4,12 +4,14 @@
 use crate::{
     blast::{Ring, features},
     child::{Folder, Program, ourselves},
+    report::{Spread, table},
     traffic::{Settings, Totals, Traffic},
 };
 use ringroad_host::{
     pin_current_thread,
     vhost_user::{Connection, Connector},
 };
+use serde_json::{Value, json};
 use std::{
     fmt::Write,
     fs,
@@ -181,6 +183,77 @@ impl Common {
         }
         Ok(totals)
     }
+}
+
+/// Figures of our device and of its peer, measured in turn.
+pub struct Pairs {
+    ours: Vec<f64>,
+    peer: Vec<f64>,
+    lines: Vec<f64>,
+}
+
+impl Pairs {
+    /// Measures both, as often as was asked for, and the line round trip before each pair.
+    pub fn measure(
+        common: &Common,
+        (ours, peer): (&Device, Option<&Device>),
+        what: &str,
+        one: impl Fn(&Device) -> Result<f64, String>,
+    ) -> Result<Pairs, String> {
+        let mut pairs = Pairs { ours: Vec::new(), peer: Vec::new(), lines: Vec::new() };
+        for pair in 1..=common.pairs {
+            progress(&format!("{what}, pair {pair} of {}", common.pairs));
+            pairs.lines.push(super::line_round_trip([common.driver_cpu, common.device_cpu])?);
+            pairs.ours.push(one(ours)?);
+            if let Some(peer) = peer {
+                pairs.peer.push(one(peer)?);
+            }
+        }
+        Ok(pairs)
+    }
+
+    /// Adds what came out to a row for programs; returns the columns for people.
+    pub fn report(&self, row: &mut Value, peer: Option<&str>) -> Vec<String> {
+        let mut note = |name: &str, figure: f64| row[name] = json!(figure);
+        let (ours, theirs, line) = (Spread::of(&self.ours), Spread::of(&self.peer), Spread::of(&self.lines));
+        let mut columns = ours.columns(2).to_vec();
+        note("ours", ours.median);
+        note("ours_min", ours.min);
+        note("ours_max", ours.max);
+        note("line_ns", line.median);
+        note("line_ns_min", line.min);
+        note("line_ns_max", line.max);
+        if peer.is_some() {
+            let ratios: Vec<f64> = self.ours.iter().zip(&self.peer).map(|(ours, peer)| ours / peer).collect();
+            let ratio = Spread::of(&ratios);
+            note("peer", theirs.median);
+            note("peer_min", theirs.min);
+            note("peer_max", theirs.max);
+            note("ratio", ratio.median);
+            note("min", ratio.min);
+            note("max", ratio.max);
+            columns.extend(theirs.columns(2));
+            columns.extend(ratio.columns(2));
+        }
+        row["pairs"] = json!(self.ours.len());
+        if let Some(name) = peer {
+            row["peer_name"] = json!(name);
+        }
+        columns.extend(line.columns(0));
+        columns
+    }
+}
+
+/// Prints the columns of `Pairs::report`, each behind the name of its cell.
+pub fn print(peer: Option<&str>, lines: &[Vec<String>]) {
+    match peer {
+        Some(name) => {
+            println!("peer: {name}");
+            print!("{}", table(&["", "ours", "", "peer", "", "ratio", "", "line, ns", ""], lines));
+        }
+        None => print!("{}", table(&["", "ours", "", "line, ns", ""], lines)),
+    }
+    println!("{}", super::LINE);
 }
 
 /// Says what is being measured, over what was said before.

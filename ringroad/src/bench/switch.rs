@@ -1,12 +1,11 @@
 //! Guest to guest: a driver sends into one port, another one receives from a second; one core for the device, one for both
 //! drivers. Our switch learns and looks up; DPDK's testpmd passes frames from one port to the other without a look.
 
-use super::rig::{Common, Device, Peer, finished, progress};
+use super::rig::{Common, Device, Pairs, Peer, finished, print};
 use crate::{
     Outcome,
     blast::{Ring, write_json},
     child::Folder,
-    report::{Spread, table},
     traffic::{Settings, Touch, Traffic},
 };
 use ringroad_wire::ethernet::{Addresses, MacAddr};
@@ -61,40 +60,20 @@ pub fn run(args: Args) -> Outcome {
     let folder = Folder::new("switch")?;
     let ours = common.ours(&folder, "\"unlimited\"", &["", ""])?;
     let peer = common.dpdk(&folder, &args.peer, 2, "io")?;
+    let peer_name = peer.as_ref().map(|peer| format!("{}, two ports, io", peer.name));
     common.pin()?;
     let (mut rows, mut lines) = (Vec::new(), Vec::new());
     for &ring in &args.ring {
         for &size in &args.size {
             let size = size as usize;
-            let (mut our_figures, mut peer_figures, mut round_trips) = (Vec::new(), Vec::new(), Vec::new());
-            for pair in 1..=common.pairs {
-                progress(&format!("{} {size} B, pair {pair} of {}", ring.name(), common.pairs));
-                round_trips.push(super::line_round_trip([common.driver_cpu, common.device_cpu])?);
-                our_figures.push(measure(common, &ours, ring, size)?);
-                if let Some(peer) = &peer {
-                    peer_figures.push(measure(common, peer, ring, size)?);
-                }
-            }
-            let ratios: Vec<f64> = our_figures.iter().zip(&peer_figures).map(|(ours, peer)| ours / peer).collect();
-            let (a, b, r) = (Spread::of(&our_figures), Spread::of(&peer_figures), Spread::of(&ratios));
-            let line = Spread::of(&round_trips);
+            let what = format!("{} {size} B", ring.name());
+            let one = |device: &Device| measure(common, device, ring, size);
+            let pairs = Pairs::measure(common, (&ours, peer.as_ref()), &what, one)?;
             let mut row = json!({
                 "ring": ring.name(), "size": size, "touch": true, "queue_size": common.queue_size, "unit": "Mpps",
-                "ours": a.median, "ours_min": a.min, "ours_max": a.max, "pairs": common.pairs,
-                "line_ns": line.median, "line_ns_min": line.min, "line_ns_max": line.max,
             });
             let mut columns = vec![format!("{} {size}", ring.name())];
-            columns.extend(a.columns(2));
-            if let Some(peer) = &peer {
-                row["peer"] = json!(b.median);
-                row["peer_name"] = json!(format!("{}, two ports, io", peer.name));
-                row["ratio"] = json!(r.median);
-                row["min"] = json!(r.min);
-                row["max"] = json!(r.max);
-                columns.extend(b.columns(2));
-                columns.extend(r.columns(2));
-            }
-            columns.extend(line.columns(0));
+            columns.extend(pairs.report(&mut row, peer_name.as_deref()));
             rows.push(row);
             lines.push(columns);
         }
@@ -104,14 +83,7 @@ pub fn run(args: Args) -> Outcome {
     println!(
         "guest to guest, Mpps through one device core, one core for both drivers, touch, ring {queue_size}, {pairs} runs of {seconds} s, median and min–max"
     );
-    match &peer {
-        Some(peer) => {
-            println!("peer: {}, two ports, io", peer.name);
-            print!("{}", table(&["", "ours", "", "peer", "", "ratio", "", "line, ns", ""], &lines));
-        }
-        None => print!("{}", table(&["", "ours", "", "line, ns", ""], &lines)),
-    }
-    println!("{}", super::LINE);
+    print(peer_name.as_deref(), &lines);
     if let Some(file) = &common.json {
         write_json(file, &json!({ "bench": "switch", "machine": super::machine(), "rows": rows }))?;
     }
