@@ -248,8 +248,8 @@ impl Traffic {
             }
             // Looking at what the device is about to write takes the line from it: only when there is need.
             while tx.free() < self.burst && tx.reclaim()? > 0 {}
-            if self.settings.touch != Touch::Nothing && tx.free() >= self.burst {
-                tx.prefetch(self.burst);
+            if tx.free() >= self.burst {
+                tx.prefetch(self.burst, self.settings.touch != Touch::Nothing);
             }
             let mut worked = 0;
             match self.settings.mode {

@@ -33,8 +33,8 @@ pub enum DriverError {
     Setup(#[from] SetupError),
 }
 
-/// How many buffers before its turn one is fetched.
-const LOOK_AHEAD: usize = 8;
+/// How many buffers before its turn one is fetched. Measured: 8 is 8 % slower where lines take long, 16 and 24 are no better.
+const LOOK_AHEAD: usize = 12;
 
 /// Guest address of the driver's memory: any but 0, so that a forgotten address is noticed.
 const GUEST: u64 = 0x1_0000_0000;
@@ -217,11 +217,15 @@ impl DriverTx {
         added
     }
 
-    /// Fetches the first lines of the next `count` free buffers for writing, while there is something else to do.
+    /// Fetches what adding the next `count` frames will write to, while there is something else to do. `write`: the frames
+    /// themselves will be written, too.
     #[inline]
-    pub fn prefetch(&self, count: usize) {
+    pub fn prefetch(&self, count: usize, write: bool) {
         let Queue { ring, buffers, .. } = &self.queue;
         ring.prefetch(count);
+        if !write {
+            return;
+        }
         for span in ring.next_ids(0, count.min(LOOK_AHEAD)).iter().filter_map(|&id| buffers.span(id)) {
             span.prefetch_write::<1>();
         }
@@ -272,6 +276,8 @@ impl DriverRx {
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
+        // Where frames can be merged, the header of each is looked at in any case.
+        let read = read || self.mergeable;
         let prefetch = |index: usize| {
             if read && let Some(span) = used[..count].get(index).and_then(|used| buffers.span(used.id)) {
                 span.prefetch::<1>();
