@@ -260,14 +260,22 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
         KindName::VhostUser => table.foreign(&TAP, "tap", "vhost-user")?,
         KindName::Tap => table.foreign(&VHOST_USER, "vhost-user", "tap")?,
     }
-    let modes = [("switch", Some(Mode::Switch)), ("reflect", Some(Mode::Reflect)), ("drop", Some(Mode::Drop))];
+    let modes = [
+        ("switch", Some(Mode::Switch)),
+        ("reflect", Some(Mode::Reflect)),
+        ("drop", Some(Mode::Drop)),
+        ("generate", Some(Mode::Generate)),
+    ];
+    let mode = table.one_of("mode", &modes)?.unwrap_or(Mode::Switch);
+    // Nobody would wake a queue that has no frames.
+    let poll = table.poll()?.or((mode == Mode::Generate).then_some(Poll::Unlimited));
     let queues = table.number("queues", 1..=16)?.unwrap_or(1) as u16;
     Ok(Port {
         name,
-        mode: table.one_of("mode", &modes)?.unwrap_or(Mode::Switch),
+        mode,
         hairpin: table.boolean("hairpin", false)?,
         mtu: table.number("mtu", 68..=65535)?.map(|mtu| mtu as u16),
-        poll: table.poll()?,
+        poll,
         kind: match kind {
             KindName::VhostUser => vhost_user(table, queues, taken)?,
             KindName::Tap => tap(table, queues, taken)?,
@@ -815,7 +823,7 @@ interface = "rr0"
             ),
             (
                 vm1("mode = \"hub\""),
-                "5: port \"vm1\": key `mode`: expected \"switch\", \"reflect\" or \"drop\", found \"hub\"",
+                "5: port \"vm1\": key `mode`: expected \"switch\", \"reflect\", \"drop\" or \"generate\", found \"hub\"",
             ),
             (vm1("hairpin = 1"), "5: port \"vm1\": key `hairpin`: expected true or false, found 1"),
             (vm1("queues = 99"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 99"),

@@ -1,8 +1,12 @@
 //! A burst's way from its source to its destinations.
 
 use crate::Fdb;
+use ringroad_mem::{Region, Table};
 use ringroad_net::{Burst, Frame, Sink, Source};
-use ringroad_wire::ethernet::Addresses;
+use ringroad_wire::{
+    ethernet::{Addresses, MacAddr},
+    vnet_hdr,
+};
 use std::{cell::Cell, sync::Arc};
 
 /// What becomes of the frames that come from a port.
@@ -15,6 +19,8 @@ pub enum Mode {
     Reflect,
     /// Nothing. For measuring.
     Drop,
+    /// Nothing, and it gets frames of the switch's own making, as many as it takes. For measuring.
+    Generate,
 }
 
 /// A port of the switch, shared by its worker and by control, which sets it up and takes it down. Neither waits for the
@@ -103,12 +109,29 @@ pub struct Switch<P> {
     burst: Burst,
     /// Frames were poured since the ports are these two, so that the table may not have seen an address move.
     poured: bool,
+    /// What a generating port gets.
+    made: Option<Burst>,
+}
+
+/// Bytes of the frames that a generating port gets, without FCS.
+const MADE: usize = 64;
+
+/// A burst of frames to everybody, of the type for experiments (IEEE 802, 0x88b5) and else zeros.
+fn made() -> Option<Burst> {
+    let memory = Arc::new(Table::default().with(Region::private(4096, 0).ok()?).ok()?);
+    let mut frame = [0; vnet_hdr::SIZE + MADE];
+    let header = [&MacAddr::BROADCAST.0[..], &MacAddr::local(0).0, &[0x88, 0xb5]].concat();
+    frame[vnet_hdr::SIZE..][..header.len()].copy_from_slice(&header);
+    memory.regions().first()?.span(0, frame.len())?.write(&frame);
+    let mut burst = Burst::default();
+    burst.start(&memory);
+    ALL.iter().all(|_| burst.push_private(&memory, 0, frame.len() as u32)).then_some(burst)
 }
 
 impl<P: Port> Switch<P> {
     /// A switch without ports.
     pub fn new(fdb: Fdb) -> Self {
-        Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false }
+        Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false, made: None }
     }
 
     /// Adds a port; returns its number.
@@ -167,13 +190,22 @@ impl<P: Port> Switch<P> {
         })
     }
 
-    /// Carries one burst from a port's queue to where it should go. Says how many buffers it took from there; 0: there is
-    /// nothing. `now` is in seconds.
+    /// Carries one burst from a port's queue to where it should go. Says how many buffers it took from there (and how many
+    /// it made for a generating port); 0: there is nothing. `now` is in seconds.
     #[inline]
     pub fn carry(&mut self, from: u32, queue: usize, now: u32) -> usize {
         let Some(Some(member)) = self.ports.get(from as usize) else { return 0 };
         let port = &*member.port;
         let Some(mut source) = port.source(queue) else { return 0 };
+        if port.mode() == Mode::Generate {
+            let taken = source.take(&mut self.burst);
+            if taken > 0 {
+                source.done(&mut self.burst);
+            }
+            drop(source);
+            self.made = self.made.take().or_else(made);
+            return taken + self.made.as_ref().map_or(0, |made| put(member, queue, made, &ALL, &mut None));
+        }
         if source.pours()
             && let Some(only) = Self::only_other(&self.ports, from)
             && let Some(mut sink) = only.port.sink(from as usize + queue, 0)
@@ -197,7 +229,7 @@ impl<P: Port> Switch<P> {
                 let all = ALL.get(..self.burst.frames().len()).unwrap_or(&ALL);
                 put(member, queue, &self.burst, all, &mut held);
             }
-            Mode::Drop => {}
+            Mode::Drop | Mode::Generate => {}
         }
         source.done(&mut self.burst);
         drop(held);
@@ -206,13 +238,19 @@ impl<P: Port> Switch<P> {
     }
 }
 
-fn put<'a, P: Port>(member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8], held: &mut Option<P::Sink<'a>>) {
+/// Puts frames of a burst into a port's queue, and keeps it; says how many it took.
+fn put<'a, P: Port>(
+    member: &'a Member<P>,
+    hint: usize,
+    burst: &Burst,
+    which: &[u8],
+    held: &mut Option<P::Sink<'a>>,
+) -> usize {
     // First of all: it may be the same one.
     *held = None;
-    if let Some(sink) = member.port.sink(hint, which.len()) {
-        held.insert(sink).put(burst, which);
-        member.open.set(true);
-    }
+    let Some(sink) = member.port.sink(hint, which.len()) else { return 0 };
+    member.open.set(true);
+    held.insert(sink).put(burst, which)
 }
 
 /// Learns where frames come from, looks up where they go, and puts them there, destination by destination.

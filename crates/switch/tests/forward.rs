@@ -351,6 +351,25 @@ fn ports_for_measuring_take_no_part() {
 }
 
 #[test]
+fn a_generating_port_gets_frames_of_its_own_and_no_others() {
+    let mut net = Net::of(vec![(Mode::Switch, false), (Mode::Generate, false), (Mode::Switch, false)]);
+    assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), [2]);
+    let mut made = [&MacAddr::BROADCAST.0[..], &MacAddr::local(0).0, &[0x88, 0xb5]].concat();
+    made.resize(64, 0);
+    // Whether it has sent something or not.
+    for sent in [vec![], vec![frame(mac(0), mac(1), 0)]] {
+        let count = sent.len();
+        net.ports[1].to_send.lock().unwrap().push_back(sent);
+        assert_eq!(net.switch.carry(1, 0, 0), count + BURST);
+        assert_eq!(net.ports[1].done.swap(0, Relaxed), count);
+        let got: Vec<_> = net.ports.iter().map(|port| port.got()).collect();
+        assert_eq!(got, [vec![], vec![made.clone(); BURST], vec![]]);
+    }
+    net.ports[1].stop(true);
+    assert_eq!(net.switch.carry(1, 0, 0), 0);
+}
+
+#[test]
 fn what_a_removed_port_had_is_forgotten() {
     let mut net = Net::new(4);
     (0..3).for_each(|port| drop(net.send_one(port, MacAddr::BROADCAST, mac(port))));
@@ -516,6 +535,7 @@ impl Model {
                     expected[from].push((swapped, false));
                     continue;
                 }
+                Mode::Generate => unreachable!("no kind of the model"),
                 Mode::Switch => {}
             }
             if !source.is_multicast() {
