@@ -1,8 +1,8 @@
 //! The ports of this program: guests and TAP interfaces.
 
 use crate::{
-    tap::{Tap, TapSink, TapSource},
-    vhost_user::VhostPort,
+    tap::{Tap, TapLease, TapSink, TapSource},
+    vhost_user::{VhostLease, VhostPort},
 };
 use ringroad_mem::Span;
 use ringroad_net::{Burst, Sink, Snapshot, Source};
@@ -87,15 +87,41 @@ impl Port {
     }
 }
 
+/// A queue that frames come from, kept from burst to burst.
+pub struct PortLease(KindLease);
+
+enum KindLease {
+    Vhost(VhostLease),
+    Tap(TapLease),
+}
+
 impl ringroad_switch::Port for Port {
+    type Lease = PortLease;
     type Source<'a> = PortSource<'a>;
     type Sink<'a> = PortSink<'a>;
 
-    #[inline]
-    fn source(&self, queue: usize) -> Option<PortSource<'_>> {
+    fn lease(&self, queue: usize) -> Option<PortLease> {
         match &self.kind {
-            Kind::Vhost(port) => port.source(queue).map(PortSource::Vhost),
-            Kind::Tap(tap) => tap.source(queue).map(PortSource::Tap),
+            Kind::Vhost(port) => port.lease(queue).map(KindLease::Vhost),
+            Kind::Tap(tap) => tap.lease(queue).map(KindLease::Tap),
+        }
+        .map(PortLease)
+    }
+
+    #[inline]
+    fn is_wanted(&self, queue: usize) -> bool {
+        match &self.kind {
+            Kind::Vhost(port) => port.is_wanted(queue),
+            Kind::Tap(_) => false,
+        }
+    }
+
+    #[inline]
+    fn source<'a>(&'a self, queue: usize, lease: &'a mut PortLease) -> Option<PortSource<'a>> {
+        match (&self.kind, &mut lease.0) {
+            (Kind::Vhost(port), KindLease::Vhost(lease)) => port.source(queue, lease).map(PortSource::Vhost),
+            (Kind::Tap(tap), KindLease::Tap(lease)) => tap.source(queue, lease).map(PortSource::Tap),
+            _ => None,
         }
     }
 

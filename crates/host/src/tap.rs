@@ -1,6 +1,10 @@
 //! TAP ports: the host's own network.
 
-use crate::{gate::Gate, sys};
+use crate::{
+    gate::{Gate, Lease},
+    sys,
+};
+use parking_lot::MutexGuard;
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Burst, Counters, MAX_FRAME, Sink, Source};
 use ringroad_ring::BURST;
@@ -10,7 +14,7 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
     path::Path,
-    sync::{Arc, MutexGuard},
+    sync::Arc,
 };
 
 /// Why there is no TAP port.
@@ -57,7 +61,7 @@ const DEVICE: &str = "/dev/net/tun";
 const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
 
 /// Where frames of one queue come from.
-struct Queue {
+pub(crate) struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
     pool: Arc<Table>,
@@ -135,8 +139,12 @@ impl Tap {
         &self.files
     }
 
-    pub(crate) fn source(&self, index: usize) -> Option<TapSource<'_>> {
-        Some(TapSource { queue: self.sources.get(index)?.try_enter()?, counters: &self.received[index] })
+    pub(crate) fn lease(&self, index: usize) -> Option<TapLease> {
+        self.sources.get(index)?.try_lease()
+    }
+
+    pub(crate) fn source<'a>(&'a self, index: usize, queue: &'a mut TapLease) -> Option<TapSource<'a>> {
+        Some(TapSource { queue, counters: self.received.get(index)? })
     }
 
     pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
@@ -166,8 +174,11 @@ fn explain(name: &str, error: io::Error, driver: bool) -> TapError {
 }
 
 /// Exclusive use of one queue that frames come from.
+pub(crate) type TapLease = Lease<Queue>;
+
+/// The same for one burst.
 pub struct TapSource<'a> {
-    queue: MutexGuard<'a, Queue>,
+    queue: &'a mut Queue,
     counters: &'a Counters,
 }
 

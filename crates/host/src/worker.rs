@@ -327,6 +327,7 @@ impl<'a> Loop<'a> {
     }
 
     fn check_memory(&mut self) {
+        self.switch.release();
         self.faults = ringroad_mem::faults();
         self.ports.iter().flatten().for_each(|port| port.check_memory());
     }

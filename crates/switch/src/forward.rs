@@ -7,7 +7,10 @@ use ringroad_wire::{
     ethernet::{Addresses, MacAddr},
     vnet_hdr,
 };
-use std::{cell::Cell, sync::Arc};
+use std::{
+    cell::{Cell, RefCell},
+    sync::Arc,
+};
 
 /// What becomes of the frames that come from a port.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,7 +29,9 @@ pub enum Mode {
 /// A port of the switch, shared by its worker and by control, which sets it up and takes it down. Neither waits for the
 /// other: a queue that control is at work on has no frames and takes none.
 pub trait Port: Send + Sync {
-    /// Exclusive use of a queue that frames come from, for one burst.
+    /// Exclusive use of a queue that frames come from, which the worker keeps from burst to burst: locks cost.
+    type Lease;
+    /// The same for one burst.
     type Source<'a>: Source
     where
         Self: 'a;
@@ -35,8 +40,14 @@ pub trait Port: Send + Sync {
     where
         Self: 'a;
 
-    /// The queue with this index that frames come from, if it is running and nobody else has it.
-    fn source(&self, queue: usize) -> Option<Self::Source<'_>>;
+    /// The queue with this index that frames come from, if nobody else has it.
+    fn lease(&self, queue: usize) -> Option<Self::Lease>;
+
+    /// Whether somebody else wants that queue: a lease is to be let go now.
+    fn is_wanted(&self, queue: usize) -> bool;
+
+    /// The queue for one burst, if it is running.
+    fn source<'a>(&'a self, queue: usize, lease: &'a mut Self::Lease) -> Option<Self::Source<'a>>;
 
     /// The queue that frames of this worker go to, if it is running and nobody else has it; `hint` spreads senders over
     /// several queues. `frames` is how many will not arrive if there is none, to be counted.
@@ -94,16 +105,37 @@ const ALL: [u8; ringroad_ring::BURST] = {
 };
 
 /// A port and what the switch remembers of it.
-struct Member<P> {
+struct Member<P: Port> {
     port: Arc<P>,
     /// It may have notifications left open.
     open: Cell<bool>,
+    /// The queues that the last burst came from, or some of them. Kept only while frames come.
+    leases: RefCell<Vec<Option<P::Lease>>>,
+}
+
+impl<P: Port> Member<P> {
+    /// A queue's lease: the one that was kept, or a new one.
+    #[inline]
+    fn lease(&self, queue: usize) -> Option<P::Lease> {
+        let kept = self.leases.borrow_mut().get_mut(queue).and_then(Option::take);
+        kept.filter(|_| !self.port.is_wanted(queue)).or_else(|| self.port.lease(queue))
+    }
+
+    /// Keeps a lease for the next burst.
+    #[inline]
+    fn keep(&self, queue: usize, lease: P::Lease) {
+        let mut leases = self.leases.borrow_mut();
+        if leases.len() <= queue {
+            leases.resize_with(queue + 1, || None);
+        }
+        leases[queue] = Some(lease);
+    }
 }
 
 type Members<P> = [Option<Member<P>>];
 
 /// Carries bursts between ports. One for each worker.
-pub struct Switch<P> {
+pub struct Switch<P: Port> {
     ports: Vec<Option<Member<P>>>,
     fdb: Fdb,
     burst: Burst,
@@ -144,7 +176,7 @@ impl<P: Port> Switch<P> {
         if free.is_none() {
             self.ports.push(None);
         }
-        self.ports[number] = Some(Member { port, open: Cell::new(false) });
+        self.ports[number] = Some(Member { port, open: Cell::new(false), leases: RefCell::default() });
         number as u32
     }
 
@@ -154,9 +186,15 @@ impl<P: Port> Switch<P> {
         self.ports.get_mut(number as usize)?.take().map(|member| member.port)
     }
 
-    /// Lets the memory go that the last burst was in.
+    /// Lets the memory go that the last burst was in, and all queues.
     pub fn release(&mut self) {
         self.burst.clear();
+        self.let_go();
+    }
+
+    /// Lets all queues go that were kept for the next burst.
+    fn let_go(&self) {
+        self.ports.iter().flatten().for_each(|member| member.leases.borrow_mut().clear());
     }
 
     /// Forgets what was learned of a port.
@@ -180,9 +218,10 @@ impl<P: Port> Switch<P> {
         (alone && plain(from) && plain(other)).then_some(other)
     }
 
-    /// Sends the notifications that were left open, if they are wanted. To be called now and then under load, and before
-    /// the worker sleeps. `false`: not all could be; once more, soon.
+    /// Lets all queues go, and sends the notifications that were left open, if they are wanted. To be called now and then
+    /// under load, and before the worker sleeps. `false`: not all could be; once more, soon.
     pub fn settle(&self) -> bool {
+        self.let_go();
         let open = self.ports.iter().flatten().filter(|member| member.open.get());
         open.fold(true, |settled, member| {
             member.open.set(!member.port.settle());
@@ -196,7 +235,8 @@ impl<P: Port> Switch<P> {
     pub fn carry(&mut self, from: u32, queue: usize, now: u32) -> usize {
         let Some(Some(member)) = self.ports.get(from as usize) else { return 0 };
         let port = &*member.port;
-        let Some(mut source) = port.source(queue) else { return 0 };
+        let Some(mut lease) = member.lease(queue) else { return 0 };
+        let Some(mut source) = port.source(queue, &mut lease) else { return 0 };
         if port.mode() == Mode::Generate {
             let taken = source.take(&mut self.burst);
             if taken > 0 {
@@ -232,8 +272,9 @@ impl<P: Port> Switch<P> {
             Mode::Drop | Mode::Generate => {}
         }
         source.done(&mut self.burst);
-        drop(held);
+        drop((held, source));
         member.open.set(true);
+        member.keep(queue, lease);
         taken
     }
 }

@@ -37,6 +37,12 @@ struct Fake {
     done: AtomicUsize,
     /// How often it was asked for notifications that were left open; it has to be asked again while it is not `running`.
     settled: AtomicUsize,
+    /// Whether its queue is leased, how often it has been, and whether somebody else wants it.
+    leased: Arc<AtomicBool>,
+    leases: AtomicUsize,
+    wanted: AtomicBool,
+    /// How often its sink was asked for: each a lock.
+    sinks: AtomicUsize,
 }
 
 impl Fake {
@@ -54,6 +60,10 @@ impl Fake {
             missed: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
             settled: AtomicUsize::new(0),
+            leased: Arc::default(),
+            leases: AtomicUsize::new(0),
+            wanted: AtomicBool::new(false),
+            sinks: AtomicUsize::new(0),
         })
     }
 
@@ -63,6 +73,14 @@ impl Fake {
 
     fn stop(&self, stop: bool) {
         self.running.store(!stop, Relaxed);
+    }
+}
+
+struct Lease(Arc<AtomicBool>);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.0.store(false, Relaxed);
     }
 }
 
@@ -141,14 +159,29 @@ impl Sink for FakeSink<'_> {
 }
 
 impl Port for Fake {
+    type Lease = Lease;
     type Source<'a> = FakeSource<'a>;
     type Sink<'a> = FakeSink<'a>;
 
-    fn source(&self, queue: usize) -> Option<FakeSource<'_>> {
-        (queue == 0).then_some(FakeSource(self))
+    fn lease(&self, queue: usize) -> Option<Lease> {
+        if queue > 0 || self.wanted.load(Relaxed) {
+            return None;
+        }
+        assert!(!self.leased.swap(true, Relaxed), "two leases of one queue");
+        self.leases.fetch_add(1, Relaxed);
+        Some(Lease(self.leased.clone()))
+    }
+
+    fn is_wanted(&self, _: usize) -> bool {
+        self.wanted.load(Relaxed)
+    }
+
+    fn source<'a>(&'a self, _: usize, _: &'a mut Lease) -> Option<FakeSource<'a>> {
+        Some(FakeSource(self))
     }
 
     fn sink(&self, _: usize, frames: usize) -> Option<FakeSink<'_>> {
+        self.sinks.fetch_add(1, Relaxed);
         if self.running.load(Relaxed) {
             return Some(FakeSink(self));
         }
@@ -367,6 +400,36 @@ fn a_generating_port_gets_frames_of_its_own_and_no_others() {
     }
     net.ports[1].stop(true);
     assert_eq!(net.switch.carry(1, 0, 0), 0);
+}
+
+#[test]
+fn a_burst_takes_one_lock_and_its_source_is_kept() {
+    let mut net = Net::new(3);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    let locks = |net: &Net| net.ports.iter().map(|port| port.leases.load(Relaxed) + port.sinks.load(Relaxed)).sum();
+    let before: usize = locks(&net);
+    let frames: Vec<_> = (0..BURST).map(|number| frame(mac(1), mac(0), number)).collect();
+    (0..100).for_each(|_| drop(net.send(0, &frames)));
+    assert_eq!(locks(&net) - before, 1 + 100, "one for the lease, and one for each burst's destination");
+    let (held, leases) = (|net: &Net| net.ports[0].leased.load(Relaxed), net.ports[0].leases.load(Relaxed));
+    assert!(held(&net));
+    // Whoever wants it gets it at the next look.
+    net.ports[0].wanted.store(true, Relaxed);
+    assert_eq!(net.switch.carry(0, 0, 0), 0);
+    assert!(!held(&net));
+    net.ports[0].wanted.store(false, Relaxed);
+    // Nor is it kept when there is nothing, when the worker settles, or releases what it has.
+    net.send(0, &frames);
+    assert!(held(&net));
+    assert_eq!(net.switch.carry(0, 0, 0), 0);
+    assert!(!held(&net));
+    net.send(0, &frames);
+    net.switch.settle();
+    assert!(!held(&net));
+    net.send(0, &frames);
+    net.switch.release();
+    assert!(!held(&net));
+    assert_eq!(net.ports[0].leases.load(Relaxed), leases + 3);
 }
 
 #[test]

@@ -9,5 +9,6 @@ mod server;
 mod session;
 
 pub use frontend::{ConnectError, Connection, Connector, Notifier};
+pub(crate) use port::VhostLease;
 pub use port::{VhostPort, VhostSink, VhostSource};
 pub use server::{Role, Server, SocketError, VhostConfig};

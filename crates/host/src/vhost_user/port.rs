@@ -1,6 +1,7 @@
 //! A guest as a port of the switch: its queues, where they are running, behind a gate each.
 
-use crate::gate::Gate;
+use crate::gate::{Gate, Lease};
+use parking_lot::MutexGuard;
 use ringroad_mem::{Span, Table};
 use ringroad_net::{Burst, Counters, RxQueue, Sink, Source, TxQueue};
 use ringroad_ring::Fault;
@@ -8,7 +9,7 @@ use std::{
     fs::File,
     io::Write,
     sync::{
-        Arc, MutexGuard,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
 };
@@ -93,9 +94,17 @@ impl VhostPort {
         &self.name
     }
 
+    pub(crate) fn lease(&self, index: usize) -> Option<VhostLease> {
+        self.tx.get(index)?.try_lease()
+    }
+
     #[inline]
-    pub(crate) fn source(&self, index: usize) -> Option<VhostSource<'_>> {
-        let slot = self.tx.get(index)?.try_enter()?;
+    pub(crate) fn is_wanted(&self, index: usize) -> bool {
+        self.tx.get(index).is_some_and(Gate::is_wanted)
+    }
+
+    #[inline]
+    pub(crate) fn source<'a>(&'a self, index: usize, slot: &'a mut VhostLease) -> Option<VhostSource<'a>> {
         slot.queue.is_some().then_some(VhostSource { slot, port: self, index })
     }
 
@@ -226,9 +235,12 @@ fn stop_lost<Q>(slot: &mut Slot<Q>, memory: impl Fn(&Q) -> &Arc<Table>) -> bool 
     lost
 }
 
-/// Exclusive use of a guest's transmit queue for one burst.
+/// Exclusive use of a guest's transmit queue.
+pub(crate) type VhostLease = Lease<Slot<TxQueue>>;
+
+/// The same for one burst.
 pub struct VhostSource<'a> {
-    slot: MutexGuard<'a, Slot<TxQueue>>,
+    slot: &'a mut Slot<TxQueue>,
     port: &'a VhostPort,
     index: usize,
 }
