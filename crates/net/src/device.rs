@@ -70,6 +70,7 @@ impl TxQueue {
             // The memory may be gone before there is another burst.
             nothing => {
                 burst.clear();
+                self.ring.flush();
                 return nothing.map(|()| 0);
             }
         }
@@ -83,6 +84,7 @@ impl TxQueue {
                 self.ring.untake(&mut burst.chains, index);
                 if index == 0 {
                     burst.clear();
+                    self.ring.flush();
                     return Err(fault(&chain));
                 }
                 break;
@@ -121,21 +123,26 @@ impl TxQueue {
         Ok(())
     }
 
-    /// Gives the burst's chains back.
+    /// Gives the burst's chains back. The driver may see them later, as long as there is more to take.
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
-        self.ring.give(burst.chains.list());
+        self.ring.give_late(burst.chains.list());
         burst.finish();
     }
 
-    /// Whether the driver wants to be notified of what was given back. An unsure `false` has to be asked for again.
+    /// Whether the driver wants to be notified of what was given back and what it sees. An unsure `false` has to be asked for
+    /// again; who wants to be sure shows it everything first.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
+        if sure {
+            self.ring.flush();
+        }
         self.ring.wants_notification(sure)
     }
 
     /// Asks to be notified when the driver sends. `true`: it already has.
     pub fn enable_notification(&mut self) -> bool {
+        self.ring.flush();
         self.ring.enable_notification() || !self.ahead.list().is_empty()
     }
 

@@ -44,6 +44,19 @@ impl DeviceRing {
         either!(self, ring => ring.give(chains))
     }
 
+    /// The same, but publishes them together with others, a quarter of the ring at most. Who finds nothing more to take calls
+    /// `flush`.
+    #[inline]
+    pub fn give_late(&mut self, chains: &[Chain]) {
+        either!(self, ring => ring.give_late(chains))
+    }
+
+    /// Publishes what was given late.
+    #[inline]
+    pub fn flush(&mut self) {
+        either!(self, ring => ring.flush())
+    }
+
     /// Whether the driver wants to be notified of what was given. An unsure `false` has to be asked for again.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
@@ -61,7 +74,7 @@ impl DeviceRing {
     }
 
     /// Where to go on after a stop, as vhost-user's GET_VRING_BASE carries it.
-    pub fn base(&self) -> u32 {
+    pub fn base(&mut self) -> u32 {
         match self {
             DeviceRing::Split(ring) => ring.base().into(),
             DeviceRing::Packed(ring) => ring.base().0,

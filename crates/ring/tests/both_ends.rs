@@ -44,7 +44,7 @@ enum Op {
     DriverSleep { only_look: bool },
     Take { max: usize },
     Untake { count: usize },
-    Give { count: usize, order: usize, ask: bool },
+    Give { count: usize, order: usize, ask: bool, late: bool },
     DeviceAsk,
     DeviceSleep { only_look: bool },
     Restart,
@@ -66,7 +66,7 @@ impl Op {
             16 => Op::DriverSleep { only_look: flag },
             17..=21 => Op::Take { max: a % 40 },
             22..=23 => Op::Untake { count: a % 4 },
-            24..=27 => Op::Give { count: a % 40, order: b, ask: flag },
+            24..=27 => Op::Give { count: a % 40, order: b, ask: flag, late: word >> 30 & 1 != 0 },
             28 => Op::DeviceAsk,
             29 => Op::DeviceSleep { only_look: flag },
             _ => Op::Restart,
@@ -114,6 +114,8 @@ struct Pair {
     visible: usize,
     held: Vec<Chain>,
     given: VecDeque<Used>,
+    /// How many ring entries each of the last of those takes that the driver need not see yet.
+    late: VecDeque<usize>,
     returned: u64,
     driver_state: Sleeper,
     device_state: Sleeper,
@@ -155,6 +157,7 @@ impl Pair {
             visible: 0,
             held: Vec::new(),
             given: VecDeque::new(),
+            late: VecDeque::new(),
             returned: 0,
             driver_state: Sleeper::default(),
             device_state: Sleeper::default(),
@@ -179,8 +182,8 @@ impl Pair {
             Op::DriverSleep { only_look } => self.driver_sleep(only_look),
             Op::Take { max } => self.take(max),
             Op::Untake { count } => self.untake(count),
-            Op::Give { count, order, ask } => {
-                self.give(count, order);
+            Op::Give { count, order, ask, late } => {
+                self.give(count, order, late);
                 if ask {
                     self.device_ask();
                 }
@@ -273,6 +276,8 @@ impl Pair {
     }
 
     fn device_ask(&mut self) {
+        self.device.flush();
+        self.late.clear();
         let wanted = self.device.wants_notification(true);
         check_suppressed(&self.config, &self.driver_state, wanted);
         self.driver_state.asleep &= !wanted;
@@ -286,7 +291,8 @@ impl Pair {
             self.driver_state = Sleeper { asleep: false, disabled: true };
         } else {
             let ready = self.driver.enable_notification();
-            assert_eq!(ready, !self.given.is_empty());
+            assert!(!ready || !self.given.is_empty());
+            assert!(ready || self.given.len() <= self.late.len());
             self.driver_state = Sleeper { asleep: !ready, disabled: false };
         }
     }
@@ -385,7 +391,7 @@ impl Pair {
         self.burst.start(&self.memory.device);
     }
 
-    fn give(&mut self, count: usize, order: usize) {
+    fn give(&mut self, count: usize, order: usize, late: bool) {
         self.process(order);
         let count = count.min(self.held.len());
         if !self.config.features.in_order && !order.is_multiple_of(3) {
@@ -393,7 +399,20 @@ impl Pair {
             self.held.rotate_left(order % len);
             self.held[..count].reverse();
         }
-        self.device.give(&self.held[..count]);
+        if late {
+            self.device.give_late(&self.held[..count]);
+            let slots = |chain: &Chain| if self.config.features.packed { chain.slots().into() } else { 1 };
+            self.late.extend(self.held[..count].iter().map(slots));
+            // A driver never waits for a quarter of its ring or more.
+            while self.late.iter().sum::<usize>() >= (self.config.size as usize / 4).max(1) {
+                self.late.pop_front();
+            }
+        } else {
+            self.device.give(&self.held[..count]);
+            if count > 0 {
+                self.late.clear();
+            }
+        }
         self.given.extend(self.held.drain(..count).map(|chain| Used { id: chain.id, len: chain.written }));
     }
 
@@ -403,7 +422,9 @@ impl Pair {
         }
         let mut out = vec![Used::default(); max];
         let count = self.driver.take_used(&mut out).unwrap();
-        assert_eq!(count, max.min(self.given.len()));
+        assert!(count <= max.min(self.given.len()));
+        assert!(count >= max.min(self.given.len() - self.late.len()), "the driver waits for what it should have");
+        self.late.drain(..(self.late.len() + count).saturating_sub(self.given.len()));
         for used in &out[..count] {
             assert_eq!(Some(*used), self.given.pop_front());
             let sent = self.sent.remove(&used.id).unwrap();
@@ -438,7 +459,7 @@ impl Pair {
             assert!(rounds < 100_000, "no end");
             self.step(Op::Publish { ask: true });
             self.step(Op::Take { max: usize::MAX });
-            self.step(Op::Give { count: usize::MAX, order: rounds, ask: true });
+            self.step(Op::Give { count: usize::MAX, order: rounds, ask: true, late: rounds % 2 == 0 });
             if !self.device_state.asleep && self.visible == 0 {
                 self.step(Op::DeviceSleep { only_look: false });
             }

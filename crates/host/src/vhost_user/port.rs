@@ -245,11 +245,27 @@ pub struct VhostSource<'a> {
     index: usize,
 }
 
+impl VhostSource<'_> {
+    /// Notifies the driver of what it has got back, if it surely wants that.
+    #[inline]
+    fn notify(&mut self) {
+        if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification(false)) {
+            self.slot.notify();
+            self.port.tx_counters[self.index].notifications.add(1);
+        }
+    }
+}
+
 impl Source for VhostSource<'_> {
     #[inline]
     fn take(&mut self, burst: &mut Burst) -> usize {
         let Some(queue) = &mut self.slot.queue else { return 0 };
         match queue.take(burst) {
+            // What was given back late is published now.
+            Ok(0) => {
+                self.notify();
+                0
+            }
             Ok(taken) => taken,
             // Not the driver's fault: what it wrote is gone. The worker stops the port at its next look at memory.
             Err(_) if queue.memory().is_lost() => {
@@ -268,13 +284,9 @@ impl Source for VhostSource<'_> {
 
     #[inline]
     fn done(&mut self, burst: &mut Burst) {
-        let slot = &mut *self.slot;
-        let Some(queue) = &mut slot.queue else { return };
+        let Some(queue) = &mut self.slot.queue else { return };
         queue.done(burst);
-        if queue.wants_notification(false) {
-            slot.notify();
-            self.port.tx_counters[self.index].notifications.add(1);
-        }
+        self.notify();
     }
 }
 

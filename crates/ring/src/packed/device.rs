@@ -12,12 +12,27 @@ use ringroad_mem::{
     sync::{Ordering, fence},
 };
 
+/// Used descriptors that the driver does not see yet: the first one is missing.
+#[derive(Clone, Copy)]
+struct Late {
+    /// Where it belongs, its flags without WRITE, and its second word.
+    slot: u16,
+    flags: u16,
+    word: u64,
+    /// How many descriptors the driver gets back with it.
+    slots: u16,
+    /// The others were written; else it stands for all.
+    writes: bool,
+}
+
 /// Device end of a packed virtqueue.
 pub struct Device {
     ring: Layout,
     features: Features,
     next_available: Position,
     next_used: Position,
+    /// How far the driver sees it.
+    published: Position,
     /// Descriptors taken and not given back.
     outstanding: u32,
     /// Descriptors given back since the driver was last considered for a notification.
@@ -26,6 +41,8 @@ pub struct Device {
     expected: u16,
     /// Used descriptors are written one by one, into the lines of the available ones: a receive queue.
     writes: bool,
+    /// Given back, but not published yet.
+    late: Option<Late>,
     hit: Hit,
     tuning: Tuning,
 }
@@ -39,10 +56,12 @@ impl Device {
             features,
             next_available: start,
             next_used: start,
+            published: start,
             outstanding: 0,
             since: 0,
             expected: 0,
             writes: false,
+            late: None,
             hit: Hit::default(),
             tuning: Tuning::default(),
         }
@@ -54,7 +73,8 @@ impl Device {
     }
 
     /// Where to go on after a stop.
-    pub fn base(&self) -> Base {
+    pub fn base(&mut self) -> Base {
+        self.flush();
         Base::new(self.next_available, self.next_used)
     }
 
@@ -232,24 +252,57 @@ impl Device {
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
         if self.tuning.shadow_used {
-            return self.give_together(chains);
+            self.stage(chains);
+            return self.flush();
         }
-        chains.iter().for_each(|chain| self.give_together(std::slice::from_ref(chain)));
+        for chain in chains {
+            self.stage(std::slice::from_ref(chain));
+            self.flush();
+        }
         self.expected = chains.len() as u16;
     }
 
+    /// The same, but publishes them when a quarter of the ring has come together, at the latest: a driver that has made all
+    /// available gets three quarters back at once. Who finds nothing more to take calls `flush`.
+    #[inline]
+    pub fn give_late(&mut self, chains: &[Chain]) {
+        if !self.tuning.shadow_used {
+            return self.give(chains);
+        }
+        self.stage(chains);
+        if self.late.is_some_and(|late| late.slots >= self.ring.size / 4) {
+            self.flush();
+        }
+    }
+
+    /// Publishes what was given late.
+    #[inline]
+    pub fn flush(&mut self) {
+        if let Some(Late { slot, word, slots, .. }) = self.late.take() {
+            // Pairs with the driver's acquire of this word: the buffers, and the used descriptors after it, are written.
+            self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
+            self.published = self.next_used;
+            self.since = self.since.saturating_add(slots.into());
+        }
+    }
+
     #[inline(always)]
-    fn give_together(&mut self, chains: &[Chain]) {
+    fn stage(&mut self, chains: &[Chain]) {
         let Some((first, rest)) = chains.split_first() else { return };
-        let start = self.next_used;
         let size = self.ring.size;
         let (mut slots, mut writable) = (0, 0);
         for chain in chains {
             slots += chain.slots();
             writable |= chain.writable_len();
         }
-        self.next_used.advance(slots, size);
+        // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable ones the
+        // driver would have to believe that they were written in full (2.7.9).
         self.writes = !self.features.in_order || writable > 0;
+        if self.late.is_some_and(|late| late.writes != self.writes) {
+            self.flush();
+        }
+        let start = self.next_used;
+        self.next_used.advance(slots, size);
         if self.writes {
             let descriptors = self.ring.pairs();
             let mut at = start;
@@ -267,21 +320,26 @@ impl Device {
                     at.advance(chain.slots(), size);
                 }
             }
-            self.publish(start, first);
-        } else {
-            // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable
-            // ones the driver would have to believe that they were written in full (2.7.9).
-            self.publish(start, rest.last().unwrap_or(first));
+        }
+        let last = if self.writes { first } else { rest.last().unwrap_or(first) };
+        match &mut self.late {
+            None => {
+                let flags = used_flags(start.wrap);
+                let word = used(flags, last);
+                self.late = Some(Late { slot: start.slot, flags, word, slots, writes: self.writes });
+            }
+            Some(late) if self.writes => {
+                late.slots += slots;
+                self.ring.descriptors[2 * start.slot as usize + 1]
+                    .store(used(used_flags(start.wrap), first), Ordering::Relaxed);
+            }
+            Some(late) => {
+                late.slots += slots;
+                late.word = used(late.flags, last);
+            }
         }
         self.outstanding -= u32::from(slots);
-        self.since = self.since.saturating_add(slots.into());
         self.expected = slots;
-    }
-
-    #[inline(always)]
-    fn publish(&self, at: Position, chain: &Chain) {
-        // Pairs with the driver's acquire of this word: the buffers, and the used descriptors after it, are written.
-        self.ring.descriptors[2 * at.slot as usize + 1].store(used(used_flags(at.wrap), chain), Ordering::Release);
     }
 
     /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
@@ -300,7 +358,7 @@ impl Device {
             fence(Ordering::SeqCst);
         }
         let event = Event::from_word(self.ring.driver_event[0].load(Ordering::Relaxed));
-        let wants = event.wanted(self.next_used.slot, self.next_used.wrap, self.since, self.ring.size);
+        let wants = event.wanted(self.published.slot, self.published.wrap, self.since, self.ring.size);
         if wants || sure {
             self.since = 0;
         }

@@ -376,26 +376,30 @@ impl Driver {
     /// Takes back up to `max` chains, where nobody needs to know which; says how many.
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
-        if !self.fast_path || !self.features.in_order || self.long > 0 || self.batch.is_some() {
+        if !self.fast_path || !self.features.in_order || self.long > 0 {
             let mut used = [Used::default(); BURST];
             return self.take_used(&mut used[..max.min(BURST)]);
         }
         // In order, and of one descriptor each: the last id of a batch tells how many there are.
         let mut all = 0;
-        while all < max
-            && let Some(word) = self.used()
-        {
-            let id = (word >> 32) as u16;
-            let whole = self.ids.up_to(id.into());
-            let room = self.states.get(id as usize).map_or(0, |state| state.room);
-            let len = match written(id, word as u32, room) {
-                Ok(len) if whole > 0 => len,
-                _ if all > 0 => break,
-                Ok(_) => return Err(DriverFault::Id { id: id.into() }),
-                Err(fault) => return Err(fault),
+        while all < max {
+            let end = match self.batch {
+                Some(end) => end,
+                None => {
+                    let Some(word) = self.used() else { break };
+                    let (id, len) = ((word >> 32) as u16, word as u32);
+                    let room = self.states.get(id as usize).map_or(0, |state| state.room);
+                    match written(id, len, room) {
+                        Ok(len) if self.ids.is_under_way(id.into()) => Used { id, len },
+                        _ if all > 0 => break,
+                        Ok(_) => return Err(DriverFault::Id { id: id.into() }),
+                        Err(fault) => return Err(fault),
+                    }
+                }
             };
+            let whole = self.ids.up_to(end.id.into());
             let count = whole.min(max - all);
-            self.batch = (count < whole).then_some(Used { id, len });
+            self.batch = (count < whole).then_some(end);
             self.next_used.advance(count as u16, self.ring.size);
             self.free_slots += count as u16;
             self.ids.put_back_oldest(count);

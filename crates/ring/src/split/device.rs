@@ -20,7 +20,9 @@ pub struct Device {
     /// The available index as it was read last: what lies before it need not be asked for again.
     seen: u16,
     next_used: u16,
-    /// `next_used` when the driver was last considered for a notification.
+    /// How far the driver sees it.
+    published: u16,
+    /// `published` when the driver was last considered for a notification.
     considered: u16,
     hit: Hit,
     tuning: Tuning,
@@ -39,6 +41,7 @@ impl Device {
             next_available: base,
             seen: base,
             next_used,
+            published: next_used,
             considered: next_used,
             hit: Hit::default(),
             tuning: Tuning::default(),
@@ -51,7 +54,8 @@ impl Device {
     }
 
     /// Where to go on after a stop: what `base` was when it started.
-    pub fn base(&self) -> u16 {
+    pub fn base(&mut self) -> u16 {
+        self.flush();
         self.next_available
     }
 
@@ -217,13 +221,37 @@ impl Device {
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
         if self.tuning.shadow_used {
-            return self.give_together(chains);
+            self.stage(chains);
+            return self.flush();
         }
-        chains.iter().for_each(|chain| self.give_together(std::slice::from_ref(chain)));
+        for chain in chains {
+            self.stage(std::slice::from_ref(chain));
+            self.flush();
+        }
+    }
+
+    /// The same, but publishes them when a quarter of the ring has come together, at the latest: a driver that has made all
+    /// available gets three quarters back at once. Who finds nothing more to take calls `flush`.
+    #[inline]
+    pub fn give_late(&mut self, chains: &[Chain]) {
+        self.stage(chains);
+        if !self.tuning.shadow_used || self.next_used.wrapping_sub(self.published) > self.mask / 4 {
+            self.flush();
+        }
+    }
+
+    /// Publishes what was given late.
+    #[inline]
+    pub fn flush(&mut self) {
+        if self.published != self.next_used {
+            self.published = self.next_used;
+            // Pairs with the driver's acquire of the index: entries and buffers are written before it.
+            self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
+        }
     }
 
     #[inline(always)]
-    fn give_together(&mut self, chains: &[Chain]) {
+    fn stage(&mut self, chains: &[Chain]) {
         let mut next = self.next_used;
         for chain in chains {
             let at = 2 * (next & self.mask) as usize;
@@ -232,8 +260,6 @@ impl Device {
             next = next.wrapping_add(1);
         }
         self.next_used = next;
-        // Pairs with the driver's acquire of the index: entries and buffers are written before it.
-        self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
     }
 
     /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
@@ -243,7 +269,7 @@ impl Device {
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
         let old = self.considered;
-        if old == self.next_used {
+        if old == self.published {
             return false;
         }
         if sure {
@@ -254,12 +280,12 @@ impl Device {
         }
         let wants = if self.features.event_idx {
             let event = self.ring.available[ENTRIES + self.ring.size as usize].load(Ordering::Relaxed);
-            notify::passed(u16::from_le(event), self.next_used, old)
+            notify::passed(u16::from_le(event), self.published, old)
         } else {
             u16::from_le(self.ring.available[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
         };
         if wants || sure {
-            self.considered = self.next_used;
+            self.considered = self.published;
         }
         wants
     }
