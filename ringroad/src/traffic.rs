@@ -355,9 +355,7 @@ impl Traffic {
             match settings.touch {
                 Touch::Nothing => {}
                 Touch::Word => {
-                    let mut word = [0; 4];
-                    pieces[0].skip(WORD).read(&mut word);
-                    if word == TIMED {
+                    if pieces[0].array(WORD) == Some(TIMED) {
                         timed(pieces, scratch, start, totals);
                     }
                 }

@@ -101,8 +101,12 @@ unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
+use read_once_16_portable as read_once_16;
+
+/// The same on any CPU. Tests compare both.
+#[cfg(any(test, not(target_arch = "x86_64")))]
 #[inline(always)]
-unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
+unsafe fn read_once_16_portable(source: *const u8) -> [u8; 16] {
     #[repr(C, packed)]
     #[derive(Clone, Copy)]
     struct Unaligned([u64; 2]);
@@ -159,5 +163,12 @@ mod tests {
         // SAFETY: 1 + 32 bytes are there.
         let got: [u8; 32] = unsafe { read_once(source.as_ptr().add(1)) };
         assert_eq!(got[..], source[1..33]);
+        for at in 0..48 {
+            // SAFETY: 16 bytes are there.
+            let (usual, portable) = unsafe {
+                (read_once_16(source.as_ptr().add(at)), read_once_16_portable(source.as_ptr().add(at)))
+            };
+            assert_eq!((usual.as_slice(), usual), (&source[at..at + 16], portable));
+        }
     }
 }

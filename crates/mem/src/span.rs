@@ -94,6 +94,16 @@ impl<'m> Span<'m> {
         target.len()
     }
 
+    /// `N` bytes from an offset on; `None` if there are fewer.
+    #[inline(always)]
+    pub fn array<const N: usize>(self, offset: usize) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        let end = offset.checked_add(N).filter(|&end| end <= self.len)?;
+        // SAFETY: `end` is within the span.
+        unsafe { copy::bytes(self.start.as_ptr().add(end - N), bytes.as_mut_ptr(), N) };
+        Some(bytes)
+    }
+
     /// The first `N` bytes (a multiple of 16), each read exactly once; `None` if there are fewer.
     #[inline(always)]
     pub fn read_once<const N: usize>(self) -> Option<[u8; N]> {
@@ -142,13 +152,17 @@ impl<'m> Span<'m> {
         len
     }
 
-    /// The same by the platform's `memmove`, whatever the length.
+    /// The same from byte `N` of both on; `None` if one of them is shorter than that. Without `small` it is done by the
+    /// platform's `memmove`, whatever the length.
     #[inline(always)]
-    pub fn copy_long_to(self, target: Span<'_>) -> usize {
-        let len = self.len.min(target.len);
-        // SAFETY: `len` is within both spans; overlap is allowed.
-        unsafe { copy::long(self.start.as_ptr(), target.start.as_ptr(), len) };
-        len
+    pub fn copy_rest_to<const N: usize>(self, target: Span<'_>, small: bool) -> Option<usize> {
+        let len = self.len.min(target.len).checked_sub(N)?;
+        // SAFETY: `N + len` is within both spans; overlap is allowed.
+        unsafe {
+            let (source, target) = (self.start.as_ptr().add(N), target.start.as_ptr().add(N));
+            if small { copy::bytes(source, target, len) } else { copy::long(source, target, len) }
+        }
+        Some(len)
     }
 
     /// Asks the CPU to fetch the first `LINES` cache lines for reading.
@@ -221,16 +235,23 @@ impl Pieces {
         }
     }
 
-    /// The fast path of `push`: adds guest addresses and lengths, for as long as there are any, each lies in the region that
-    /// answered last, and there is room. Says how many it has added. Without `CACHE` each may lie in any region, and is
+    /// The fast path of `push`: adds guest addresses and lengths, up to the first `None`, as long as each lies in the region
+    /// that answered last, and there is room. Says how many it has added. Without `CACHE` each may lie in any region, and is
     /// searched for.
     #[inline(always)]
-    pub fn extend<const CACHE: bool>(&mut self, hit: Hit, pieces: impl Iterator<Item = (u64, u32)>) -> usize {
+    pub fn extend<const CACHE: bool>(
+        &mut self,
+        hit: Hit,
+        pieces: impl ExactSizeIterator<Item = Option<(u64, u32)>>,
+    ) -> usize {
         let Some(memory) = &self.memory else { return 0 };
         let Some(region) = memory.last(if CACHE { hit } else { Hit::default() }) else { return 0 };
         let (guest, whole) = (region.guest(), region.whole());
         let mut added = 0;
-        for (place, (address, len)) in self.list.get_mut(self.len..).unwrap_or_default().iter_mut().zip(pieces) {
+        let room = self.list.get_mut(self.len..).unwrap_or_default();
+        let count = room.len().min(pieces.len());
+        for (place, piece) in room[..count].iter_mut().zip(pieces) {
+            let Some((address, len)) = piece else { break };
             let span =
                 if CACHE { whole.part(address.wrapping_sub(guest), len) } else { memory.search(address, len as usize) };
             let Some(span) = span else { break };

@@ -41,8 +41,15 @@ impl<T: Word> Words<T> {
     /// Asks the CPU to fetch the line with this word, for reading or also for writing.
     #[inline(always)]
     pub fn prefetch(&self, index: usize, write: bool) {
-        let address = self.start.as_ptr().wrapping_add(index).cast::<u8>();
-        if write { copy::prefetch_write(address) } else { copy::prefetch(address) }
+        self.prefetch_run(index, 1, write);
+    }
+
+    /// The same for the lines with `count` words from this one on, if it is the first of its line.
+    #[inline(always)]
+    pub fn prefetch_run(&self, index: usize, count: usize, write: bool) {
+        let start = self.start.as_ptr().wrapping_add(index).cast::<u8>().cast_const();
+        let lines = (0..count * size_of::<T>()).step_by(64).map(|at| start.wrapping_add(at));
+        if write { lines.for_each(copy::prefetch_write) } else { lines.for_each(copy::prefetch) }
     }
 
     /// The region that it lies in.
@@ -86,6 +93,9 @@ impl<T: Word> Clone for Words<T> {
 impl<T: Word> Words<T> {
     /// Nothing that a model would notice.
     pub fn prefetch(&self, _index: usize, _write: bool) {}
+
+    /// Nor this.
+    pub fn prefetch_run(&self, _index: usize, _count: usize, _write: bool) {}
 
     /// An array for a model.
     pub fn model(words: Vec<T>) -> Self {

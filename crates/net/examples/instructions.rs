@@ -68,9 +68,7 @@ fn device(tx: &mut TxQueue, rx: &mut RxQueue, burst: &mut Burst) {
 fn driver_receive(driver: &mut Driver) -> u32 {
     let mut sum = 0u32;
     let count = driver.rx[0].receive(true, |pieces| {
-        let mut word = [0; 4];
-        pieces[0].skip(42).read(&mut word);
-        sum = sum.wrapping_add(u32::from_ne_bytes(word));
+        sum = sum.wrapping_add(pieces[0].array(42).map_or(0, u32::from_ne_bytes));
     });
     black_box(sum);
     count.expect("a good device") as u32

@@ -187,6 +187,17 @@ fn fault(chain: &Chain) -> Fault {
     }
 }
 
+/// The frames of a burst, all of them.
+const ALL: [u8; BURST] = {
+    let mut all = [0; BURST];
+    let mut index = 0;
+    while index < BURST {
+        all[index] = index as u8;
+        index += 1;
+    }
+    all
+};
+
 /// A receive queue: we put, the driver receives.
 pub struct RxQueue {
     ring: DeviceRing,
@@ -336,23 +347,47 @@ impl RxQueue {
     /// many bytes they have. What comes then is for `place`.
     #[inline(always)]
     fn place_plain(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
-        let Tuning { prefetch_write, small_copy, .. } = self.tuning;
+        let frames = burst.frames();
+        let Some((chains, sources)) = burst.chains.plain() else { return (0, 0) };
+        if chains.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
+            // Each chain is a frame, and all of them go here.
+            return self.place_all(frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source))));
+        }
+        self.place_all(which.iter().map(|&index| {
+            let frame = frames.get(index as usize)?;
+            Some((frame, *sources.get(frame.chain())?))
+        }))
+    }
+
+    #[inline(always)]
+    fn place_all<'b>(&mut self, frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>) -> (usize, u64) {
+        // With everything on, as usual, nothing is asked frame by frame.
+        match self.tuning.small_copy && self.tuning.prefetch_write {
+            true => self.place_with::<true>(frames),
+            false => self.place_with::<false>(frames),
+        }
+    }
+
+    #[inline(always)]
+    fn place_with<'b, const ALL_ON: bool>(
+        &mut self,
+        frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
+    ) -> (usize, u64) {
+        let (prefetch_write, small) = (ALL_ON || self.tuning.prefetch_write, ALL_ON || self.tuning.small_copy);
         let distance = self.tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
-        let Some((_, sources)) = burst.chains.plain() else { return (0, 0) };
+        let most = frames.len().min(chains.len()).min(targets.len());
         let (mut count, mut bytes) = (0, 0);
-        for ((&index, chain), target) in which.iter().zip(chains).zip(targets) {
+        for ((frame, chain), &target) in frames.zip(&mut chains[..most]).zip(&targets[..most]) {
             if let Some(&target) = targets.get(count + distance) {
                 fetch_for(target, prefetch_write);
             }
-            let Some(frame) = burst.frames().get(index as usize) else { break };
-            let Some(source) = sources.get(frame.chain()) else { break };
+            let Some((frame, source)) = frame else { break };
             let Some(head) = frame.full_head() else { break };
             if chain.readable_len() > 0 || target.len() < frame.total() || !target.write_parts(head) {
                 break;
             }
-            let (source, target) = (source.skip(HEAD), target.skip(HEAD));
-            let copied = if small_copy { source.copy_to(target) } else { source.copy_long_to(target) };
+            let Some(copied) = source.copy_rest_to::<HEAD>(target, small) else { break };
             chain.written = (HEAD + copied) as u32;
             bytes += frame.len() as u64;
             count += 1;

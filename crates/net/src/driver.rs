@@ -276,27 +276,27 @@ impl DriverRx {
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
+        let (used, spans) = (&used[..count], buffers.spans.list());
         // Where frames can be merged, the header of each is looked at in any case.
         let read = read || self.mergeable;
         let prefetch = |index: usize| {
-            if read && let Some(span) = used[..count].get(index).and_then(|used| buffers.span(used.id)) {
+            if read && let Some(span) = used.get(index).and_then(|used| spans.get(used.id as usize)) {
                 span.prefetch::<1>();
             }
         };
         (0..LOOK_AHEAD).for_each(prefetch);
-        let mut parts = [Span::empty(); BURST];
-        for (index, &used) in used[..count].iter().enumerate() {
+        let (mut parts, mut many) = ([Span::empty(); BURST], Vec::new());
+        for (index, &used) in used.iter().enumerate() {
             prefetch(index + LOOK_AHEAD);
-            let Some(span) = buffers.span(used.id) else { continue };
+            let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
-            let mut many = Vec::new();
             let pieces = if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
                 parts[0] = span.skip(vnet_hdr::SIZE);
                 &parts[..1]
             } else {
                 // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
                 self.pieces.push(used);
-                let part = |used: &Used| buffers.span(used.id).map(|span| span.first(used.len as usize));
+                let part = |used: &Used| spans.get(used.id as usize).map(|span| span.first(used.len as usize));
                 let Some(first) = self.pieces.first().and_then(part) else { continue };
                 // More than the ring has can only be a lie; what has come is all that will.
                 if self.pieces.len() < (num_buffers(first) as usize).min(self.size) {
@@ -309,6 +309,7 @@ impl DriverRx {
                     parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
                     &parts[..count]
                 } else {
+                    many.clear();
                     many.extend(all);
                     &many[..]
                 };
@@ -327,7 +328,5 @@ impl DriverRx {
 /// The field of a virtio-net header that says how many buffers a frame takes.
 #[inline(always)]
 fn num_buffers(span: Span<'_>) -> u16 {
-    let mut bytes = [0; 2];
-    span.skip(10).read(&mut bytes);
-    u16::from_le_bytes(bytes)
+    span.array(10).map_or(0, u16::from_le_bytes)
 }

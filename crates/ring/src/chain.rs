@@ -313,7 +313,7 @@ impl Chains {
     }
 
     /// The fast path: adds chains of one buffer each, as nearly all are, all for the device to write or none, given by id,
-    /// guest address and length; for as long as there are any, each of which lies in the region that answered last (without
+    /// guest address and length; up to the first `None`, as long as each lies in the region that answered last (without
     /// `CACHE`: in any), and there is room. Says how many it has added; what comes then is for the normal path, right or
     /// wrong.
     #[inline(always)]
@@ -321,15 +321,15 @@ impl Chains {
         &mut self,
         hit: Hit,
         writable: bool,
-        buffers: impl Iterator<Item = (u16, u64, u32)>,
+        buffers: impl ExactSizeIterator<Item = Option<(u16, u64, u32)>>,
     ) -> usize {
         let before = self.pieces.list().len() as u16;
         let mut place = Chain::place(1, [before, before + u16::from(!writable), before + 1]);
         let places = self.list.get_mut(self.len..).unwrap_or_default();
-        let pieces = places.iter_mut().zip(buffers).map_while(|(chain, (id, address, len))| {
-            if len == 0 {
-                return None;
-            }
+        let count = places.len().min(buffers.len());
+        // Lists of the same length and nothing that ends early: one counter for all of them.
+        let pieces = places[..count].iter_mut().zip(buffers).map(|(chain, buffer)| {
+            let (id, address, len) = buffer.filter(|&(_, _, len)| len > 0)?;
             let lens = if writable { u64::from(len) << 32 } else { len.into() };
             *chain = Chain { lens, place, written: 0, id, clipped: false };
             // All three one further. They are fewer than 2^16: no carry.

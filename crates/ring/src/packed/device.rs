@@ -167,7 +167,8 @@ impl Device {
         let expected = available_flags(wrap) | FLAGS;
         let room = u32::from(self.ring.size).saturating_sub(self.outstanding) as usize;
         let descriptors = self.ring.pairs().get(slot as usize..).unwrap_or_default();
-        let buffers = descriptors.iter().take(max.min(room)).map_while(|[address, word]| {
+        let count = max.min(room).min(descriptors.len());
+        let buffers = descriptors[..count].iter().map(|[address, word]| {
             // Pairs with the driver's release of this word, as in `head`.
             let word = u64::from_le(word.load(Ordering::Acquire));
             let buffer = || ((word >> 32) as u16, u64::from_le(address.load(Ordering::Relaxed)), word as u32);

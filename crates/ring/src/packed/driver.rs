@@ -32,6 +32,19 @@ struct Held {
 }
 
 impl Held {
+    /// How many descriptors from this one on are in that line.
+    #[inline(always)]
+    fn room(&self, slot: u16) -> usize {
+        if self.which == 0 || (slot ^ self.first) < LINE { (LINE - slot % LINE).into() } else { 0 }
+    }
+
+    /// How many descriptors from this one on are before that line.
+    #[inline(always)]
+    fn before(&self, slot: u16) -> usize {
+        let line = self.first - self.first % LINE;
+        if self.which > 0 && slot < line { (line - slot).into() } else { usize::MAX }
+    }
+
     /// Takes a descriptor, if it is in that line.
     #[inline(always)]
     fn takes(&mut self, slot: u16, words: [u64; 2]) -> bool {
@@ -174,37 +187,35 @@ impl Driver {
         added
     }
 
-    /// The same, for ids in a row.
+    /// The same, for ids in a row, up to the end of the ring or to the line that is held back.
     #[inline(always)]
     fn add_run(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
-        let Driver { ring, ids, states, held, .. } = self;
-        let ids = ids.run(0, count.min(self.free_slots.into()));
-        let Position { mut slot, mut wrap } = self.next_available;
-        let mut flags = available_flags(wrap) | if writable { WRITE } else { 0 };
-        let descriptors = ring.pairs();
-        for &id in ids {
+        let Driver { ring, ids, held, .. } = self;
+        let states = &mut self.states[..];
+        let Position { slot, wrap } = self.next_available;
+        let flags = available_flags(wrap) | if writable { WRITE } else { 0 };
+        let descriptors = ring.pairs().get(slot.into()..).unwrap_or_default();
+        let ids = ids.run(0, count.min(self.free_slots.into()).min(descriptors.len()).min(held.before(slot)));
+        let mut add = |id: u16| {
             let Buffer { address, len } = buffer(id);
-            let words = [address.to_le(), word(len, id, flags)];
-            if !held.takes(slot, words)
-                && let Some(descriptor) = descriptors.get(slot as usize)
-            {
-                descriptor[0].store(words[0], Ordering::Relaxed);
-                descriptor[1].store(words[1], Ordering::Relaxed);
-            }
             // Each store that is spared lets more of those to the ring wait for their lines together.
             let state = State { slots: 1, room: if writable { len } else { 0 } };
             if let Some(place) = states.get_mut(id as usize).filter(|place| **place != state) {
                 *place = state;
             }
-            slot += 1;
-            if slot == ring.size {
-                slot = 0;
-                wrap = !wrap;
-                flags ^= AVAILABLE | USED;
-            }
+            [address.to_le(), word(len, id, flags)]
+        };
+        let kept = held.room(slot).min(ids.len());
+        for (slot, &id) in (slot..).zip(&ids[..kept]) {
+            held.takes(slot, add(id));
+        }
+        for (&id, descriptor) in ids.iter().zip(descriptors).skip(kept) {
+            let words = add(id);
+            descriptor[0].store(words[0], Ordering::Relaxed);
+            descriptor[1].store(words[1], Ordering::Relaxed);
         }
         let count = ids.len();
-        self.next_available = Position { slot, wrap };
+        self.next_available.advance(count as u16, self.ring.size);
         self.ids.advance(count);
         self.free_slots -= count as u16;
         self.added += count as u32;
@@ -352,15 +363,16 @@ impl Driver {
     #[inline(always)]
     fn take_in_order(&mut self, out: &mut [Used]) -> usize {
         let Position { slot, wrap } = self.next_used;
-        let flags = used_flags(wrap);
+        let flags = u32::from(used_flags(wrap)) << 16;
         let descriptors = self.ring.pairs().get(slot as usize..).unwrap_or_default();
+        let states = &self.states[..];
         let mut count = 0;
         for ((out, &id), [_, word]) in out.iter_mut().zip(self.ids.oldest_run(BURST)).zip(descriptors) {
             // Pairs with the device's release of this word, as in `used`.
             let word = u64::from_le(word.load(Ordering::Acquire));
-            let Some(&State { slots: 1, room }) = self.states.get(id as usize) else { break };
+            let Some(&State { slots: 1, room }) = states.get(id as usize) else { break };
             // Anything else that it has may be right or wrong; here only what is expected is taken.
-            if (word >> 48) as u16 & (AVAILABLE | USED) != flags || (word >> 32) as u16 != id {
+            if (word >> 32) as u32 & (u32::from(AVAILABLE | USED) << 16 | 0xffff) != flags | u32::from(id) {
                 break;
             }
             let Ok(len) = written(id, word as u32, room) else { break };

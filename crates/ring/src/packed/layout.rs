@@ -129,11 +129,9 @@ impl Layout {
     /// Fetches the lines of the descriptors from a slot on, as many as are expected to be of use.
     #[inline(always)]
     pub(super) fn prefetch(&self, slot: u16, expected: u16, write: bool) {
-        for ahead in (0..expected).step_by(LINE.into()) {
-            let slot = u32::from(slot) + u32::from(ahead);
-            let slot = if slot >= self.size.into() { slot.wrapping_sub(self.size.into()) } else { slot };
-            self.descriptors.prefetch(2 * slot as usize, write);
-        }
+        let straight = expected.min(self.size.saturating_sub(slot));
+        self.descriptors.prefetch_run(2 * slot as usize, 2 * straight as usize, write);
+        self.descriptors.prefetch_run(0, 2 * (expected - straight) as usize, write);
     }
 }
 

@@ -136,7 +136,8 @@ impl Device {
         let start = (self.next_available & self.mask) as usize;
         let entries = self.ring.available.get(ENTRIES + start..ENTRIES + self.ring.size as usize).unwrap_or_default();
         let descriptors = self.ring.descriptors.as_chunks::<2>().0;
-        let buffers = entries.iter().take(max).map_while(|entry| {
+        let count = max.min(entries.len());
+        let buffers = entries[..count].iter().map(|entry| {
             let head = u16::from_le(entry.load(Ordering::Relaxed));
             let [address, word] = descriptors.get(head as usize)?;
             let (address, word) = (address.load(Ordering::Relaxed), u64::from_le(word.load(Ordering::Relaxed)));
