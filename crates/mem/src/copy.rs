@@ -165,9 +165,8 @@ mod tests {
         assert_eq!(got[..], source[1..33]);
         for at in 0..48 {
             // SAFETY: 16 bytes are there.
-            let (usual, portable) = unsafe {
-                (read_once_16(source.as_ptr().add(at)), read_once_16_portable(source.as_ptr().add(at)))
-            };
+            let (usual, portable) =
+                unsafe { (read_once_16(source.as_ptr().add(at)), read_once_16_portable(source.as_ptr().add(at))) };
             assert_eq!((usual.as_slice(), usual), (&source[at..at + 16], portable));
         }
     }
