@@ -49,14 +49,18 @@ enum Bench {
 
 /// Runs one of them.
 pub fn run(args: Args) -> Outcome {
-    match args.bench {
+    let outcome = match args.bench {
         Bench::Pvp(args) => pvp::run(args),
         Bench::Packed(args) => packed::run(args),
         Bench::Switch(args) => switch::run(args),
         Bench::Latency(args) => latency::run(args),
         Bench::Curves(args) => curves::run(args),
         Bench::Driver(args) => driver::run(args),
+    };
+    if outcome.is_err() {
+        rig::finished();
     }
+    outcome
 }
 
 /// What the last column of a table means.
