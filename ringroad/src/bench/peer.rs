@@ -75,8 +75,7 @@ impl Args {
             Kind::Dpdk => {
                 let words: Vec<String> = self.testpmd.split_whitespace().map(str::to_owned).collect();
                 // Whatever it answers: that it answers says that it is there.
-                match Command::new(words.first().map_or("", String::as_str)).args(&words[1..]).arg("--version").output()
-                {
+                match command(&words).arg("--version").output() {
                     Ok(_) => Ok(Peer::Testpmd(words)),
                     Err(_) => {
                         Err(format!("{} is not installed (on Debian, scripts/peers dpdk installs it)", self.testpmd))
@@ -126,12 +125,17 @@ impl Peer {
     }
 }
 
+fn command(words: &[String]) -> Command {
+    let mut command = Command::new(words.first().map_or("", String::as_str));
+    command.args(words.iter().skip(1));
+    command
+}
+
 /// testpmd on one CPU, without PCI; what comes behind `--` is missing. `name` sets it apart from others that run.
 pub fn testpmd(words: &[String], cpu: usize, name: &str) -> Command {
     hugepages();
-    let mut command = Command::new(words.first().map_or("dpdk-testpmd", String::as_str));
+    let mut command = command(words);
     command
-        .args(words.iter().skip(1))
         .args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--main-lcore", "0", "-v", "--no-pci", "--in-memory"])
         .args(["--file-prefix", &format!("ringroad{}{name}", std::process::id()), "-m", "512"]);
     command

@@ -353,18 +353,18 @@ impl Progress {
             left => format!(", {:.0} min left", left / 60.0),
         };
         let (cell, pair) = (self.done + 1, pairs + 1);
-        progress(&format!("{what}, cell {cell} of {}, pair {pair} of {wanted}{left}", self.cells));
+        progress(&format!("{what}, cell {cell}/{}, pair {pair}/{wanted}{left}", self.cells));
     }
 }
 
 /// Says what is being measured, over what was said before.
 pub fn progress(what: &str) {
-    eprint!("\r{what:100}");
+    eprint!("\r{what:79}");
 }
 
 /// Nothing is being measured any more.
 pub fn finished() {
-    eprint!("\r{:100}\r", "");
+    eprint!("\r{:79}\r", "");
 }
 
 #[cfg(test)]
