@@ -2,7 +2,7 @@
 //! for the driver, one for the device; the figures are those of the driver.
 
 use super::{
-    peer::{self, Peer},
+    peer::{self, Peer, Peers},
     rig::{Common, Device, Pairs, Progress, Run, Table, finished},
 };
 use crate::{
@@ -43,7 +43,7 @@ pub struct Args {
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: peer::Args,
+    peer: Peers,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

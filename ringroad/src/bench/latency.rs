@@ -2,7 +2,7 @@
 //! ends.
 
 use super::{
-    peer,
+    peer::Peers,
     rig::{Common, Device, Rings, finished, progress},
 };
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// The round trip of one frame, polling and event driven, ours against DPDK's net_vhost (which polls)
+/// The round trip of one frame, polling and event driven, ours against a peer's (which polls)
 #[derive(clap::Args)]
 pub struct Args {
     /// The layouts of the rings [default: both]
@@ -31,7 +31,7 @@ pub struct Args {
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: peer::Args,
+    peer: Peers,
 }
 
 /// Measures every combination with each peer.

@@ -33,13 +33,13 @@ pub struct Args {
 
 #[derive(clap::Subcommand)]
 enum Bench {
-    /// Frames reflected by a device on one core, ours against DPDK's net_vhost with macswap
+    /// Frames reflected by a device on one core, ours against a peer's
     Pvp(pvp::Args),
     /// What each switch of a port's tuning is worth: all off, each alone, one after the other added
     Packed(packed::Args),
-    /// Frames from guest to guest through two ports, ours against testpmd with two net_vhost ports
+    /// Frames from guest to guest through two ports, ours against two ports of a peer
     Switch(switch::Args),
-    /// The round trip of one frame, polling and event driven, ours against DPDK's net_vhost (which polls)
+    /// The round trip of one frame, polling and event driven, ours against a peer's (which polls)
     Latency(latency::Args),
     /// What a frame costs by the driver's burst, and by the number of ports that one worker serves
     Curves(curves::Args),

@@ -26,7 +26,7 @@ pub enum Kind {
 
 /// The peers of a bench.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct Peers {
     /// Whom to measure against, one after the other [default: dpdk, where it is installed]
     #[arg(long, value_enum, value_delimiter = ',')]
     peer: Vec<Kind>,
@@ -54,7 +54,7 @@ const VSWITCHD: &str = "/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk";
 const MACSWAP: &str =
     "actions=push:NXM_OF_ETH_SRC[],push:NXM_OF_ETH_DST[],pop:NXM_OF_ETH_SRC[],pop:NXM_OF_ETH_DST[],IN_PORT";
 
-impl Args {
+impl Peers {
     /// Those that were asked for. One that is missing is an error; the default is nobody then.
     pub fn found(&self) -> Result<Vec<Peer>, String> {
         if self.alone {

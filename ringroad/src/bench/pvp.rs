@@ -2,7 +2,7 @@
 //! the driver, one for the device; the same light driver drives our device and a peer's, in turn.
 
 use super::{
-    peer,
+    peer::Peers,
     rig::{Common, Device, Pairs, Progress, Rings, Table, finished},
 };
 use crate::{Outcome, blast::Ring, child::Folder, traffic};
@@ -35,7 +35,7 @@ pub struct Args {
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: peer::Args,
+    peer: Peers,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

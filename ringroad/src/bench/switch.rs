@@ -2,7 +2,7 @@
 //! drivers. Our switch learns and looks up, and so does OVS; DPDK's testpmd passes frames from one port to the other without a look.
 
 use super::{
-    peer,
+    peer::Peers,
     rig::{Common, Device, Pairs, Progress, Rings, Run, Table, finished},
 };
 use crate::{
@@ -31,7 +31,7 @@ pub struct Args {
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: peer::Args,
+    peer: Peers,
 }
 
 /// One run: frames that arrived.
