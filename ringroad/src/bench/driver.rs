@@ -74,6 +74,15 @@ impl Mode {
         }
     }
 
+    /// Which of the driver's functions, for receiving and sending, do the work.
+    fn path(self, [rx, tx]: &[String; 2]) -> String {
+        match self {
+            Mode::Flowgen => format!("{rx} {tx}"),
+            Mode::Txonly => tx.clone(),
+            Mode::Rxonly => rx.clone(),
+        }
+    }
+
     /// Which of the driver's rates counts.
     fn rate(self) -> &'static str {
         if self == Mode::Txonly { "Tx-pps:" } else { "Rx-pps:" }
@@ -249,7 +258,7 @@ fn measure(
     for cell in cells {
         let start = |name, device| Side::start(args, words, &folder, mode, cell, (name, device));
         let ours = start("on-ours", &ours)?;
-        if cell.vectorized == "1" && !ours.paths.concat().contains("vectorized") {
+        if cell.vectorized == "1" && !mode.path(&ours.paths).contains("vectorized") {
             progress.skip();
             continue;
         }
@@ -273,7 +282,7 @@ fn measure(
         mode.name(),
         common.pairs
     );
-    println!("vec=1 where the driver has no vectorized function: left out, as it is the same as vec=0");
+    println!("vec=1 where the driver has no vectorized function for it: left out, as it is the same as vec=0");
     table.print();
     Ok(())
 }
