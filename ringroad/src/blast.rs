@@ -7,6 +7,7 @@ use crate::{
 use clap::ValueEnum;
 use ringroad_host::{cpu_time, pin_current_thread, vhost_user::Connector};
 use ringroad_net::{Features, bits};
+use ringroad_ring::BURST;
 use ringroad_wire::{
     ethernet::{Addresses, MacAddr},
     probe,
@@ -195,6 +196,7 @@ pub fn run(args: Args) -> Outcome {
         },
         addresses: Addresses { destination: args.destination, source: args.source },
         event_driven: args.event_driven,
+        burst: BURST,
     };
     let mut traffic = Traffic::new(settings, &mut connection.driver);
     let mut before = (0, 0, cpu_time());

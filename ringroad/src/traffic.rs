@@ -52,6 +52,8 @@ pub struct Settings {
     pub addresses: Addresses,
     /// Sleeps when there is nothing to do, instead of polling.
     pub event_driven: bool,
+    /// Frames sent at once, at most: 1 to [`BURST`], and never more than half of the ring.
+    pub burst: usize,
 }
 
 impl Settings {
@@ -66,6 +68,7 @@ impl Settings {
             touch: Touch::Word,
             addresses: Addresses { destination: MacAddr::local(2), source: MacAddr::local(1) },
             event_driven: false,
+            burst: BURST,
         }
     }
 }
@@ -87,6 +90,10 @@ pub struct Totals {
     pub foreign: u64,
     /// Round trips of frames that came back, in nanoseconds.
     pub round_trip: Histogram<u64>,
+    /// Rounds of the driver: each looks at both queues once.
+    pub rounds: u64,
+    /// Those that found nothing to receive and no room to send.
+    pub empty_rounds: u64,
     /// How long it took.
     pub time: Duration,
 }
@@ -103,6 +110,8 @@ impl Totals {
             errors: 0,
             foreign: 0,
             round_trip,
+            rounds: 0,
+            empty_rounds: 0,
             time: Duration::ZERO,
         }
     }
@@ -115,6 +124,11 @@ impl Totals {
     /// Frames sent per second, in millions.
     pub fn sent_mpps(&self) -> f64 {
         self.sent as f64 / self.time.as_secs_f64() / 1e6
+    }
+
+    /// Rounds in which the driver waited for the device, in percent of all. Of rounds, not of time: an empty one is shorter.
+    pub fn idle(&self) -> f64 {
+        self.empty_rounds as f64 * 100.0 / self.rounds.max(1) as f64
     }
 }
 
@@ -139,7 +153,7 @@ pub struct Traffic {
     /// Sequence numbers that have come back, as a bitmap over the last of them (with [`Touch::All`]).
     seen: Seen,
     lost: Lost,
-    /// Frames sent at once: half of a small ring.
+    /// Frames sent at once: as the settings say, half of a small ring.
     burst: usize,
 }
 
@@ -157,7 +171,7 @@ impl Traffic {
                 }
             });
         }
-        let start = Instant::now();
+        let (start, most) = (Instant::now(), settings.burst.clamp(1, BURST));
         Traffic {
             settings,
             start,
@@ -166,7 +180,7 @@ impl Traffic {
             next: 0,
             seen: Seen::default(),
             lost: Lost::default(),
-            burst: driver.tx.first().map_or(1, |tx| tx.free().div_ceil(2)).clamp(1, BURST),
+            burst: driver.tx.first().map_or(1, |tx| tx.free().div_ceil(2)).clamp(1, most),
         }
     }
 
@@ -205,6 +219,40 @@ impl Traffic {
         to.driver.rx.push(rx);
         from.driver.tx.push(tx);
         result.map(|()| std::mem::replace(&mut self.totals, Totals::new()))
+    }
+
+    /// The same on several connections in turn, a round on each, polling: the totals of all of them, without round trips.
+    pub fn run_in_turn(each: &mut [(Traffic, Connection)], time: Duration) -> Result<Totals, DriverFault> {
+        let start = Instant::now();
+        for (traffic, connection) in each.iter_mut() {
+            (traffic.start, traffic.totals) = (start, Totals::new());
+            connection.driver.rx.iter_mut().for_each(DriverRx::disable_notification);
+            connection.driver.tx.iter_mut().for_each(DriverTx::disable_notification);
+        }
+        for round in 0u64.. {
+            if round % ROUNDS == 0 && start.elapsed() >= time {
+                break;
+            }
+            for (traffic, Connection { driver, rx: received, tx: sent, .. }) in each.iter_mut() {
+                let (Some(rx), Some(tx)) = (driver.rx.first_mut(), driver.tx.first_mut()) else { continue };
+                let worked = traffic.round(rx, tx, u64::MAX)?;
+                if worked == 0 || round % ROUNDS == 0 {
+                    kick(tx.wants_notification(), sent.first());
+                    kick(rx.wants_notification(), received.first());
+                }
+            }
+        }
+        let mut all = Totals { time: start.elapsed(), ..Totals::new() };
+        for Traffic { totals, .. } in each.iter().map(|(traffic, _)| traffic) {
+            all.sent += totals.sent;
+            all.sent_bytes += totals.sent_bytes;
+            all.received += totals.received;
+            all.received_bytes += totals.received_bytes;
+            all.errors += totals.errors;
+            all.rounds += totals.rounds;
+            all.empty_rounds += totals.empty_rounds;
+        }
+        Ok(all)
     }
 
     fn run_queues(
@@ -246,29 +294,7 @@ impl Traffic {
                     moved.0 = self.start + now;
                 }
             }
-            // Looking at what the device is about to write takes the line from it: only when there is need.
-            while tx.free() < self.burst && tx.reclaim()? > 0 {}
-            if tx.free() >= self.burst {
-                tx.prefetch(self.burst, self.settings.touch != Touch::Nothing);
-            }
-            let mut worked = 0;
-            match self.settings.mode {
-                Mode::Tx => {
-                    let mut room = allowed.saturating_sub(self.totals.sent);
-                    if let Some(window) = self.settings.window {
-                        let under_way = self.totals.sent.saturating_sub(self.totals.received + self.lost.frames);
-                        room = room.min(window.saturating_sub(under_way));
-                    }
-                    // Before sending: until then, what was just fetched has arrived.
-                    worked += self.receive(rx)?;
-                    // In whole bursts, as far as the device has given back so many.
-                    if tx.free() >= self.burst {
-                        worked += self.send(tx, room.min(self.burst as u64) as usize);
-                    }
-                }
-                Mode::Rx => worked += self.receive(rx)?,
-                Mode::Reflect => worked += self.reflect(rx, tx)?,
-            }
+            let worked = self.round(rx, tx, allowed)?;
             // Asking costs a full fence. A device that polls does not care; one that sleeps is woken when there is nothing
             // else to do, or soon.
             if worked == 0 || round % ROUNDS == 0 || self.settings.event_driven {
@@ -285,6 +311,38 @@ impl Traffic {
         }
         self.totals.time = self.start.elapsed();
         Ok(())
+    }
+
+    /// One round on a pair of queues: takes back, receives, sends while fewer than `allowed` frames were sent. Says how much
+    /// it found to do.
+    #[inline(always)]
+    fn round(&mut self, rx: &mut DriverRx, tx: &mut DriverTx, allowed: u64) -> Result<usize, DriverFault> {
+        // Looking at what the device is about to write takes the line from it: only when there is need.
+        while tx.free() < self.burst && tx.reclaim()? > 0 {}
+        if tx.free() >= self.burst {
+            tx.prefetch(self.burst, self.settings.touch != Touch::Nothing);
+        }
+        let mut worked = 0;
+        match self.settings.mode {
+            Mode::Tx => {
+                let mut room = allowed.saturating_sub(self.totals.sent);
+                if let Some(window) = self.settings.window {
+                    let under_way = self.totals.sent.saturating_sub(self.totals.received + self.lost.frames);
+                    room = room.min(window.saturating_sub(under_way));
+                }
+                // Before sending: until then, what was just fetched has arrived.
+                worked += self.receive(rx)?;
+                // In whole bursts, as far as the device has given back so many.
+                if tx.free() >= self.burst {
+                    worked += self.send(tx, room.min(self.burst as u64) as usize);
+                }
+            }
+            Mode::Rx => worked += self.receive(rx)?,
+            Mode::Reflect => worked += self.reflect(rx, tx)?,
+        }
+        self.totals.rounds += 1;
+        self.totals.empty_rounds += u64::from(worked == 0);
+        Ok(worked)
     }
 
     fn sleep(&self, connection: &Connection, rx: &mut DriverRx, tx: &mut DriverTx, time: Duration, allowed: u64) {

@@ -1,18 +1,21 @@
 //! The round trip of one frame: it is reflected, and the next one goes when it is back. Polling, and event driven on both
 //! ends.
 
-use super::rig::{Common, Peer, finished, progress};
+use super::{
+    peer::Peers,
+    rig::{Common, Device, Rings, finished, progress},
+};
 use crate::{
     Outcome,
-    blast::{Ring, write_json},
+    blast::Ring,
     child::Folder,
     report::{Spread, table},
     traffic::{Settings, Touch},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// The round trip of one frame, polling and event driven, ours against DPDK's net_vhost (which polls)
+/// The round trip of one frame, polling and event driven, ours against a peer's (which polls)
 #[derive(clap::Args)]
 pub struct Args {
     /// The layouts of the rings [default: both]
@@ -22,35 +25,50 @@ pub struct Args {
     #[arg(long, value_delimiter = ',', default_values_t = [64, 1518],
           value_parser = clap::value_parser!(u64).range(60..=65000))]
     size: Vec<u64>,
+    /// Entries of each ring
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(32..=32768))]
+    queue_size: u32,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: Peer,
+    peer: Peers,
 }
 
-/// Measures every combination.
+/// Measures every combination with each peer.
 pub fn run(args: Args) -> Outcome {
     let Args { common, .. } = &args;
+    let peers = args.peer.found()?;
     let folder = Folder::new("latency")?;
-    let polling = common.ours(&folder, "\"unlimited\"", &["mode = \"reflect\""])?;
-    let event = common.ours(&folder, "\"0us\"", &["mode = \"reflect\""])?;
-    let peer = common.dpdk(&folder, &args.peer, 1, "macswap")?;
-    common.pin()?;
-    let mut ways = vec![("poll", &polling, false), ("event", &event, true)];
-    ways.extend(peer.iter().map(|peer| ("poll", peer, false)));
-    let (mut rows, mut lines) = (Vec::new(), Vec::new());
+    let polling = common.ours(&folder, "polling", "\"unlimited\"", &["mode = \"reflect\""])?;
+    let event = common.ours(&folder, "event", "\"0us\"", &["mode = \"reflect\""])?;
+    let mut rows = Vec::new();
+    for peer in &peers {
+        let peer = peer.start(common, &folder, 1, "macswap")?;
+        measure(&args, [&polling, &event], peer.as_ref(), &mut rows)?;
+    }
+    common.save("latency", &rows, true)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A table with one peer.
+fn measure(args: &Args, ours: [&Device; 2], peer: Option<&Device>, rows: &mut Vec<Value>) -> Result<(), String> {
+    let Args { common, queue_size, .. } = args;
+    let mut ways = vec![("poll", ours[0], false), ("event", ours[1], true)];
+    ways.extend(peer.iter().map(|&peer| ("poll", peer, false)));
+    let mut lines = Vec::new();
     for &ring in &args.ring {
         for &size in &args.size {
+            let rings = Rings { layout: ring, size: *queue_size };
             // Means and 99th percentiles in nanoseconds, way by way.
             let mut figures = vec![(Vec::new(), Vec::new()); ways.len()];
             let mut round_trips = Vec::new();
             for pair in 1..=common.pairs {
                 progress(&format!("{} {size} B, round {pair} of {}", ring.name(), common.pairs));
-                round_trips.push(super::line_round_trip([common.driver_cpu, common.device_cpu])?);
+                round_trips.push(common.line()?);
                 for (&(_, device, event_driven), (means, tails)) in ways.iter().zip(&mut figures) {
                     let settings =
                         Settings { touch: Touch::All, window: Some(1), event_driven, ..Settings::flood(size as usize) };
-                    let times = common.run(device, 0, ring, &settings)?.round_trip;
+                    let times = common.run(device, 0, rings, &settings)?.round_trip;
                     means.push(times.mean());
                     tails.push(times.value_at_quantile(0.99) as f64);
                 }
@@ -62,13 +80,13 @@ pub fn run(args: Args) -> Outcome {
                 let mut row = json!({
                     "ring": ring.name(), "size": size, "mode": way, "device": device.name, "unit": "ns",
                     "mean": mean.median, "mean_min": mean.min, "mean_max": mean.max, "p99": tail.median,
-                    "queue_size": common.queue_size, "pairs": common.pairs,
+                    "queue_size": queue_size, "pairs": common.pairs,
                     "line_ns": line.median, "line_ns_min": line.min, "line_ns_max": line.max,
                 });
                 let mut columns = vec![format!("{} {size} {way}", ring.name()), device.name.clone()];
                 columns.extend(mean.columns(0));
                 columns.extend(tail.columns(0));
-                if let (Some(peer), Some(peer_means), "poll", false) = (&peer, &peer_means, way, means == &figures[2].0)
+                if let (Some(peer), Some(peer_means), "poll", false) = (peer, &peer_means, way, means == &figures[2].0)
                 {
                     let ratios: Vec<f64> = means.iter().zip(peer_means).map(|(ours, peer)| peer / ours).collect();
                     let ratio = Spread::of(&ratios);
@@ -95,9 +113,6 @@ pub fn run(args: Args) -> Outcome {
         common.pairs, common.seconds
     );
     print!("{}", table(&["", "device", "mean", "", "p99", "", "ratio", "", "line, ns", ""], &lines));
-    println!("{}", super::LINE);
-    if let Some(file) = &common.json {
-        write_json(file, &json!({ "bench": "latency", "machine": super::machine(), "rows": rows }))?;
-    }
-    Ok(ExitCode::SUCCESS)
+    println!("{}\n", super::LINE);
+    Ok(())
 }

@@ -1,12 +1,15 @@
 //! `ringroad bench`: measures, always in pairs.
 
+mod curves;
+mod driver;
 mod latency;
 mod packed;
+mod peer;
 mod pvp;
 mod rig;
 mod switch;
 
-use crate::Outcome;
+use crate::{Outcome, report::Spread};
 use ringroad_host::pin_current_thread;
 use serde_json::{Value, json};
 use std::{
@@ -18,7 +21,11 @@ use std::{
 
 /// Measure
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  ringroad bench pvp --ring packed --size 64 --json pvp.json")]
+#[command(after_help = "Examples:\n  \
+    ringroad bench pvp --ring packed --size 64 --json pvp.json\n  \
+    ringroad bench pvp --all --peer dpdk,forky,ovs   the whole matrix, a table for each peer\n  \
+    ringroad bench curves --curve ports              one worker with 1 to 32 ports\n  \
+    ringroad bench driver --ring packed --mode txonly")]
 pub struct Args {
     #[command(subcommand)]
     bench: Bench,
@@ -26,34 +33,45 @@ pub struct Args {
 
 #[derive(clap::Subcommand)]
 enum Bench {
-    /// Frames reflected by a device on one core, ours against DPDK's net_vhost with macswap
+    /// Frames reflected by a device on one core, ours against a peer's
     Pvp(pvp::Args),
     /// What each switch of a port's tuning is worth: all off, each alone, one after the other added
     Packed(packed::Args),
-    /// Frames from guest to guest through two ports, ours against testpmd with two net_vhost ports
+    /// Frames from guest to guest through two ports, ours against two ports of a peer
     Switch(switch::Args),
-    /// The round trip of one frame, polling and event driven, ours against DPDK's net_vhost (which polls)
+    /// The round trip of one frame, polling and event driven, ours against a peer's (which polls)
     Latency(latency::Args),
+    /// What a frame costs by the driver's burst, and by the number of ports that one worker serves
+    Curves(curves::Args),
+    /// DPDK's own driver on our device, against the same driver on DPDK's
+    Driver(driver::Args),
 }
 
 /// Runs one of them.
 pub fn run(args: Args) -> Outcome {
-    match args.bench {
+    let outcome = match args.bench {
         Bench::Pvp(args) => pvp::run(args),
         Bench::Packed(args) => packed::run(args),
         Bench::Switch(args) => switch::run(args),
         Bench::Latency(args) => latency::run(args),
+        Bench::Curves(args) => curves::run(args),
+        Bench::Driver(args) => driver::run(args),
+    };
+    if outcome.is_err() {
+        rig::finished();
     }
+    outcome
 }
 
 /// What the last column of a table means.
-const LINE: &str =
-    "line: a cache line's way from one CPU to the other and back, measured before each pair; rates follow it";
+const LINE: &str = "line: a cache line's way from one CPU to the other and back; rates follow it";
 
 /// How long a cache line takes from one CPU to the other and back, in nanoseconds. Rates follow it, and where CPUs are virtual
 /// it can change from minute to minute.
 fn line_round_trip(cpus: [usize; 2]) -> Result<f64, String> {
-    const TURNS: u64 = 5000;
+    // The first part warms up; the middle one of the others counts, so that an interruption does not.
+    const PARTS: u64 = 6;
+    const TURNS: u64 = 1000;
     #[repr(align(128))]
     struct Line(AtomicU64);
     let (to, fro) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
@@ -62,7 +80,7 @@ fn line_round_trip(cpus: [usize; 2]) -> Result<f64, String> {
     thread::scope(|scope| {
         let other = scope.spawn(|| {
             let pinned = pin(cpus[1]);
-            for turn in 1..=TURNS {
+            for turn in 1..=PARTS * TURNS {
                 wait(&to, turn);
                 fro.0.store(turn, Ordering::Release);
             }
@@ -70,15 +88,16 @@ fn line_round_trip(cpus: [usize; 2]) -> Result<f64, String> {
         });
         let this = scope.spawn(|| {
             let pinned = pin(cpus[0]);
-            let mut start = Instant::now();
-            for turn in 1..=TURNS {
-                if turn == TURNS / 5 {
-                    start = Instant::now();
+            let part = |part: u64| {
+                let start = Instant::now();
+                for turn in part * TURNS + 1..=(part + 1) * TURNS {
+                    to.0.store(turn, Ordering::Release);
+                    wait(&fro, turn);
                 }
-                to.0.store(turn, Ordering::Release);
-                wait(&fro, turn);
-            }
-            pinned.map(|()| start.elapsed().as_nanos() as f64 / (TURNS - TURNS / 5) as f64)
+                start.elapsed().as_nanos() as f64 / TURNS as f64
+            };
+            let parts: Vec<f64> = (0..PARTS).map(part).skip(1).collect();
+            pinned.map(|()| Spread::of(&parts).median)
         });
         let ended = |_| "a measuring thread has ended".to_owned();
         other.join().map_err(ended)??;

@@ -1,9 +1,9 @@
 //! What each optimisation of the device is worth: all off, then each one alone, then one after the other added.
 
-use super::rig::{Common, finished, progress};
+use super::rig::{Common, Rings, finished, progress};
 use crate::{
     Outcome,
-    blast::{Ring, write_json},
+    blast::Ring,
     child::Folder,
     report::{Spread, table},
     traffic::{Settings, Touch},
@@ -23,6 +23,9 @@ pub struct Args {
     /// Leave the payload alone: the cost of the rings
     #[arg(long)]
     no_touch: bool,
+    /// Entries of each ring
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(32..=32768))]
+    queue_size: u32,
     #[command(flatten)]
     common: Common,
 }
@@ -41,7 +44,8 @@ const SEED: f64 = 1.40;
 
 /// Measures every step against the one where all is off.
 pub fn run(args: Args) -> Outcome {
-    let Args { common, ring, .. } = &args;
+    let Args { common, ring, queue_size, .. } = &args;
+    let rings = Rings { layout: *ring, size: *queue_size };
     let folder = Folder::new("packed")?;
     // Which switches are on at each step; the first one has none.
     let alone = (0..SWITCHES.len()).map(|on| (on..on + 1, format!("{} alone", SWITCHES[on].0)));
@@ -56,19 +60,18 @@ pub fn run(args: Args) -> Outcome {
         })
         .collect();
     let ports: Vec<&str> = ports.iter().map(String::as_str).collect();
-    let device = common.ours(&folder, "\"unlimited\"", &ports)?;
-    common.pin()?;
+    let device = common.ours(&folder, "ours", "\"unlimited\"", &ports)?;
     let touch = if args.no_touch { Touch::Nothing } else { Touch::Word };
     let settings = Settings { touch, ..Settings::flood(args.size as usize) };
     let mut figures = vec![Vec::new(); steps.len()];
     let mut ratios = vec![Vec::new(); steps.len()];
     let mut round_trips = Vec::new();
     for pair in 1..=common.pairs {
-        round_trips.push(super::line_round_trip([common.driver_cpu, common.device_cpu])?);
+        round_trips.push(common.line()?);
         for (step, (_, name)) in steps.iter().enumerate().skip(1) {
             progress(&format!("{name} ({step} of {}), pair {pair} of {}", steps.len() - 1, common.pairs));
-            let before = common.run(&device, 0, *ring, &settings)?.received_mpps();
-            let after = common.run(&device, step, *ring, &settings)?.received_mpps();
+            let before = common.run(&device, 0, rings, &settings)?.received_mpps();
+            let after = common.run(&device, step, rings, &settings)?.received_mpps();
             figures[0].push(before);
             figures[step].push(after);
             ratios[step].push(after / before);
@@ -86,7 +89,7 @@ pub fn run(args: Args) -> Outcome {
             columns.extend(ratio.columns(2));
             let all = on.len() == SWITCHES.len();
             rows.push(json!({
-                "ring": ring.name(), "size": args.size, "touch": !args.no_touch, "queue_size": common.queue_size,
+                "ring": ring.name(), "size": args.size, "touch": !args.no_touch, "queue_size": queue_size,
                 "step": name, "unit": "Mpps", "before": before.median, "after": after.median, "pairs": common.pairs,
                 "ratio": ratio.median, "min": ratio.min, "max": ratio.max,
                 "seed_ratio": if all { json!(SEED) } else { json!(null) },
@@ -95,7 +98,7 @@ pub fn run(args: Args) -> Outcome {
         }
         lines.push(columns);
     }
-    let Common { queue_size, pairs, seconds, .. } = common;
+    let Common { pairs, seconds, .. } = common;
     println!(
         "{} {} B, Mpps each way through one device core, ring {queue_size}, {pairs} pairs of {seconds} s, median and min–max",
         ring.name(),
@@ -106,8 +109,6 @@ pub fn run(args: Args) -> Outcome {
     );
     print!("{}", table(&["", "Mpps", "", "gain", ""], &lines));
     println!("{}: {:.0} ns ({:.0}–{:.0})", super::LINE, line.median, line.min, line.max);
-    if let Some(file) = &common.json {
-        write_json(file, &json!({ "bench": "packed", "machine": super::machine(), "rows": rows }))?;
-    }
+    common.save("packed", &rows, true)?;
     Ok(ExitCode::SUCCESS)
 }

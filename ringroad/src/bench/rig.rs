@@ -1,8 +1,8 @@
-//! What all benches have in common: devices that are held still while another one is measured, and runs of our driver
-//! against them.
+//! What all benches have in common: devices that are held still while another one is measured, runs of our driver against
+//! them, pairs of such runs, and tables of those.
 
 use crate::{
-    blast::{Ring, features},
+    blast::{Ring, features, write_json},
     child::{Folder, Program, ourselves},
     report::{Spread, table},
     traffic::{Settings, Totals, Traffic},
@@ -16,8 +16,9 @@ use std::{
     fmt::Write,
     fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
-    time::Duration,
+    process::Stdio,
+    thread,
+    time::{Duration, Instant},
 };
 
 /// What every bench can be told.
@@ -29,9 +30,6 @@ pub struct Common {
     /// Seconds of each run
     #[arg(long, default_value_t = 2.0)]
     pub seconds: f64,
-    /// Entries of each ring
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(32..=32768))]
-    pub queue_size: u32,
     /// Features that the driver does without: in_order, mrg_rxbuf, event_idx, indirect
     #[arg(long, value_delimiter = ',', value_parser = ["in_order", "mrg_rxbuf", "event_idx", "indirect"])]
     pub without: Vec<String>,
@@ -46,15 +44,13 @@ pub struct Common {
     pub json: Option<PathBuf>,
 }
 
-/// The peer of a bench.
-#[derive(clap::Args)]
-pub struct Peer {
-    /// Measure ours alone
-    #[arg(long)]
-    pub alone: bool,
-    /// DPDK's program
-    #[arg(long, default_value = "dpdk-testpmd")]
-    pub testpmd: String,
+/// The rings of a driver.
+#[derive(Clone, Copy)]
+pub struct Rings {
+    /// How they are laid out.
+    pub layout: Ring,
+    /// Entries of each.
+    pub size: u32,
 }
 
 /// A device that is being measured, or held still.
@@ -63,25 +59,29 @@ pub struct Device {
     pub name: String,
     /// Its ports.
     pub sockets: Vec<PathBuf>,
-    program: Program,
+    /// Its processes; they end in this order.
+    pub programs: Vec<Program>,
 }
 
 impl Device {
     /// Lets nothing of it run.
     pub fn hold(&self, still: bool) {
-        self.program.hold(still);
+        self.programs.iter().for_each(|program| program.hold(still));
     }
 }
 
 impl Common {
-    /// Runs this thread on the driver's CPU. To be called when the devices were started, which would inherit it.
-    pub fn pin(&self) -> Result<(), String> {
-        pin_current_thread(self.driver_cpu).map_err(|error| format!("--driver-cpu {}: {error}", self.driver_cpu))
+    /// Does something on the driver's CPU, in a thread of its own: what is started by others does not inherit that.
+    pub fn pinned<T: Send>(&self, work: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+        let cpu = self.driver_cpu;
+        let pinned =
+            || pin_current_thread(cpu).map_err(|error| format!("--driver-cpu {cpu}: {error}")).and_then(|()| work());
+        thread::scope(|scope| scope.spawn(pinned).join().map_err(|_| "the driver's thread has ended".to_owned())?)
     }
 
-    /// Our device with these ports, each given by what it says beside its name and socket. It is held still.
-    pub fn ours(&self, folder: &Folder, poll: &str, ports: &[&str]) -> Result<Device, String> {
-        let name = format!("ours-{}", poll.replace('"', ""));
+    /// Our device with these ports, each given by what it says beside its name and socket. It is held still. `name` sets it
+    /// apart from others of the folder.
+    pub fn ours(&self, folder: &Folder, name: &str, poll: &str, ports: &[&str]) -> Result<Device, String> {
         let (config, log) = (folder.file(&format!("{name}.toml")), folder.file(&format!("{name}.log")));
         let mut text = format!("[workers]\ncpus = [{}]\npoll = {poll}\n", self.device_cpu);
         let mut sockets = Vec::new();
@@ -100,177 +100,299 @@ impl Common {
             program.wait_for(socket, Duration::from_secs(5), &log)?;
         }
         program.hold(true);
-        Ok(Device { name: format!("ringroad {}", env!("CARGO_PKG_VERSION")), sockets, program })
-    }
-
-    /// DPDK's device with so many ports, if it is installed. It is held still.
-    pub fn dpdk(&self, folder: &Folder, peer: &Peer, ports: usize, forward: &str) -> Result<Option<Device>, String> {
-        if peer.alone {
-            return Ok(None);
-        }
-        let mut words = peer.testpmd.split_whitespace();
-        let mut command = Command::new(words.next().unwrap_or("dpdk-testpmd"));
-        // Whatever it answers: that it answers says that it is there.
-        if Command::new(command.get_program()).args(words.clone()).arg("--version").output().is_err() {
-            eprintln!(
-                "{} is not installed (on Debian, scripts/peers dpdk installs it): measuring ours alone",
-                peer.testpmd
-            );
-            return Ok(None);
-        }
-        hugepages();
-        let (sockets, log): (Vec<_>, _) =
-            ((0..ports).map(|port| folder.file(&format!("dpdk-{port}.sock"))).collect(), folder.file("dpdk.log"));
-        let cpu = self.device_cpu;
-        command
-            .args(words)
-            .args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--main-lcore", "0", "-v", "--no-pci", "--in-memory"])
-            .args(["--file-prefix", &format!("ringroad{}", std::process::id()), "-m", "512"]);
-        for (number, socket) in sockets.iter().enumerate() {
-            command.args(["--vdev", &format!("net_vhost{number},iface={},queues=1", socket.display())]);
-        }
-        command
-            .args(["--", "--nb-cores=1", &format!("--forward-mode={forward}"), "--auto-start"])
-            .args(["--stats-period", "3600"])
-            .stdout(Stdio::null());
-        let mut program = Program::start(&peer.testpmd, &mut command, &log)?;
-        for socket in &sockets {
-            program.wait_for(socket, Duration::from_secs(20), &log)?;
-        }
-        // It forwards from a moment after its sockets are there.
-        std::thread::sleep(Duration::from_secs(1));
-        let said = fs::read_to_string(&log).unwrap_or_default();
-        let version = said
-            .split("RTE Version: 'DPDK ")
-            .nth(1)
-            .and_then(|rest| rest.split('\'').next())
-            .unwrap_or("of unknown version");
-        program.hold(true);
-        Ok(Some(Device { name: format!("DPDK {version} net_vhost"), sockets, program }))
+        Ok(Device { name: format!("ringroad {}", env!("CARGO_PKG_VERSION")), sockets, programs: vec![program] })
     }
 
     /// Connects our driver to a port.
-    pub fn connect(&self, device: &Device, port: usize, ring: Ring, frame: usize) -> Result<Connection, String> {
+    pub fn connect(&self, device: &Device, port: usize, rings: Rings, frame: usize) -> Result<Connection, String> {
         let connector = Connector {
             socket: device.sockets[port].clone(),
             listen: false,
             patience: Duration::from_secs(5),
-            features: features(ring, &self.without),
+            features: features(rings.layout, &self.without),
             queue_pairs: 1,
-            queue_size: self.queue_size,
+            queue_size: rings.size,
             frame: frame.max(1518),
             huge: true,
         };
-        connector.connect().map_err(|error| format!("{}, {} {frame} B: {error}", device.name, ring.name()))
+        connector.connect().map_err(|error| format!("{}, {} {frame} B: {error}", device.name, rings.layout.name()))
     }
 
     /// One run against one port of a device, which is let go for it.
-    pub fn run(&self, device: &Device, port: usize, ring: Ring, settings: &Settings) -> Result<Totals, String> {
-        device.hold(false);
+    pub fn run(&self, device: &Device, port: usize, rings: Rings, settings: &Settings) -> Result<Totals, String> {
         let frame = settings.sizes.iter().copied().max().unwrap_or(64);
-        let mut connection = self.connect(device, port, ring, frame)?;
-        let mut traffic = Traffic::new(settings.clone(), &mut connection.driver);
-        let mut run = |seconds: f64| {
-            let totals = traffic.run(&mut connection, Duration::from_secs_f64(seconds), |_| {});
-            totals.map_err(|error| format!("{}, {} {frame} B: {error}", device.name, ring.name()))
+        let failed = |what: &dyn std::fmt::Display| {
+            format!("{}, {} {frame} B, ring {}: {what}", device.name, rings.layout.name(), rings.size)
         };
-        run(0.2)?;
-        let totals = run(self.seconds)?;
-        drop(connection);
+        device.hold(false);
+        let totals = self.pinned(|| {
+            let mut connection = self.connect(device, port, rings, frame)?;
+            let mut traffic = Traffic::new(settings.clone(), &mut connection.driver);
+            let mut run = |seconds: f64| {
+                let totals = traffic.run(&mut connection, Duration::from_secs_f64(seconds), |_| {});
+                totals.map_err(|error| failed(&error))
+            };
+            run(0.2)?;
+            run(self.seconds)
+        })?;
         device.hold(true);
-        if totals.received == 0 {
-            return Err(format!("{}, {} {frame} B: no frame came back", device.name, ring.name()));
+        match totals.received {
+            0 => Err(failed(&"no frame came back")),
+            _ => Ok(totals),
         }
-        Ok(totals)
+    }
+
+    /// How long a cache line takes between the CPUs of driver and device, and back, in nanoseconds.
+    pub fn line(&self) -> Result<f64, String> {
+        super::line_round_trip([self.driver_cpu, self.device_cpu])
+    }
+
+    /// Writes all rows so far to the file that was asked for. To be called after each cell: a long run that fails late has
+    /// not been for nothing. Standard output gets them when it is the `last` call.
+    pub fn save(&self, bench: &str, rows: &[Value], last: bool) -> Result<(), String> {
+        match &self.json {
+            Some(file) if last || file != Path::new("-") => {
+                write_json(file, &json!({ "bench": bench, "machine": super::machine(), "rows": rows }))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What one run gave.
+#[derive(Clone, Copy)]
+pub struct Run {
+    /// Millions of frames per second.
+    pub mpps: f64,
+    /// Empty rounds of the driver in percent, if it is ours.
+    pub idle: Option<f64>,
+}
+
+impl From<Totals> for Run {
+    fn from(totals: Totals) -> Run {
+        Run { mpps: totals.received_mpps(), idle: Some(totals.idle()) }
     }
 }
 
 /// Figures of our device and of its peer, measured in turn.
+#[derive(Default)]
 pub struct Pairs {
-    ours: Vec<f64>,
-    peer: Vec<f64>,
+    ours: Vec<Run>,
+    peer: Vec<Run>,
     lines: Vec<f64>,
+    discarded: usize,
+    unsteady: usize,
 }
 
+/// How far the line may change within a pair: the largest of its round trips, divided by the smallest.
+const STEADY: f64 = 1.5;
+
 impl Pairs {
-    /// Measures both, as often as was asked for, and the line round trip before each pair.
-    pub fn measure(
+    /// Measures both, as often as was asked for, and the line round trip before and after each run. A pair in which that
+    /// changes is thrown away and measured again; after twice as many extra attempts as there are pairs, and five, it takes
+    /// what comes.
+    pub fn measure<D>(
         common: &Common,
-        (ours, peer): (&Device, Option<&Device>),
+        progress: &mut Progress,
+        (ours, peer): (&D, Option<&D>),
         what: &str,
-        one: impl Fn(&Device) -> Result<f64, String>,
+        one: impl Fn(&D) -> Result<Run, String>,
     ) -> Result<Pairs, String> {
-        let mut pairs = Pairs { ours: Vec::new(), peer: Vec::new(), lines: Vec::new() };
-        for pair in 1..=common.pairs {
-            progress(&format!("{what}, pair {pair} of {}", common.pairs));
-            pairs.lines.push(super::line_round_trip([common.driver_cpu, common.device_cpu])?);
-            pairs.ours.push(one(ours)?);
-            if let Some(peer) = peer {
-                pairs.peer.push(one(peer)?);
+        let wanted = common.pairs as usize;
+        let mut pairs = Pairs::default();
+        while pairs.ours.len() < wanted {
+            progress.say(what, pairs.ours.len(), wanted);
+            let mut lines = vec![common.line()?];
+            let first = one(ours)?;
+            lines.push(common.line()?);
+            let second = match peer {
+                Some(peer) => Some(one(peer)?),
+                None => None,
+            };
+            if peer.is_some() {
+                lines.push(common.line()?);
             }
+            if !steady(&lines) {
+                if pairs.discarded < 2 * wanted + 5 {
+                    pairs.discarded += 1;
+                    continue;
+                }
+                pairs.unsteady += 1;
+            }
+            pairs.ours.push(first);
+            pairs.peer.extend(second);
+            pairs.lines.extend(lines);
         }
+        progress.done += 1;
         Ok(pairs)
     }
 
-    /// Adds what came out to a row for programs; returns the columns for people.
-    pub fn report(&self, row: &mut Value, peer: Option<&str>) -> Vec<String> {
-        let mut note = |name: &str, figure: f64| row[name] = json!(figure);
-        let (ours, theirs, line) = (Spread::of(&self.ours), Spread::of(&self.peer), Spread::of(&self.lines));
-        let mut columns = ours.columns(2).to_vec();
-        note("ours", ours.median);
-        note("ours_min", ours.min);
-        note("ours_max", ours.max);
-        note("line_ns", line.median);
-        note("line_ns_min", line.min);
-        note("line_ns_max", line.max);
-        if peer.is_some() {
-            let ratios: Vec<f64> = self.ours.iter().zip(&self.peer).map(|(ours, peer)| ours / peer).collect();
-            let ratio = Spread::of(&ratios);
-            note("peer", theirs.median);
-            note("peer_min", theirs.min);
-            note("peer_max", theirs.max);
-            note("ratio", ratio.median);
-            note("min", ratio.min);
-            note("max", ratio.max);
-            columns.extend(theirs.columns(2));
-            columns.extend(ratio.columns(2));
-        }
-        row["pairs"] = json!(self.ours.len());
-        if let Some(name) = peer {
-            row["peer_name"] = json!(name);
-        }
-        columns.extend(line.columns(0));
-        columns
+    /// Millions of frames per second of our device.
+    pub fn rate(&self) -> Spread {
+        rates(&self.ours)
+    }
+
+    /// Empty rounds of the driver in percent, for a table: with our device, and with the peer's.
+    pub fn idle(&self) -> Vec<String> {
+        [&self.ours, &self.peer].into_iter().filter_map(|runs| Some(format!("{:.0}", idle(runs)?.median))).collect()
     }
 }
 
-/// Prints the columns of `Pairs::report`, each behind the name of its cell.
-pub fn print(peer: Option<&str>, lines: &[Vec<String>]) {
-    match peer {
-        Some(name) => {
-            println!("peer: {name}");
-            print!("{}", table(&["", "ours", "", "peer", "", "ratio", "", "line, ns", ""], lines));
-        }
-        None => print!("{}", table(&["", "ours", "", "line, ns", ""], lines)),
+fn steady(lines: &[f64]) -> bool {
+    let spread = Spread::of(lines);
+    spread.max <= STEADY * spread.min
+}
+
+fn rates(runs: &[Run]) -> Spread {
+    Spread::of(&runs.iter().map(|run| run.mpps).collect::<Vec<_>>())
+}
+
+fn idle(runs: &[Run]) -> Option<Spread> {
+    let idle: Vec<f64> = runs.iter().filter_map(|run| run.idle).collect();
+    (!idle.is_empty()).then(|| Spread::of(&idle))
+}
+
+/// A table of pairs, a cell of a bench in each line.
+pub struct Table {
+    peer: Option<String>,
+    names: [&'static str; 2],
+    more: &'static [&'static str],
+    lines: Vec<Vec<String>>,
+    discarded: usize,
+    unsteady: usize,
+}
+
+impl Table {
+    /// An empty one. `names` are those of the two that are compared, `more` those of further columns.
+    pub fn new(peer: Option<&str>, names: [&'static str; 2], more: &'static [&'static str]) -> Table {
+        Table { peer: peer.map(str::to_owned), names, more, lines: Vec::new(), discarded: 0, unsteady: 0 }
     }
-    println!("{}", super::LINE);
+
+    /// Adds a cell; returns its row for programs, which is `row` with what came out.
+    pub fn add(&mut self, name: String, mut row: Value, pairs: &Pairs, more: Vec<String>) -> Value {
+        let (ours, theirs, line) = (rates(&pairs.ours), rates(&pairs.peer), Spread::of(&pairs.lines));
+        let mut columns = vec![name];
+        columns.extend(ours.columns(2));
+        spread(&mut row, ["ours", "ours_min", "ours_max"], ours);
+        if let Some(peer) = &self.peer {
+            let ratios: Vec<f64> =
+                pairs.ours.iter().zip(&pairs.peer).map(|(ours, peer)| ours.mpps / peer.mpps).collect();
+            let ratio = Spread::of(&ratios);
+            row["peer_name"] = json!(peer);
+            spread(&mut row, ["peer", "peer_min", "peer_max"], theirs);
+            spread(&mut row, ["ratio", "min", "max"], ratio);
+            columns.extend(theirs.columns(2));
+            columns.extend(ratio.columns(2));
+        }
+        spread(&mut row, ["line_ns", "line_ns_min", "line_ns_max"], line);
+        columns.extend(line.columns(0));
+        for (key, runs) in [("driver_idle", &pairs.ours), ("peer_driver_idle", &pairs.peer)] {
+            if let Some(idle) = idle(runs) {
+                row[key] = json!(idle.median);
+            }
+        }
+        row["pairs"] = json!(pairs.ours.len());
+        row["discarded"] = json!(pairs.discarded);
+        row["unsteady"] = json!(pairs.unsteady);
+        self.discarded += pairs.discarded;
+        self.unsteady += pairs.unsteady;
+        columns.extend(more);
+        self.lines.push(columns);
+        row
+    }
+
+    /// Prints it.
+    pub fn print(&self) {
+        let mut header = vec!["", self.names[0], ""];
+        if let Some(name) = &self.peer {
+            println!("{}: {name}", self.names[1]);
+            header.extend([self.names[1], "", "ratio", ""]);
+        }
+        header.extend(["line, ns", ""]);
+        header.extend(self.more);
+        print!("{}", table(&header, &self.lines));
+        println!("{}", super::LINE);
+        println!(
+            "{} pairs thrown away and measured again, as the line changed by more than {STEADY} within them; {} taken although it did\n",
+            self.discarded, self.unsteady
+        );
+    }
+}
+
+fn spread(row: &mut Value, keys: [&str; 3], spread: Spread) {
+    for (key, figure) in keys.into_iter().zip([spread.median, spread.min, spread.max]) {
+        row[key] = json!(figure);
+    }
+}
+
+/// How far a bench has come.
+pub struct Progress {
+    start: Instant,
+    cells: usize,
+    done: usize,
+}
+
+impl Progress {
+    /// Of so many cells.
+    pub fn new(cells: usize) -> Progress {
+        Progress { start: Instant::now(), cells, done: 0 }
+    }
+
+    /// A cell of them is left out.
+    pub fn skip(&mut self) {
+        self.cells -= 1;
+    }
+
+    /// Says which cell is being measured, how many pairs of it there are, and how long the rest may take.
+    fn say(&self, what: &str, pairs: usize, wanted: usize) {
+        let done = self.done as f64 + pairs as f64 / wanted as f64;
+        let left = self.start.elapsed().as_secs_f64() * (self.cells as f64 - done) / done;
+        let left = match left {
+            left if done == 0.0 || left.is_nan() => String::new(),
+            left if left < 90.0 => format!(", {left:.0} s left"),
+            left => format!(", {:.0} min left", left / 60.0),
+        };
+        let (cell, pair) = (self.done + 1, pairs + 1);
+        progress(&format!("{what}, cell {cell}/{}, pair {pair}/{wanted}{left}", self.cells));
+    }
 }
 
 /// Says what is being measured, over what was said before.
 pub fn progress(what: &str) {
-    eprint!("\r{what:70}");
+    eprint!("\r{what:79}");
 }
 
 /// Nothing is being measured any more.
 pub fn finished() {
-    eprint!("\r{:70}\r", "");
+    eprint!("\r{:79}\r", "");
 }
 
-/// DPDK wants hugepages; if there are none and we may, there are some afterwards.
-fn hugepages() {
-    let path = Path::new("/proc/sys/vm/nr_hugepages");
-    let pages: u64 = fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0);
-    if pages < 512 && fs::write(path, "1024").is_ok() {
-        eprintln!("set vm.nr_hugepages to 1024 for DPDK (it was {pages})");
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pair_is_steady_while_its_line_is() {
+        assert!(steady(&[100.0, 149.0, 120.0]) && steady(&[480.0]));
+        assert!(!steady(&[100.0, 151.0, 120.0]) && !steady(&[500.0, 110.0]));
+    }
+
+    #[test]
+    fn rows_say_what_was_thrown_away() {
+        let run = |mpps| Run { mpps, idle: Some(10.0) };
+        let pairs = Pairs {
+            ours: vec![run(4.0), run(6.0), run(9.0)],
+            peer: vec![run(2.0), run(2.0), run(3.0)],
+            lines: vec![100.0; 9],
+            discarded: 4,
+            unsteady: 1,
+        };
+        let mut table = Table::new(Some("other"), ["ours", "peer"], &[]);
+        let row = table.add("cell".into(), json!({ "ring": "split" }), &pairs, Vec::new());
+        for (key, value) in [("ours", 6.0), ("peer", 2.0), ("ratio", 3.0), ("min", 2.0), ("driver_idle", 10.0)] {
+            assert_eq!(row[key].as_f64(), Some(value), "{key}");
+        }
+        assert_eq!((&row["discarded"], &row["unsteady"], &row["pairs"]), (&json!(4), &json!(1), &json!(3)));
+        assert_eq!(row["peer_name"], "other");
     }
 }
