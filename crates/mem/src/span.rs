@@ -130,19 +130,6 @@ impl<'m> Span<'m> {
         source.len()
     }
 
-    /// Copies an array of parts, one after the other; `false`: there is no room for all, and nothing was written.
-    #[inline(always)]
-    pub fn write_parts<const N: usize, const M: usize>(self, parts: [[u8; M]; N]) -> bool {
-        if self.len < N * M {
-            return false;
-        }
-        for (index, part) in parts.iter().enumerate() {
-            // SAFETY: all parts lie within the span, as just seen.
-            unsafe { copy::bytes(part.as_ptr(), self.start.as_ptr().add(index * M), M) };
-        }
-        true
-    }
-
     /// Copies to another span as much as both have, and says how much that was.
     #[inline(always)]
     pub fn copy_to(self, target: Span<'_>) -> usize {
@@ -152,17 +139,31 @@ impl<'m> Span<'m> {
         len
     }
 
-    /// The same from byte `N` of both on; `None` if one of them is shorter than that. Without `small` it is done by the
-    /// platform's `memmove`, whatever the length.
+    /// Copies the first `len` bytes to another span, with `head` in the place of as many at the start; `false`: one of the
+    /// three is shorter than that, and nothing was written. Without `small` it is done by the platform's `memmove`, whatever
+    /// the length.
     #[inline(always)]
-    pub fn copy_rest_to<const N: usize>(self, target: Span<'_>, small: bool) -> Option<usize> {
-        let len = self.len.min(target.len).checked_sub(N)?;
-        // SAFETY: `N + len` is within both spans; overlap is allowed.
-        unsafe {
-            let (source, target) = (self.start.as_ptr().add(N), target.start.as_ptr().add(N));
-            if small { copy::bytes(source, target, len) } else { copy::long(source, target, len) }
+    pub fn copy_under<const N: usize, const M: usize>(
+        self,
+        head: [[u8; M]; N],
+        target: Span<'_>,
+        len: usize,
+        small: bool,
+    ) -> bool {
+        if target.len < len || self.len < len || len < N * M {
+            return false;
         }
-        Some(len)
+        for (index, part) in head.iter().enumerate() {
+            // SAFETY: all parts lie within the target, as just seen.
+            unsafe { copy::bytes(part.as_ptr(), target.start.as_ptr().add(index * M), M) };
+        }
+        // SAFETY: `len` is within both spans, and no less than the head; overlap is allowed.
+        unsafe {
+            let (source, target, rest) =
+                (self.start.as_ptr().add(N * M), target.start.as_ptr().add(N * M), len - N * M);
+            if small { copy::bytes(source, target, rest) } else { copy::long(source, target, rest) }
+        }
+        true
     }
 
     /// Asks the CPU to fetch the first `LINES` cache lines for reading.

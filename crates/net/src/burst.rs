@@ -107,7 +107,7 @@ pub(crate) fn vnet_header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, low, high]
 }
 
-/// Up to 32 frames from one source. One for each worker, reused for ever.
+/// Up to [`BURST`] frames from one source. One for each worker, reused for ever.
 pub struct Burst {
     /// What the frames consist of; a source fills it and gives it back.
     pub chains: Chains,
@@ -196,11 +196,11 @@ impl Burst {
             let Some(head) = piece.read_once::<HEAD>() else { break };
             let total = piece.len() as u32;
             *frame = Frame { head, total, chain: count as u16, head_len: HEAD as u8, reflected: false };
-            bytes += u64::from(total) - vnet_hdr::SIZE as u64;
+            bytes += u64::from(total);
             count += 1;
         }
         self.count = count;
-        bytes
+        bytes - (count * vnet_hdr::SIZE) as u64
     }
 
     /// Reads the head of the chain with this index and makes a frame of it.

@@ -2,7 +2,7 @@
 //! `host`, which has their memory, sockets and notifications.
 
 use crate::{
-    Burst, Counters, Features, HEAD,
+    Burst, Counters, Features,
     burst::{FETCH, Frame, NoFrame, PIECES, vnet_header},
     features::{bits, ring_features},
 };
@@ -376,23 +376,24 @@ impl RxQueue {
         let (prefetch_write, small) = (ALL_ON || self.tuning.prefetch_write, ALL_ON || self.tuning.small_copy);
         let distance = self.tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
+        let later = targets.get(distance..).unwrap_or_default();
         let most = frames.len().min(chains.len()).min(targets.len());
-        let (mut count, mut bytes) = (0, 0);
-        for ((frame, chain), &target) in frames.zip(&mut chains[..most]).zip(&targets[..most]) {
-            if let Some(&target) = targets.get(count + distance) {
-                fetch_for(target, prefetch_write);
+        let chains = &mut chains[..most];
+        let mut count = 0;
+        for ((frame, chain), &target) in frames.zip(&mut *chains).zip(&targets[..most]) {
+            if let Some(&later) = later.get(count) {
+                fetch_for(later, prefetch_write);
             }
             let Some((frame, source)) = frame else { break };
             let Some(head) = frame.full_head() else { break };
-            if chain.readable_len() > 0 || target.len() < frame.total() || !target.write_parts(head) {
+            if chain.readable_len() > 0 || !source.copy_under(head, target, frame.total(), small) {
                 break;
             }
-            let Some(copied) = source.copy_rest_to::<HEAD>(target, small) else { break };
-            chain.written = (HEAD + copied) as u32;
-            bytes += frame.len() as u64;
+            chain.written = frame.total() as u32;
             count += 1;
         }
-        (count, bytes)
+        let bytes: u64 = chains[..count].iter().map(|chain| u64::from(chain.written)).sum();
+        (count, bytes - (count * vnet_hdr::SIZE) as u64)
     }
 
     /// The normal path: copies one frame into chains of any shape, as many as it needs from this one on; says how many.

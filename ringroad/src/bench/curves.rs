@@ -8,6 +8,7 @@ use crate::{
     child::Folder,
     traffic::{Settings, Traffic},
 };
+use ringroad_ring::BURST;
 use ringroad_wire::vnet_hdr;
 use serde_json::{Value, json};
 use std::{process::ExitCode, time::Duration};
@@ -22,8 +23,8 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "packed"], hide_default_value = true)]
     ring: Vec<Ring>,
     /// Frames that the driver sends at once
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32],
-          value_parser = clap::value_parser!(u64).range(1..=32))]
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64],
+          value_parser = clap::value_parser!(u64).range(1..=BURST as u64))]
     burst: Vec<u64>,
     /// Ports of one worker
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32],
@@ -89,7 +90,7 @@ fn bursts(args: &Args, rows: &mut Vec<Value>) -> Result<(), String> {
     finished();
     let Common { pairs, seconds, .. } = common;
     println!(
-        "by the frames that the driver sends at once (it receives up to 32), {size} B, touch, ring {queue_size}, {pairs} runs of {seconds} s"
+        "by the frames that the driver sends at once (it receives up to {BURST}), {size} B, touch, ring {queue_size}, {pairs} runs of {seconds} s"
     );
     println!("{IDLE}");
     table.print();
