@@ -166,6 +166,27 @@ impl<'m> Span<'m> {
         true
     }
 
+    /// Copies from private memory, unless that is what is there; `false`: there is no room, and nothing was written. A line
+    /// that nobody writes to stays in the caches of both sides.
+    #[inline(always)]
+    pub fn update<const N: usize>(self, bytes: [u8; N]) -> bool {
+        match self.array(0) {
+            Some(there) => {
+                if there != bytes {
+                    self.write(&bytes);
+                }
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Whether its first `n` bytes are the last ones of a cache line.
+    #[inline(always)]
+    pub fn ends_line(self, n: usize) -> bool {
+        (self.start.as_ptr() as usize).wrapping_add(n).is_multiple_of(64)
+    }
+
     /// Asks the CPU to fetch the first `LINES` cache lines for reading.
     #[inline(always)]
     pub fn prefetch<const LINES: usize>(self) {

@@ -80,6 +80,17 @@ impl Frame {
         if self.head_len as usize == HEAD { Some(self.words()) } else { None }
     }
 
+    /// The same in two: the virtio-net header, and what is of the frame itself.
+    #[inline(always)]
+    pub(crate) fn full_head_apart(&self) -> Option<([u8; vnet_hdr::SIZE], [[u8; 4]; (HEAD - vnet_hdr::SIZE) / 4])> {
+        let [a, b, c, d] = self.full_head()?.map(u64::from_le_bytes);
+        let half = |word: u64, shift: u32| ((word >> shift) as u32).to_le_bytes();
+        let mut header = [0; vnet_hdr::SIZE];
+        header[..8].copy_from_slice(&a.to_le_bytes());
+        header[8..].copy_from_slice(&half(b, 0));
+        Some((header, [half(b, 32), half(c, 0), half(c, 32), half(d, 0), half(d, 32)]))
+    }
+
     /// In parts that stay in registers: what is put together in memory from small parts and then copied as a whole makes
     /// the copy wait for them.
     #[inline(always)]

@@ -9,7 +9,7 @@ use crate::{
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, SetupError, Tuning};
 use ringroad_wire::{ethernet, vnet_hdr};
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// Chains that one burst of receive buffers can have, so that a large frame may be merged from many small ones.
 const RX_CHAINS: usize = 256;
@@ -165,8 +165,8 @@ impl TxQueue {
 
 /// Fetches the first lines of a buffer that will be written.
 #[inline(always)]
-fn fetch_for(target: Span<'_>, writing: bool) {
-    if writing { target.prefetch_write::<FETCH>() } else { target.prefetch::<FETCH>() }
+fn fetch_for<const LINES: usize>(target: Span<'_>, writing: bool) {
+    if writing { target.prefetch_write::<LINES>() } else { target.prefetch::<LINES>() }
 }
 
 /// Fetches the first buffer of a chain.
@@ -198,11 +198,57 @@ const ALL: [u8; BURST] = {
     all
 };
 
+/// Copies frames as far as each is in one piece and fits; says how many. `later`: what comes after `targets` in a while.
+/// `APART`: the virtio-net header has a line of its own, as with DPDK's drivers, and is nearly always the same: that line is
+/// only read.
+#[inline(always)]
+fn place_part<'b, const APART: bool>(
+    frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
+    chains: &mut [Chain],
+    targets: &[Span<'_>],
+    later: &[Span<'_>],
+    prefetch_write: bool,
+    small: bool,
+) -> usize {
+    let mut count = 0;
+    for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
+        if let Some(&later) = later.get(count) {
+            if APART {
+                later.prefetch::<1>();
+                fetch_for::<1>(later.skip(vnet_hdr::SIZE), prefetch_write);
+            } else {
+                fetch_for::<FETCH>(later, prefetch_write);
+            }
+        }
+        let Some((frame, source)) = frame else { break };
+        let total = frame.total();
+        if chain.readable_len() > 0 || target.len() < total {
+            break;
+        }
+        let copied = if APART {
+            let Some((header, rest)) = frame.full_head_apart() else { break };
+            let (source, after) = (source.skip(vnet_hdr::SIZE), target.skip(vnet_hdr::SIZE));
+            target.update(header) && source.copy_under(rest, after, total - vnet_hdr::SIZE, small)
+        } else {
+            let Some(head) = frame.full_head() else { break };
+            source.copy_under(head, target, total, small)
+        };
+        if !copied {
+            break;
+        }
+        chain.written = total as u32;
+        count += 1;
+    }
+    count
+}
+
 /// A receive queue: we put, the driver receives.
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
     chains: Chains,
+    /// How many of them the driver has got back already.
+    given: usize,
     mergeable: bool,
     tuning: Tuning,
     counters: Arc<Counters>,
@@ -223,7 +269,7 @@ impl RxQueue {
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
-        Ok(RxQueue { ring, memory, chains, mergeable, tuning: Tuning::default(), counters })
+        Ok(RxQueue { ring, memory, chains, given: 0, mergeable, tuning: Tuning::default(), counters })
     }
 
     /// Turns off what should be off.
@@ -320,7 +366,7 @@ impl RxQueue {
     #[inline(always)]
     fn prefetch(&self, index: usize) {
         if let Some(piece) = self.chains.first_piece(index) {
-            fetch_for(piece, self.tuning.prefetch_write);
+            fetch_for::<FETCH>(piece, self.tuning.prefetch_write);
         }
     }
 
@@ -338,7 +384,8 @@ impl RxQueue {
     #[inline(always)]
     fn give(&mut self, used: &mut usize) {
         self.ring.untake(&mut self.chains, *used);
-        self.ring.give(self.chains.list());
+        self.ring.give(self.chains.list().get(self.given..).unwrap_or_default());
+        self.given = 0;
         self.chains.start(&self.memory);
         *used = 0;
     }
@@ -351,49 +398,55 @@ impl RxQueue {
         let Some((chains, sources)) = burst.chains.plain() else { return (0, 0) };
         if chains.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
             // Each chain is a frame, and all of them go here.
-            return self.place_all(frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source))));
+            return self.place_all(which.len(), |part| {
+                frames[part.clone()].iter().zip(&sources[part]).map(|(frame, &source)| Some((frame, source)))
+            });
         }
-        self.place_all(which.iter().map(|&index| {
-            let frame = frames.get(index as usize)?;
-            Some((frame, *sources.get(frame.chain())?))
-        }))
+        self.place_all(which.len(), |part| {
+            which[part].iter().map(|&index| {
+                let frame = frames.get(index as usize)?;
+                Some((frame, *sources.get(frame.chain())?))
+            })
+        })
     }
 
+    /// The same for so many frames, which `frames` has part by part.
     #[inline(always)]
-    fn place_all<'b>(&mut self, frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>) -> (usize, u64) {
-        // With everything on, as usual, nothing is asked frame by frame.
-        match self.tuning.small_copy && self.tuning.prefetch_write {
-            true => self.place_with::<true>(frames),
-            false => self.place_with::<false>(frames),
-        }
-    }
-
-    #[inline(always)]
-    fn place_with<'b, const ALL_ON: bool>(
-        &mut self,
-        frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
-    ) -> (usize, u64) {
-        let (prefetch_write, small) = (ALL_ON || self.tuning.prefetch_write, ALL_ON || self.tuning.small_copy);
+    fn place_all<'b, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
+    where
+        F: ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
+    {
+        let Tuning { prefetch_write, small_copy, .. } = self.tuning;
         let distance = self.tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
-        let later = targets.get(distance..).unwrap_or_default();
-        let most = frames.len().min(chains.len()).min(targets.len());
-        let chains = &mut chains[..most];
-        let mut count = 0;
-        for ((frame, chain), &target) in frames.zip(&mut *chains).zip(&targets[..most]) {
-            if let Some(&later) = later.get(count) {
-                fetch_for(later, prefetch_write);
-            }
-            let Some((frame, source)) = frame else { break };
-            let Some(head) = frame.full_head() else { break };
-            if chain.readable_len() > 0 || !source.copy_under(head, target, frame.total(), small) {
+        let most = count.min(chains.len()).min(targets.len());
+        let (chains, targets) = (&mut chains[..most], &targets[..most]);
+        // Where the driver has put the first buffer says where it puts others, nearly always; if not, what is done is the
+        // same.
+        let apart = targets.first().is_some_and(|target| target.ends_line(vnet_hdr::SIZE));
+        let mut done = 0;
+        while done < most {
+            // A full burst: we are behind, and the driver takes more at once the fewer parts there are. Else it waits for us,
+            // and the first line of the ring is worth more to it now than all of them later.
+            let part = if count == BURST { most } else { (done + self.ring.line()).min(most) };
+            let (chains, frames) = (&mut chains[done..part], frames(done..part));
+            let later = targets.get(done + distance..).unwrap_or_default();
+            let targets = &targets[done..part];
+            // With everything on, as usual, nothing is asked frame by frame.
+            let placed = match (small_copy && prefetch_write, apart) {
+                (true, false) => place_part::<false>(frames, chains, targets, later, true, true),
+                (true, true) => place_part::<true>(frames, chains, targets, later, true, true),
+                (false, _) => place_part::<false>(frames, chains, targets, later, prefetch_write, small_copy),
+            };
+            done += placed;
+            if done < part || done == most {
                 break;
             }
-            chain.written = frame.total() as u32;
-            count += 1;
+            self.ring.give(chains);
+            self.given = done;
         }
-        let bytes: u64 = chains[..count].iter().map(|chain| u64::from(chain.written)).sum();
-        (count, bytes - (count * vnet_hdr::SIZE) as u64)
+        let bytes: u64 = chains[..done].iter().map(|chain| u64::from(chain.written)).sum();
+        (done, bytes - (done * vnet_hdr::SIZE) as u64)
     }
 
     /// The normal path: copies one frame into chains of any shape, as many as it needs from this one on; says how many.

@@ -7,7 +7,9 @@ use common::acked;
 use proptest::prelude::*;
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Burst, Counters, MAX_FRAME, RxQueue, Snapshot, TxQueue, bits};
-use ringroad_ring::{Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Used, packed, split};
+use ringroad_ring::{
+    Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used, packed, split,
+};
 use ringroad_wire::vnet_hdr;
 use std::{collections::VecDeque, fs::File, sync::Arc};
 
@@ -204,6 +206,21 @@ fn shapes() -> impl Strategy<Value = Shapes> {
     (any_acked(), 3..=6u32, 1..100_000usize).prop_map(|(acked, log_size, cut)| Shapes { acked, log_size, cut })
 }
 
+/// All on, as usual, all off, or one of them off: what comes out is the same.
+fn tuning() -> impl Strategy<Value = Tuning> {
+    let all = Tuning::default();
+    prop_oneof![
+        4 => Just(all),
+        1 => Just(Tuning::NONE),
+        2 => Just(Tuning { fast_path: false, ..all }),
+        1 => Just(Tuning { shadow_used: false, ..all }),
+        1 => Just(Tuning { prefetch: 0, ..all }),
+        1 => Just(Tuning { prefetch_write: false, ..all }),
+        1 => Just(Tuning { translation_cache: false, ..all }),
+        1 => Just(Tuning { small_copy: false, ..all }),
+    ]
+}
+
 /// A frame's length, header and pieces.
 type Shape = (usize, [u8; HEADER], Vec<usize>);
 
@@ -228,6 +245,8 @@ proptest! {
         frames in frames(),
         rooms in rooms(),
         bursts in prop::collection::vec((1..=40usize, 0..=64usize), 1..8),
+        tunings in (tuning(), tuning()),
+        aligned in any::<bool>(),
     ) {
         const ARENA: usize = 8 << 20;
         // As many entries as pieces fit into the device's own list, so that it is never the limit.
@@ -235,6 +254,8 @@ proptest! {
         let mut to = Guest::new(receiver.acked, 1 << receiver.log_size, 8, ARENA, Some(receiver.cut));
         let (mut tx, tx_counters) = from.tx();
         let (mut rx, rx_counters) = to.rx();
+        tx.tune(tunings.0);
+        rx.tune(tunings.1);
         let merge = receiver.acked & bits::NET_F_MRG_RXBUF != 0;
         let most = if receiver.acked & bits::INDIRECT_DESC != 0 { 8 } else { to.size as usize };
         let mut burst = Burst::default();
@@ -255,6 +276,10 @@ proptest! {
                 }
                 let (len, sizes) = rooms.next().unwrap();
                 let lens = cut(*len, sizes, most);
+                if aligned {
+                    // The header is the end of a line, as with DPDK's drivers.
+                    to.next = to.next.next_multiple_of(64) + 64 - HEADER;
+                }
                 let buffers = to.buffers(&lens, &vec![UNTOUCHED; *len]);
                 if to.ring.add(&[], &buffers).is_err() {
                     break;
@@ -417,6 +442,27 @@ proptest! {
             prop_assert_eq!(to.ring.take_used(&mut [Used::default()]).unwrap(), 0);
         }
         prop_assert_eq!(counters.snapshot(), expected);
+    }
+}
+
+#[test]
+fn a_header_in_a_line_of_its_own_is_written_when_it_differs() {
+    for acked in all_layouts() {
+        let (mut from, mut to) = (Guest::plain(acked), Guest::plain(acked));
+        let ((mut tx, _), (mut rx, _)) = (from.tx(), to.rx());
+        let mut places = Vec::new();
+        for there in [received(&[], 1), vec![UNTOUCHED; HEADER], vec![0; HEADER]] {
+            to.next = to.next.next_multiple_of(64) + 64 - HEADER;
+            places.push(to.offer(&[200], 0));
+            to.write(places[places.len() - 1][0].address, &there);
+            from.send(&[vec![0xff; HEADER], frame(places.len(), 100)].concat());
+        }
+        let mut burst = Burst::default();
+        assert_eq!(tx.take(&mut burst), Ok(3));
+        assert_eq!(rx.put(&burst, &[0, 1, 2]), Ok(3));
+        for (index, place) in places.iter().enumerate() {
+            assert_eq!(to.read(place)[..HEADER + 100], received(&frame(index + 1, 100), 1));
+        }
     }
 }
 

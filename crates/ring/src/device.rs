@@ -51,6 +51,12 @@ impl DeviceRing {
         either!(self, ring => ring.give_late(chains))
     }
 
+    /// How many used descriptors or elements from the next one on share a cache line of the ring.
+    #[inline]
+    pub fn line(&self) -> usize {
+        either!(self, ring => ring.line())
+    }
+
     /// Publishes what was given late.
     #[inline]
     pub fn flush(&mut self) {

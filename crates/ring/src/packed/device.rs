@@ -5,7 +5,7 @@ use crate::{
     Chain, Chains, Fault, Features, INDIRECT, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
     notify::Event,
-    packed::layout::{AVAILABLE, USED},
+    packed::layout::{AVAILABLE, LINE, USED},
 };
 use ringroad_mem::{
     Hit, Table,
@@ -39,8 +39,8 @@ pub struct Device {
     since: u32,
     /// How many descriptors the last burst had: how many lines are worth fetching at once.
     expected: u16,
-    /// Used descriptors are written one by one, into the lines of the available ones: a receive queue.
-    writes: bool,
+    /// The last chains were for us to write to: a receive queue.
+    receives: bool,
     /// Given back, but not published yet.
     late: Option<Late>,
     hit: Hit,
@@ -60,7 +60,7 @@ impl Device {
             outstanding: 0,
             since: 0,
             expected: 0,
-            writes: false,
+            receives: false,
             late: None,
             hit: Hit::default(),
             tuning: Tuning::default(),
@@ -107,9 +107,9 @@ impl Device {
             return Ok(0);
         }
         let expected = if self.tuning.fetches() { self.expected.min(count as u16) } else { 0 };
-        let writes = self.writes && self.tuning.prefetch_write;
+        let writes = self.receives && self.tuning.prefetch_write;
         self.ring.prefetch(self.next_available.slot, expected, writes);
-        if self.writes {
+        if self.receives {
             // And what comes after them, for the next burst: receive buffers were made available long ago. In a transmit
             // queue the driver may be just about to write there.
             let mut next = self.next_available;
@@ -276,6 +276,12 @@ impl Device {
         }
     }
 
+    /// How many descriptors from the next one on share a cache line.
+    #[inline(always)]
+    pub fn line(&self) -> usize {
+        (LINE - self.next_used.slot % LINE).into()
+    }
+
     /// Publishes what was given late.
     #[inline]
     pub fn flush(&mut self) {
@@ -298,13 +304,14 @@ impl Device {
         }
         // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable ones the
         // driver would have to believe that they were written in full (2.7.9).
-        self.writes = !self.features.in_order || writable > 0;
-        if self.late.is_some_and(|late| late.writes != self.writes) {
+        let writes = !self.features.in_order || writable > 0;
+        self.receives = writable > 0;
+        if self.late.is_some_and(|late| late.writes != writes) {
             self.flush();
         }
         let start = self.next_used;
         self.next_used.advance(slots, size);
-        if self.writes {
+        if writes {
             let descriptors = self.ring.pairs();
             let mut at = start;
             at.advance(first.slots(), size);
@@ -322,14 +329,14 @@ impl Device {
                 }
             }
         }
-        let last = if self.writes { first } else { rest.last().unwrap_or(first) };
+        let last = if writes { first } else { rest.last().unwrap_or(first) };
         match &mut self.late {
             None => {
                 let flags = used_flags(start.wrap);
                 let word = used(flags, last);
-                self.late = Some(Late { slot: start.slot, flags, word, slots, writes: self.writes });
+                self.late = Some(Late { slot: start.slot, flags, word, slots, writes });
             }
-            Some(late) if self.writes => {
+            Some(late) if writes => {
                 late.slots += slots;
                 self.ring.descriptors[2 * start.slot as usize + 1]
                     .store(used(used_flags(start.wrap), first), Ordering::Relaxed);

@@ -241,6 +241,12 @@ impl Device {
         }
     }
 
+    /// How many elements from the next one on share a cache line.
+    #[inline(always)]
+    pub fn line(&self) -> usize {
+        ELEMENTS_OF_A_LINE - usize::from(self.next_used) % ELEMENTS_OF_A_LINE
+    }
+
     /// Publishes what was given late.
     #[inline]
     pub fn flush(&mut self) {
