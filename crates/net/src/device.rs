@@ -4,10 +4,10 @@
 use crate::{
     Burst, Counters, Features,
     burst::{FETCH, Frame, NoFrame, PIECES, vnet_header},
-    features::{bits, ring_features},
+    features::bits,
 };
 use ringroad_mem::{Span, Table};
-use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, SetupError, Tuning};
+use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, SetupError, Tuning};
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{ops::Range, sync::Arc};
 
@@ -45,7 +45,7 @@ impl TxQueue {
         base: u32,
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
-        let ring = DeviceRing::start(&memory, ring_features(acked), size, at, base)?;
+        let ring = DeviceRing::start(&memory, RingFeatures::negotiated(acked), size, at, base)?;
         let ahead = Chains::new(BURST, PIECES);
         Ok(TxQueue { ring, memory, ahead, tuning: Tuning::default(), counters })
     }
@@ -264,7 +264,7 @@ impl RxQueue {
         base: u32,
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
-        let mut ring = DeviceRing::start(&memory, ring_features(acked), size, at, base)?;
+        let mut ring = DeviceRing::start(&memory, RingFeatures::negotiated(acked), size, at, base)?;
         // New buffers are found when there is something to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;

@@ -1,9 +1,11 @@
 //! Driver end of virtio-net: fixed buffers, each used for one direction and one queue for ever. Called by `host`, which
 //! connects it to a vhost-user device, and by whoever sends and receives with it.
 
-use crate::features::{bits, ring_features};
+use crate::features::bits;
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
-use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, SetupError, Used, packed, split};
+use ringroad_ring::{
+    Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used, packed, split,
+};
 use ringroad_wire::vnet_hdr;
 use std::{fs::File, sync::Arc};
 
@@ -68,7 +70,7 @@ impl Driver {
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..2 * config.queue_pairs {
             let offset = queue * index as usize;
-            let features = ring_features(config.acked);
+            let features = RingFeatures::negotiated(config.acked);
             let (driver, addresses) = if packed {
                 let (layout, at) = packed::Layout::place(&region, offset, size)?;
                 (DriverRing::Packed(packed::Driver::new(layout, features)), at)

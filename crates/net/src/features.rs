@@ -4,6 +4,8 @@ use ringroad_wire::ethernet::MacAddr;
 
 /// Feature bits by their names in the specification.
 pub mod bits {
+    pub use ringroad_ring::bits::*;
+
     /// The maximum MTU is in the configuration space.
     pub const NET_F_MTU: u64 = 1 << 3;
     /// The MAC address is in the configuration space.
@@ -12,18 +14,6 @@ pub mod bits {
     pub const NET_F_MRG_RXBUF: u64 = 1 << 15;
     /// The link status is in the configuration space.
     pub const NET_F_STATUS: u64 = 1 << 16;
-    /// Descriptors may refer to tables of descriptors.
-    pub const INDIRECT_DESC: u64 = 1 << 28;
-    /// Notifications from an index on.
-    pub const EVENT_IDX: u64 = 1 << 29;
-    /// vhost-user: there are protocol features (not a virtio feature).
-    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
-    /// Virtio 1.0 or later.
-    pub const VERSION_1: u64 = 1 << 32;
-    /// The packed layout.
-    pub const RING_PACKED: u64 = 1 << 34;
-    /// Buffers are used in the order in which they were made available.
-    pub const IN_ORDER: u64 = 1 << 35;
 }
 
 /// Which optional features a port offers. Each can be turned off, so that every path can be forced.
@@ -73,16 +63,6 @@ impl Features {
             (self.mtu, bits::NET_F_MTU),
         ];
         set.iter().fold(bits::VERSION_1, |all, &(on, bit)| if on { all | bit } else { all })
-    }
-}
-
-/// What of negotiated feature bits concerns the rings.
-pub(crate) fn ring_features(acked: u64) -> ringroad_ring::Features {
-    ringroad_ring::Features {
-        packed: acked & bits::RING_PACKED != 0,
-        indirect: acked & bits::INDIRECT_DESC != 0,
-        event_idx: acked & bits::EVENT_IDX != 0,
-        in_order: acked & bits::IN_ORDER != 0,
     }
 }
 

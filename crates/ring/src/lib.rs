@@ -33,6 +33,34 @@ pub struct Features {
     pub in_order: bool,
 }
 
+/// Feature bits that all device types share, by their names in the specification (6), and the one of vhost-user.
+pub mod bits {
+    /// Descriptors may refer to tables of descriptors.
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    /// Notifications from an index on.
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// vhost-user: there are protocol features (not a virtio feature).
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    /// Virtio 1.0 or later.
+    pub const VERSION_1: u64 = 1 << 32;
+    /// The packed layout.
+    pub const RING_PACKED: u64 = 1 << 34;
+    /// Buffers are used in the order in which they were made available.
+    pub const IN_ORDER: u64 = 1 << 35;
+}
+
+impl Features {
+    /// What of negotiated feature bits concerns the rings.
+    pub fn negotiated(acked: u64) -> Features {
+        Features {
+            packed: acked & bits::RING_PACKED != 0,
+            indirect: acked & bits::INDIRECT_DESC != 0,
+            event_idx: acked & bits::EVENT_IDX != 0,
+            in_order: acked & bits::IN_ORDER != 0,
+        }
+    }
+}
+
 /// Where a ring lies, as the frontend's addresses: what SET_VRING_ADDR carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {

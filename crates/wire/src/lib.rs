@@ -1,4 +1,4 @@
-//! Frame formats, without I/O: Ethernet addresses, the virtio-net header and the generator's test frames.
+//! Frame formats, without I/O: Ethernet addresses, the headers of virtio-net and virtio-vsock, and the generator's test frames.
 //!
 //! Everything takes bytes and gives bytes. No input panics: what is too short or damaged is a `None` or a small error.
 
@@ -7,3 +7,4 @@
 pub mod ethernet;
 pub mod probe;
 pub mod vnet_hdr;
+pub mod vsock_hdr;

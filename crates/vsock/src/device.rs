@@ -1,0 +1,343 @@
+//! Device end of virtio-vsock: receive queues, which packets go to, transmit queues, which they come from, and event queues.
+//! Called by a [`crate::Stack`], and by `host` to set them up.
+
+use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
+use ringroad_mem::{Span, Table};
+use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, SetupError};
+use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
+use std::{io, marker::PhantomData, sync::Arc};
+
+/// Chains that are taken at once.
+const BURST: usize = 32;
+/// Spans of them: a packet of 64 KiB in pages, and more.
+const PIECES: u16 = 1024;
+/// Spans that a host's socket is read into with one system call.
+pub(crate) const SPANS: usize = 64;
+/// A packet of so many bytes goes back to the driver at once, as it may be what the driver waits for.
+const LARGE: usize = 8 << 10;
+
+/// The device end, with relays of a type.
+pub struct DeviceSide<R>(PhantomData<fn() -> R>);
+
+impl<R: Relay> Side for DeviceSide<R> {
+    type Link = RxQueue;
+    type Inlet = TxQueue;
+    type Relay = R;
+}
+
+/// A receive queue: we put, the driver receives.
+pub struct RxQueue {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    chains: Chains,
+    /// How many of them are filled, and how many of those the driver has got back.
+    used: usize,
+    given: usize,
+    /// Chains that data leave for control.
+    reserve: usize,
+    /// The driver was asked to tell when there are more buffers.
+    awaiting: bool,
+}
+
+impl RxQueue {
+    /// Starts it with the feature bits that the driver has acknowledged.
+    pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
+        let mut ring = DeviceRing::start(&memory, Features::negotiated(acked), size, at, base)?;
+        ring.disable_notification();
+        let mut chains = Chains::new(2 * BURST, PIECES);
+        chains.start(&memory);
+        let reserve = (size as usize / 16).min(8);
+        Ok(RxQueue { ring, memory, chains, used: 0, given: 0, reserve, awaiting: false })
+    }
+
+    /// Where to go on after a stop.
+    pub fn base(&mut self) -> u32 {
+        self.give();
+        self.ring.untake(&mut self.chains, self.used);
+        self.ring.base()
+    }
+
+    /// The driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+
+    fn give(&mut self) {
+        self.ring.give(self.chains.list().get(self.given..self.used).unwrap_or_default());
+        self.given = self.used;
+    }
+
+    /// Takes chains ahead, so that there are more than `count`, if the driver has so many. Says whether there are.
+    fn want(&mut self, count: usize) -> Result<bool, Fault> {
+        let ahead = self.chains.list().len() - self.used;
+        if ahead > count {
+            return Ok(true);
+        }
+        if self.chains.room() < BURST {
+            // The list has come to its end: it begins again with what is not used yet.
+            self.give();
+            self.ring.untake(&mut self.chains, self.used);
+            self.chains.start(&self.memory);
+            (self.used, self.given) = (0, 0);
+        }
+        match self.ring.take(&self.memory, &mut self.chains, BURST) {
+            Ok(0) => {}
+            Ok(_) => {
+                if std::mem::take(&mut self.awaiting) {
+                    self.ring.disable_notification();
+                }
+            }
+            // What is there already is good.
+            Err(_) if ahead > 0 => {}
+            Err(fault) => return Err(fault),
+        }
+        Ok(self.chains.list().len() - self.used > count)
+    }
+
+    /// Room for payload in the `ahead`th chain from the next one on.
+    fn check(&self, ahead: usize) -> Result<usize, Fault> {
+        let Some(chain) = self.chains.list().get(self.used + ahead) else { return Ok(0) };
+        let (id, len, needed) = (chain.id, chain.writable_len(), wire::SIZE as u32 + 1);
+        if chain.readable_len() > 0 {
+            return Err(Fault::Readable { id });
+        }
+        if len < needed {
+            return Err(Fault::Header { id, len, needed });
+        }
+        if chain.clipped {
+            return Err(Fault::Loop { index: id, size: PIECES });
+        }
+        Ok(len as usize - wire::SIZE)
+    }
+
+    /// Writes the header of the next chain, whose payload is there or follows; the chain is used now.
+    fn head(&mut self, header: &VsockHdr) {
+        let bytes = header.to_bytes();
+        let chain = self.chains.list()[self.used];
+        let mut left = &bytes[..];
+        for span in self.chains.writable(&chain) {
+            left = &left[span.write(left)..];
+            if left.is_empty() {
+                break;
+            }
+        }
+        self.chains.list_mut()[self.used].written = wire::SIZE as u32 + header.len;
+        self.used += 1;
+    }
+}
+
+impl Link for RxQueue {
+    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken> {
+        if !self.want(if control { 0 } else { self.reserve })? {
+            return Ok(None);
+        }
+        Ok(Some(self.check(0)?))
+    }
+
+    fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
+        let chain = self.chains.list()[self.used];
+        let (mut skip, mut left) = (wire::SIZE, header.len as usize);
+        for &span in self.chains.writable(&chain) {
+            if left == 0 {
+                break;
+            }
+            let target = span.skip(skip);
+            skip -= span.len() - target.len();
+            left -= payload.copy_to(target.first(left));
+        }
+        self.head(header);
+    }
+
+    fn fill(
+        &mut self,
+        header: VsockHdr,
+        stamp: &mut dyn FnMut(&mut VsockHdr),
+        most: usize,
+        read: &mut dyn FnMut(&[Span<'_>]) -> io::Result<usize>,
+    ) -> Result<Option<(u64, io::Result<usize>)>, Broken> {
+        let (mut count, mut total) = (0, 0);
+        let mut rooms = [0; BURST];
+        while total < most && count < BURST && self.want(self.reserve + count)? {
+            let room = match self.check(count) {
+                Ok(room) => room.min(MAX_PACKET).min(most - total),
+                Err(_) if count > 0 => break,
+                Err(fault) => return Err(fault.into()),
+            };
+            rooms[count] = room;
+            total += room;
+            count += 1;
+            // A list that has begun anew would have lost its place.
+            if self.chains.list().len() - self.used <= self.reserve + count && self.chains.room() < BURST {
+                break;
+            }
+        }
+        if count == 0 {
+            return Ok(None);
+        }
+        let mut spans = [Span::empty(); SPANS];
+        let mut places = spans.iter_mut();
+        for (chain, &room) in self.chains.list().iter().skip(self.used).zip(&rooms[..count]) {
+            let (mut skip, mut left) = (wire::SIZE, room);
+            for &span in self.chains.writable(chain) {
+                let target = span.skip(skip);
+                skip -= span.len() - target.len();
+                let target = target.first(left);
+                if target.is_empty() {
+                    continue;
+                }
+                let Some(place) = places.next() else { break };
+                left -= target.len();
+                *place = target;
+            }
+        }
+        let unused = places.len();
+        let result = read(&spans[..SPANS - unused]);
+        let mut left = *result.as_ref().unwrap_or(&0);
+        let mut packets = 0;
+        for room in rooms {
+            if left == 0 {
+                break;
+            }
+            let len = left.min(room);
+            let mut header = VsockHdr { len: len as u32, ..header };
+            stamp(&mut header);
+            self.head(&header);
+            left -= len;
+            packets += 1;
+        }
+        Ok(Some((packets, result)))
+    }
+
+    fn publish(&mut self) -> bool {
+        self.give();
+        self.ring.wants_notification(true)
+    }
+
+    fn await_room(&mut self) -> bool {
+        self.awaiting = true;
+        self.ring.enable_notification()
+    }
+}
+
+/// A transmit queue: the driver sends, we take.
+pub struct TxQueue {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    chains: Chains,
+}
+
+impl TxQueue {
+    /// Starts it with the feature bits that the driver has acknowledged.
+    pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
+        let ring = DeviceRing::start(&memory, Features::negotiated(acked), size, at, base)?;
+        Ok(TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) })
+    }
+
+    /// Where to go on after a stop.
+    pub fn base(&mut self) -> u32 {
+        self.ring.base()
+    }
+
+    /// The driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+}
+
+impl Inlet for TxQueue {
+    fn take(&mut self, mut each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken> {
+        self.chains.start(&self.memory);
+        self.ring.take(&self.memory, &mut self.chains, BURST)?;
+        let (mut given, mut fault) = (0, None);
+        let count = self.chains.list().len();
+        for (index, chain) in self.chains.list().iter().enumerate() {
+            let (id, len, needed) = (chain.id, chain.readable_len(), wire::SIZE as u32);
+            fault = if chain.writable_len() > 0 {
+                Some(Fault::Writable { id })
+            } else if len < needed {
+                Some(Fault::Header { id, len, needed })
+            } else if chain.clipped {
+                Some(Fault::Loop { index: id, size: PIECES })
+            } else {
+                None
+            };
+            if fault.is_some() {
+                break;
+            }
+            let mut payload = Payload::spans(self.chains.readable(chain));
+            let mut header = [0; wire::SIZE];
+            payload.read(&mut header);
+            let large = payload.len() >= LARGE;
+            each(VsockHdr::from_bytes(&header), payload);
+            if large || index + 1 == count {
+                self.ring.give(&self.chains.list()[given..=index]);
+                given = index + 1;
+            }
+        }
+        // Its memory is not kept longer than needed.
+        self.chains.empty();
+        match fault {
+            Some(fault) => Err(fault.into()),
+            None => Ok(Taken { packets: count, notify: count > 0 && self.ring.wants_notification(true) }),
+        }
+    }
+
+    fn enable_notification(&mut self) -> bool {
+        self.ring.enable_notification()
+    }
+
+    fn disable_notification(&mut self) {
+        self.ring.disable_notification();
+    }
+}
+
+/// The event queue: we tell the driver that all connections are over (5.10.6.7).
+pub struct Events {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    chains: Chains,
+}
+
+/// VIRTIO_VSOCK_EVENT_TRANSPORT_RESET, as struct virtio_vsock_event.
+const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
+
+impl Events {
+    /// Starts it with the feature bits that the driver has acknowledged.
+    pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
+        let mut ring = DeviceRing::start(&memory, Features::negotiated(acked), size, at, base)?;
+        ring.disable_notification();
+        Ok(Events { ring, memory, chains: Chains::new(1, 4) })
+    }
+
+    /// Tells the driver that all connections are over. Says whether it wants to be notified of that; `None`: it has no buffer
+    /// there.
+    pub fn transport_reset(&mut self) -> Result<Option<bool>, Broken> {
+        self.chains.start(&self.memory);
+        if self.ring.take(&self.memory, &mut self.chains, 1)? == 0 {
+            return Ok(None);
+        }
+        let chain = self.chains.list()[0];
+        let (id, len, needed) = (chain.id, chain.writable_len(), TRANSPORT_RESET.len() as u32);
+        if len < needed || chain.readable_len() > 0 {
+            return Err(Fault::Header { id, len, needed }.into());
+        }
+        let mut left = &TRANSPORT_RESET[..];
+        for span in self.chains.writable(&chain) {
+            left = &left[span.write(left)..];
+        }
+        self.chains.list_mut()[0].written = needed;
+        self.ring.give(self.chains.list());
+        self.chains.empty();
+        Ok(Some(self.ring.wants_notification(true)))
+    }
+
+    /// Where to go on after a stop.
+    pub fn base(&mut self) -> u32 {
+        self.ring.base()
+    }
+
+    /// The driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+}

@@ -1,0 +1,343 @@
+//! Driver end of virtio-vsock: its memory, and the rings in it. Called by a [`crate::Stack`], and by `host`, which connects it
+//! to a vhost-user device.
+
+use crate::{Broken, Inlet, Link, Payload, Side, Taken, send::MAX_PACKET, stack::NoRelay};
+use ringroad_mem::{Error as MemoryError, Region, Span};
+use ringroad_ring::{Addresses, Buffer, DriverRing, Features, SetupError, Used, packed, split};
+use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
+use std::{fs::File, io, sync::Arc};
+
+/// The driver end.
+pub struct DriverSide;
+
+impl Side for DriverSide {
+    type Link = DriverTx;
+    type Inlet = DriverRx;
+    type Relay = NoRelay;
+}
+
+/// How a driver is set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriverConfig {
+    /// The feature bits that device and driver have in common.
+    pub acked: u64,
+    /// Entries of each queue.
+    pub queue_size: u32,
+    /// Bytes of payload that each receive buffer holds.
+    pub receive: usize,
+}
+
+/// Why a driver cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// No memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// A ring that is not possible.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
+}
+
+/// Guest address of the driver's memory: any but 0, so that a forgotten address is noticed.
+const GUEST: u64 = 0x1_0000_0000;
+/// Bytes of a small transmit buffer, header and payload.
+const SMALL: usize = 4096;
+/// Large transmit buffers, for packets that do not fit into a small one: so many that the caches hold them.
+const LARGE: usize = 16;
+/// Used chains that are taken back at once.
+const BURST: usize = 32;
+/// Buffers of the event queue.
+const EVENTS: u32 = 4;
+
+/// A driver's memory and queues: receive, transmit, event.
+pub struct Driver {
+    /// All of its memory: rings and buffers.
+    pub region: Arc<Region>,
+    /// The file that it is in, for the device to map.
+    pub file: File,
+    /// Vring 0, filled.
+    pub rx: DriverRx,
+    /// Vring 1.
+    pub tx: DriverTx,
+    /// Vring 2, filled.
+    pub events: DriverEvents,
+}
+
+/// Where a queue's ring and its buffers are.
+struct Queue {
+    ring: DriverRing,
+    at: Addresses,
+    region: Arc<Region>,
+    offset: usize,
+    used: [Used; BURST],
+}
+
+impl Queue {
+    fn new(region: &Arc<Region>, offset: usize, size: u32, acked: u64) -> Result<Queue, SetupError> {
+        let features = Features::negotiated(acked);
+        let (ring, at) = if features.packed {
+            let (layout, at) = packed::Layout::place(region, offset, size)?;
+            (DriverRing::Packed(packed::Driver::new(layout, features)), at)
+        } else {
+            let (layout, at) = split::Layout::place(region, offset, size)?;
+            (DriverRing::Split(split::Driver::new(layout, features)), at)
+        };
+        let offset = offset + ring_bytes(size, acked);
+        Ok(Queue { ring, at, region: region.clone(), offset, used: [Used::default(); BURST] })
+    }
+
+    /// Some of the queue's bytes for buffers.
+    fn span(&self, offset: usize, len: usize) -> Span<'_> {
+        self.region.span(self.offset + offset, len).unwrap_or(Span::empty())
+    }
+
+    fn buffer(&self, offset: usize, len: usize) -> Buffer {
+        Buffer { address: GUEST + (self.offset + offset) as u64, len: len as u32 }
+    }
+}
+
+fn ring_bytes(size: u32, acked: u64) -> usize {
+    let packed = Features::negotiated(acked).packed;
+    (if packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) }).next_multiple_of(4096)
+}
+
+/// Buffers are an odd number of cache lines apart: else the first lines of all would compete for the same few cache sets.
+fn stride(len: usize) -> usize {
+    (len.div_ceil(64) | 1) * 64
+}
+
+impl Driver {
+    /// Lays out memory, rings and buffers; receive and event queue are filled.
+    pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
+        let DriverConfig { acked, queue_size: size, receive } = config;
+        let packed = Features::negotiated(acked).packed;
+        if size == 0 || size > ringroad_ring::MAX_SIZE || !packed && !size.is_power_of_two() {
+            return Err(SetupError::Size { size, packed }.into());
+        }
+        let rx_stride = stride(wire::SIZE + receive);
+        let large_stride = stride(wire::SIZE + MAX_PACKET);
+        let ring = ring_bytes(size, acked);
+        let tx_offset = (ring + size as usize * rx_stride).next_multiple_of(4096);
+        let event_offset = (tx_offset + ring + size as usize * SMALL + LARGE * large_stride).next_multiple_of(4096);
+        let len = event_offset + ring_bytes(EVENTS, acked) + 4096;
+        let (region, file) = Region::create(len, GUEST, false)?;
+        let rx = Queue::new(&region, 0, size, acked)?;
+        let tx = Queue::new(&region, tx_offset, size, acked)?;
+        let events = Queue::new(&region, event_offset, EVENTS, acked)?;
+        let mut rx = DriverRx { queue: rx, stride: rx_stride, len: wire::SIZE + receive };
+        rx.post(size as usize);
+        let small = (0..size).map(|index| index as usize * SMALL).collect();
+        let large = (0..LARGE).map(|index| size as usize * SMALL + index * large_stride).collect();
+        let reserve = (size as usize / 16).min(8);
+        let (held, first_large) = (vec![0; size as usize], size as usize * SMALL);
+        let mut tx = DriverTx { queue: tx, small, large, held, first_large, reserve, awaiting: false };
+        tx.queue.ring.disable_notification();
+        let mut events = DriverEvents { queue: events };
+        events.post(EVENTS as usize);
+        Ok(Driver { region, file, rx, tx, events })
+    }
+}
+
+macro_rules! addresses {
+    () => {
+        /// Where the ring lies.
+        pub fn addresses(&self) -> Addresses {
+            self.queue.at
+        }
+    };
+}
+
+/// A receive queue of a driver.
+pub struct DriverRx {
+    queue: Queue,
+    stride: usize,
+    len: usize,
+}
+
+impl DriverRx {
+    addresses!();
+
+    /// Makes buffers available.
+    fn post(&mut self, count: usize) {
+        let Queue { ring, offset, .. } = &mut self.queue;
+        let (stride, len) = (self.stride, self.len as u32);
+        let first = GUEST + *offset as u64;
+        ring.add_single(count, true, |id| Buffer { address: first + u64::from(id) * stride as u64, len });
+        ring.publish();
+    }
+}
+
+impl Inlet for DriverRx {
+    fn take(&mut self, mut each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken> {
+        let mut used = self.queue.used;
+        let count = self.queue.ring.take_used(&mut used)?;
+        for used in &used[..count] {
+            let buffer = self.queue.span(used.id as usize * self.stride, used.len as usize);
+            // Nothing can be said of a packet without a header.
+            if let Some(header) = buffer.array::<{ wire::SIZE }>(0) {
+                let payload = [buffer.skip(wire::SIZE)];
+                each(VsockHdr::from_bytes(&header), Payload::spans(&payload));
+            }
+        }
+        if count > 0 {
+            self.post(count);
+        }
+        Ok(Taken { packets: count, notify: count > 0 && self.queue.ring.wants_notification() })
+    }
+
+    fn enable_notification(&mut self) -> bool {
+        self.queue.ring.enable_notification()
+    }
+
+    fn disable_notification(&mut self) {
+        self.queue.ring.disable_notification();
+    }
+}
+
+/// A transmit queue of a driver.
+pub struct DriverTx {
+    queue: Queue,
+    /// Free buffers, by offset; the last one used is used next, while the caches have it.
+    small: Vec<usize>,
+    large: Vec<usize>,
+    /// Which buffer the chain with an id has.
+    held: Vec<usize>,
+    first_large: usize,
+    /// Descriptors that data leave for control.
+    reserve: usize,
+    /// The device was asked to tell when it has used a buffer.
+    awaiting: bool,
+}
+
+impl DriverTx {
+    addresses!();
+
+    /// Takes back what the device has sent.
+    fn reclaim(&mut self) -> Result<(), Broken> {
+        loop {
+            let mut used = self.queue.used;
+            let count = self.queue.ring.take_used(&mut used)?;
+            for used in &used[..count] {
+                let at = self.held[used.id as usize];
+                if at < self.first_large { &mut self.small } else { &mut self.large }.push(at);
+            }
+            if count > 0 && std::mem::take(&mut self.awaiting) {
+                self.queue.ring.disable_notification();
+            }
+            if count < BURST {
+                return Ok(());
+            }
+        }
+    }
+
+    fn pick(&mut self, payload: usize) -> Option<usize> {
+        let small = if payload <= SMALL - wire::SIZE { self.small.pop() } else { None };
+        small.or_else(|| self.large.pop()).or_else(|| self.small.pop())
+    }
+
+    /// Where the next packet goes, with the most payload it can have.
+    fn next(&self) -> Option<(usize, usize)> {
+        let large = self.large.last().map(|&at| (at, MAX_PACKET));
+        large.or_else(|| self.small.last().map(|&at| (at, SMALL - wire::SIZE)))
+    }
+
+    fn add(&mut self, at: usize, len: usize) {
+        let buffer = self.queue.buffer(at, wire::SIZE + len);
+        let held = &mut self.held;
+        self.queue.ring.add_single(1, false, |id| {
+            held[id as usize] = at;
+            buffer
+        });
+    }
+}
+
+impl Link for DriverTx {
+    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken> {
+        let reserve = if control { 0 } else { self.reserve };
+        if self.queue.ring.free() <= reserve || self.large.is_empty() {
+            self.reclaim()?;
+        }
+        if self.queue.ring.free() <= reserve {
+            return Ok(None);
+        }
+        Ok(self.next().map(|(_, room)| room))
+    }
+
+    fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
+        let len = header.len as usize;
+        let Some(at) = self.pick(len) else { return };
+        let target = self.queue.span(at, wire::SIZE + len);
+        target.write(&header.to_bytes());
+        payload.copy_to(target.skip(wire::SIZE));
+        self.add(at, len);
+    }
+
+    fn fill(
+        &mut self,
+        header: VsockHdr,
+        stamp: &mut dyn FnMut(&mut VsockHdr),
+        most: usize,
+        read: &mut dyn FnMut(&[Span<'_>]) -> io::Result<usize>,
+    ) -> Result<Option<(u64, io::Result<usize>)>, Broken> {
+        let Some(room) = self.room(false)? else { return Ok(None) };
+        let Some((at, _)) = self.next() else { return Ok(None) };
+        let target = self.queue.span(at, wire::SIZE + room.min(most));
+        let result = read(&[target.skip(wire::SIZE)]);
+        let len = *result.as_ref().unwrap_or(&0);
+        if len == 0 {
+            return Ok(Some((0, result)));
+        }
+        let mut header = VsockHdr { len: len as u32, ..header };
+        stamp(&mut header);
+        target.write(&header.to_bytes());
+        if at < self.first_large {
+            self.small.pop()
+        } else {
+            self.large.pop()
+        };
+        self.add(at, len);
+        Ok(Some((1, result)))
+    }
+
+    fn publish(&mut self) -> bool {
+        self.queue.ring.publish();
+        self.queue.ring.wants_notification()
+    }
+
+    fn await_room(&mut self) -> bool {
+        self.awaiting = true;
+        self.queue.ring.enable_notification()
+    }
+}
+
+/// The event queue of a driver.
+pub struct DriverEvents {
+    queue: Queue,
+}
+
+impl DriverEvents {
+    addresses!();
+
+    fn post(&mut self, count: usize) {
+        let Queue { ring, offset, .. } = &mut self.queue;
+        let first = GUEST + *offset as u64;
+        ring.add_single(count, true, |id| Buffer { address: first + u64::from(id) * 64, len: 4 });
+        ring.publish();
+    }
+
+    /// Whether the device has said that all connections are over (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
+    pub fn transport_reset(&mut self) -> Result<bool, Broken> {
+        let mut used = self.queue.used;
+        let count = self.queue.ring.take_used(&mut used)?;
+        let mut reset = false;
+        for used in &used[..count] {
+            let event = self.queue.span(used.id as usize * 64, used.len as usize);
+            reset |= event.array::<4>(0) == Some([0; 4]);
+        }
+        if count > 0 {
+            self.post(count);
+        }
+        // To be told of the next one.
+        Ok(reset | (self.queue.ring.enable_notification() && count > 0 && self.transport_reset()?))
+    }
+}

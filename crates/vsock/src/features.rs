@@ -1,0 +1,91 @@
+//! Feature bits and the configuration space of a vsock device (virtio 1.3, 5.10.3, 5.10.4).
+
+/// Feature bits by their names in the specification.
+pub mod bits {
+    pub use ringroad_ring::bits::*;
+
+    /// Stream sockets.
+    pub const VSOCK_F_STREAM: u64 = 1 << 0;
+    /// Message sockets.
+    pub const VSOCK_F_SEQPACKET: u64 = 1 << 1;
+    /// Without VSOCK_F_STREAM there are no stream sockets.
+    pub const VSOCK_F_NO_IMPLIED_STREAM: u64 = 1 << 2;
+}
+
+use crate::Kind;
+
+/// Which optional features a device offers. Each can be turned off, so that every path can be forced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// VIRTIO_F_RING_PACKED.
+    pub packed: bool,
+    /// VIRTIO_F_IN_ORDER.
+    pub in_order: bool,
+    /// VIRTIO_F_EVENT_IDX.
+    pub event_idx: bool,
+    /// VIRTIO_F_INDIRECT_DESC.
+    pub indirect: bool,
+    /// VIRTIO_VSOCK_F_SEQPACKET.
+    pub seqpacket: bool,
+}
+
+impl Features {
+    /// All that there are.
+    pub const ALL: Features =
+        Features { packed: true, in_order: true, event_idx: true, indirect: true, seqpacket: true };
+
+    /// As feature bits, with VERSION_1, without which nothing goes, and those of streams, which there always are.
+    pub fn bits(self) -> u64 {
+        let set = [
+            (self.packed, bits::RING_PACKED),
+            (self.in_order, bits::IN_ORDER),
+            (self.event_idx, bits::EVENT_IDX),
+            (self.indirect, bits::INDIRECT_DESC),
+            (self.seqpacket, bits::VSOCK_F_SEQPACKET),
+        ];
+        let always = bits::VERSION_1 | bits::VSOCK_F_STREAM | bits::VSOCK_F_NO_IMPLIED_STREAM;
+        set.iter().fold(always, |all, &(on, bit)| if on { all | bit } else { all })
+    }
+}
+
+/// The kinds of sockets that were negotiated: without any of the three bits, streams are (5.10.3).
+pub fn kinds(acked: u64) -> &'static [Kind] {
+    let stream = acked & bits::VSOCK_F_STREAM != 0 || acked & bits::VSOCK_F_NO_IMPLIED_STREAM == 0;
+    match (stream, acked & bits::VSOCK_F_SEQPACKET != 0) {
+        (true, true) => &[Kind::Stream, Kind::SeqPacket],
+        (true, false) => &[Kind::Stream],
+        (false, true) => &[Kind::SeqPacket],
+        (false, false) => &[],
+    }
+}
+
+/// The configuration space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// The guest's context identifier.
+    pub guest_cid: u64,
+}
+
+impl Config {
+    /// struct virtio_vsock_config.
+    pub fn bytes(&self) -> [u8; 8] {
+        self.guest_cid.to_le_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_are_there_unless_said_otherwise() {
+        assert_eq!(kinds(0), [Kind::Stream]);
+        assert_eq!(kinds(bits::VSOCK_F_SEQPACKET), [Kind::Stream, Kind::SeqPacket]);
+        assert_eq!(kinds(bits::VSOCK_F_NO_IMPLIED_STREAM | bits::VSOCK_F_SEQPACKET), [Kind::SeqPacket]);
+        assert!(kinds(bits::VSOCK_F_NO_IMPLIED_STREAM).is_empty());
+        let all = Features::ALL.bits();
+        assert_eq!(all, 7 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35);
+        assert_eq!(kinds(all), [Kind::Stream, Kind::SeqPacket]);
+        assert_eq!(Config { guest_cid: 3 }.bytes(), [3, 0, 0, 0, 0, 0, 0, 0]);
+    }
+}

@@ -1,0 +1,208 @@
+//! Guests that talk to each other: a packet of one goes from its ring straight into the other's, with one copy. What each
+//! connection may have under way is checked here, as the guests' word alone would let one fill our memory.
+
+use crate::{Addr, Owner, Payload, Side, Stack, connection::Wrong, stack::Who, sync::AtomicUsize};
+use parking_lot::Mutex;
+use ringroad_wire::vsock_hdr::{Op, VsockHdr};
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+/// Room that a guest is believed to have for a connection, at most: what may wait in our memory if it does not take it.
+const ROOM: u32 = 1 << 20;
+
+/// One direction of a connection between two guests.
+pub(crate) struct Crossing {
+    /// What its sender says of its room for the other direction. Packets of this direction tell the other guest.
+    buf_alloc: AtomicU32,
+    fwd_cnt: AtomicU32,
+    /// Bytes sent.
+    tx_cnt: AtomicU32,
+    queued: AtomicUsize,
+}
+
+impl Crossing {
+    fn new() -> Arc<Crossing> {
+        Arc::new(Crossing {
+            buf_alloc: AtomicU32::new(0),
+            fwd_cnt: AtomicU32::new(0),
+            tx_cnt: AtomicU32::new(0),
+            queued: AtomicUsize::new(0),
+        })
+    }
+}
+
+impl Owner for Arc<Crossing> {
+    fn key(&self) -> usize {
+        Arc::as_ptr(self) as usize
+    }
+
+    fn stamp(&self, header: &mut VsockHdr) {
+        // The last word, also in packets that waited.
+        header.buf_alloc = self.buf_alloc.load(Ordering::Acquire);
+        header.fwd_cnt = self.fwd_cnt.load(Ordering::Acquire);
+    }
+
+    fn queued(&self) -> &AtomicUsize {
+        &self.queued
+    }
+}
+
+struct Member<S: Side> {
+    stack: Weak<Stack<S>>,
+    groups: Vec<String>,
+}
+
+struct Members<S: Side> {
+    guests: HashMap<u64, Member<S>>,
+    /// By sender and receiver.
+    crossings: HashMap<(Addr, Addr), Arc<Crossing>>,
+}
+
+/// The guests that may talk to each other.
+pub struct Hub<S: Side> {
+    members: Mutex<Members<S>>,
+    /// Connections between guests, at most.
+    limit: usize,
+}
+
+impl<S: Side> Hub<S> {
+    /// Nobody yet. `connections`: how many there may be at once.
+    pub fn new(connections: usize) -> Arc<Hub<S>> {
+        let members = Mutex::new(Members { guests: HashMap::new(), crossings: HashMap::new() });
+        Arc::new(Hub { members, limit: 2 * connections })
+    }
+
+    /// A guest that may talk to all with which it has a group in common.
+    pub fn join(self: &Arc<Self>, stack: &Arc<Stack<S>>, groups: Vec<String>) {
+        stack.join(self.clone());
+        let member = Member { stack: Arc::downgrade(stack), groups };
+        self.members.lock().guests.insert(stack.peer().unwrap_or_default(), member);
+    }
+
+    /// A guest is gone, or has lost its state: others hear that their connections with it are over.
+    pub(crate) fn left(&self, cid: u64) {
+        let over: Vec<_> = {
+            let mut members = self.members.lock();
+            let over: Vec<_> = members.crossings.extract_if(|(from, to), _| from.cid == cid || to.cid == cid).collect();
+            over.into_iter()
+                .filter(|((from, _), _)| from.cid == cid)
+                .filter_map(|((from, to), crossing)| Some((from, to, crossing, members.stack(to.cid)?)))
+                .collect()
+        };
+        for (from, to, crossing, stack) in over {
+            stack.sender.forget(&Who::Crossing(crossing));
+            // Of either kind: a reset is for the connection, whatever it carried.
+            for kind in [crate::Kind::Stream, crate::Kind::SeqPacket] {
+                let reset = VsockHdr { kind: kind.number(), ..header(from, to, Op::Reset) };
+                stack.effect(stack.sender.send_control(None, reset));
+            }
+        }
+    }
+
+    /// Carries a packet from one guest to another. `false`: it has no way there, and its sender should hear of it.
+    pub(crate) fn carry(&self, packet: &VsockHdr, payload: &mut Payload<'_>) -> bool {
+        let from = Addr { cid: packet.src_cid, port: packet.src_port };
+        let to = Addr { cid: packet.dst_cid, port: packet.dst_port };
+        let Some(op) = Op::new(packet.op) else { return false };
+        let mut members = self.members.lock();
+        let Some(stack) = members.way(from.cid, to.cid) else { return false };
+        if !stack.is_running() {
+            return false;
+        }
+        if op == Op::Request {
+            if members.crossings.len() >= self.limit || members.crossings.contains_key(&(from, to)) {
+                return false;
+            }
+            members.crossings.insert((from, to), Crossing::new());
+            members.crossings.insert((to, from), Crossing::new());
+        }
+        let (Some(crossing), Some(back)) =
+            (members.crossings.get(&(from, to)).cloned(), members.crossings.get(&(to, from)).cloned())
+        else {
+            // The last word about a connection that is not there any more needs no answer.
+            return op == Op::Reset;
+        };
+        if op == Op::Reset {
+            members.crossings.remove(&(from, to));
+            members.crossings.remove(&(to, from));
+        }
+        drop(members);
+        crossing.buf_alloc.store(packet.buf_alloc.min(ROOM), Ordering::Release);
+        crossing.fwd_cnt.store(packet.fwd_cnt, Ordering::Release);
+        let who = Who::Crossing(crossing.clone());
+        let header = VsockHdr { len: 0, ..*packet };
+        let effect = match op {
+            Op::Data => {
+                let len = payload.len() as u32;
+                let under_way =
+                    crossing.tx_cnt.load(Ordering::Relaxed).wrapping_sub(back.fwd_cnt.load(Ordering::Acquire));
+                let credit = back.buf_alloc.load(Ordering::Acquire).saturating_sub(under_way);
+                if len > credit {
+                    self.cut(from, to, Wrong::Credit { len, credit });
+                    return true;
+                }
+                crossing.tx_cnt.fetch_add(len, Ordering::Relaxed);
+                stack.sender.send(&who, header, payload, ROOM as usize).1
+            }
+            Op::Shutdown => stack.sender.send(&who, header, &mut Payload::empty(), 0).1,
+            _ => {
+                if op == Op::Reset {
+                    stack.sender.forget(&who);
+                }
+                stack.sender.send_control(Some(&who), header)
+            }
+        };
+        stack.effect(effect);
+        true
+    }
+
+    /// Ends a connection whose sender has broken its rules, for both.
+    fn cut(&self, from: Addr, to: Addr, wrong: Wrong) {
+        log::warn!("vsock: {from} to {to}: {wrong}; connection reset");
+        let (ends, crossings) = {
+            let mut members = self.members.lock();
+            let crossings = [members.crossings.remove(&(from, to)), members.crossings.remove(&(to, from))];
+            ([(to, from, members.stack(from.cid)), (from, to, members.stack(to.cid))], crossings)
+        };
+        for ((from, to, stack), crossing) in ends.into_iter().zip(crossings.into_iter().rev()) {
+            if let Some(stack) = stack {
+                if let Some(crossing) = crossing {
+                    stack.sender.forget(&Who::Crossing(crossing));
+                }
+                for kind in [crate::Kind::Stream, crate::Kind::SeqPacket] {
+                    let reset = VsockHdr { kind: kind.number(), ..header(from, to, Op::Reset) };
+                    stack.effect(stack.sender.send_control(None, reset));
+                }
+            }
+        }
+    }
+}
+
+fn header(from: Addr, to: Addr, op: Op) -> VsockHdr {
+    VsockHdr {
+        src_cid: from.cid,
+        dst_cid: to.cid,
+        src_port: from.port,
+        dst_port: to.port,
+        op: op as u16,
+        ..VsockHdr::default()
+    }
+}
+
+impl<S: Side> Members<S> {
+    fn stack(&self, cid: u64) -> Option<Arc<Stack<S>>> {
+        self.guests.get(&cid)?.stack.upgrade()
+    }
+
+    /// The guest `to`, if `from` may talk to it.
+    fn way(&self, from: u64, to: u64) -> Option<Arc<Stack<S>>> {
+        let (from, to) = (self.guests.get(&from)?, self.guests.get(&to)?);
+        let common = from.groups.iter().any(|group| to.groups.contains(group));
+        if common { to.stack.upgrade() } else { None }
+    }
+}

@@ -1,0 +1,496 @@
+//! Sending, in either of two ways. Directly: who has something to send puts it into the virtqueue himself. Queued: he leaves
+//! it in an outbox, and a worker moves it.
+//!
+//! Directly is faster, and possible when nothing waits in the outbox, the ring has room and nobody else is at the ring (its
+//! lock is only tried). All else is queued, so that packets of a connection keep their order: a packet can overtake another
+//! one only while that one is in the outbox, and then nothing goes directly; and who moves packets has the ring's lock.
+//!
+//! The outbox serves connections in turn, by bytes (deficit round robin); what answers a peer or tells it of room goes before
+//! all data and has descriptors of its own, so that it is never starved.
+
+use crate::{
+    Broken, Payload,
+    sync::{AtomicUsize, Mutex, Ordering},
+};
+use ringroad_mem::Span;
+use ringroad_wire::vsock_hdr::VsockHdr;
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    sync::atomic::AtomicU64,
+};
+
+/// The largest payload of a packet.
+pub const MAX_PACKET: usize = 64 << 10;
+/// What a connection may move before it is another one's turn.
+const QUANTUM: usize = MAX_PACKET;
+/// What a packet counts beside its payload.
+const OVERHEAD: usize = 64;
+/// After so many bytes the peer is shown what is there, though there is more.
+const PUBLISH: usize = 32 << 10;
+/// Answers to packets of no connection that may wait at once. A peer that provokes more gets no answer to the rest.
+const UNOWNED: usize = 1024;
+
+/// The ring that packets go to.
+pub trait Link {
+    /// How many bytes of payload the next buffer holds, at least 1; `None`: there is no buffer. Data leave some for control.
+    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken>;
+
+    /// Writes a packet into the next buffer, which has room for it: the header and the next `header.len` bytes.
+    fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>);
+
+    /// Lets `read` write a payload of up to `most` bytes straight into the buffers of packets with this header, which `stamp`
+    /// completes, leaving some for control. `read` is called once at most, with room for at least a byte, and says how much
+    /// it has written. `None`: there is no buffer, and it was not called. Else the number of packets, and its answer.
+    fn fill(
+        &mut self,
+        header: VsockHdr,
+        stamp: &mut dyn FnMut(&mut VsockHdr),
+        most: usize,
+        read: &mut dyn FnMut(&[Span<'_>]) -> io::Result<usize>,
+    ) -> Result<Option<(u64, io::Result<usize>)>, Broken>;
+
+    /// Shows the peer what was put. Says whether it wants to be notified.
+    fn publish(&mut self) -> bool;
+
+    /// Asks the peer to notify us when there are buffers again. `true`: there are.
+    fn await_room(&mut self) -> bool;
+}
+
+/// What packets belong to.
+pub trait Owner: Clone {
+    /// Tells it from all others that are alive.
+    fn key(&self) -> usize;
+
+    /// Completes a header at the last moment: room told earlier must not be told later.
+    fn stamp(&self, header: &mut VsockHdr);
+
+    /// How many bytes of it are in the outbox.
+    fn queued(&self) -> &AtomicUsize;
+}
+
+/// What is to be done after a call, without any lock.
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Effect {
+    /// The peer wants to be notified.
+    pub notify: bool,
+    /// The worker has something to move.
+    pub wake: bool,
+    /// The peer has broken the ring.
+    pub broken: Option<Broken>,
+}
+
+impl Effect {
+    fn and(&mut self, notify: bool) {
+        self.notify |= notify;
+    }
+}
+
+/// Which way packets went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ways {
+    /// Packets that their sender put into the ring.
+    pub direct: u64,
+    /// Packets that the worker did.
+    pub queued: u64,
+    /// Answers that were not sent, as too many waited.
+    pub dropped: u64,
+}
+
+/// A packet in the outbox.
+struct Packet {
+    header: VsockHdr,
+    data: Vec<u8>,
+    /// How much of it has been sent.
+    done: usize,
+}
+
+/// Packets of one owner.
+struct Flow<O> {
+    owner: O,
+    packets: VecDeque<Packet>,
+    deficit: usize,
+}
+
+/// What waits for the worker.
+struct Outbox<O> {
+    control: VecDeque<(Option<O>, VsockHdr)>,
+    unowned: usize,
+    flows: HashMap<usize, Flow<O>>,
+    turns: VecDeque<usize>,
+}
+
+/// What is to be moved next.
+enum Turn<O> {
+    Control(Option<O>, VsockHdr),
+    Data { owner: O, packet: Packet, allowance: usize },
+}
+
+impl<O: Owner> Outbox<O> {
+    fn new() -> Self {
+        Outbox { control: VecDeque::new(), unowned: 0, flows: HashMap::new(), turns: VecDeque::new() }
+    }
+
+    fn push(&mut self, owner: &O, packet: Packet) {
+        let key = owner.key();
+        let flow = self.flows.entry(key).or_insert_with(|| {
+            self.turns.push_back(key);
+            Flow { owner: owner.clone(), packets: VecDeque::new(), deficit: 0 }
+        });
+        flow.packets.push_back(packet);
+    }
+
+    fn next(&mut self) -> Option<Turn<O>> {
+        if let Some((owner, header)) = self.control.pop_front() {
+            self.unowned -= usize::from(owner.is_none());
+            return Some(Turn::Control(owner, header));
+        }
+        let flow = self.flows.get_mut(self.turns.front()?)?;
+        if flow.deficit == 0 {
+            flow.deficit = QUANTUM;
+        }
+        let packet = flow.packets.pop_front()?;
+        Some(Turn::Data { owner: flow.owner.clone(), packet, allowance: flow.deficit })
+    }
+
+    /// A packet's turn has come and gone, with what is left of it, if anything. Says whether the packet is over.
+    fn moved(&mut self, owner: &O, used: usize, left: Option<Packet>) -> bool {
+        let key = owner.key();
+        // It may have been forgotten meanwhile.
+        let Some(flow) = self.flows.get_mut(&key) else { return true };
+        let over = left.is_none();
+        flow.deficit = flow.deficit.saturating_sub(used);
+        if let Some(packet) = left {
+            flow.packets.push_front(packet);
+        }
+        if flow.packets.is_empty() {
+            self.flows.remove(&key);
+            self.turns.retain(|&other| other != key);
+        } else if flow.deficit == 0 && self.turns.front() == Some(&key) {
+            self.turns.rotate_left(1);
+        }
+        over
+    }
+}
+
+/// What has become of a packet or several.
+struct Placed {
+    packets: u64,
+    bytes: usize,
+    all: bool,
+    notify: bool,
+}
+
+/// Puts a payload into a ring, in as many packets as it takes, up to `most` bytes, while there is room.
+fn place<L: Link, O: Owner>(
+    link: &mut L,
+    owner: Option<&O>,
+    header: VsockHdr,
+    payload: &mut Payload<'_>,
+    most: usize,
+    control: bool,
+) -> Result<Placed, Broken> {
+    let mut placed = Placed { packets: 0, bytes: 0, all: false, notify: false };
+    let mut since = 0;
+    while placed.bytes < most || placed.packets == 0 {
+        let room = match link.room(control) {
+            Ok(Some(room)) => room,
+            Ok(None) => break,
+            // What is there already is good.
+            Err(_) if placed.packets > 0 => break,
+            Err(broken) => return Err(broken),
+        };
+        let len = payload.len().min(room).min(MAX_PACKET).min((most - placed.bytes).max(1));
+        let last = len == payload.len();
+        // Flags of data say that a message ends.
+        let mut header = VsockHdr { len: len as u32, flags: if last { header.flags } else { 0 }, ..header };
+        if let Some(owner) = owner {
+            owner.stamp(&mut header);
+        }
+        link.put(&header, payload);
+        placed.packets += 1;
+        placed.bytes += len;
+        since += len;
+        if last {
+            placed.all = true;
+            break;
+        }
+        if since >= PUBLISH {
+            placed.notify |= link.publish();
+            since = 0;
+        }
+    }
+    if placed.packets > 0 {
+        placed.notify |= link.publish();
+    }
+    Ok(placed)
+}
+
+/// The way to a peer.
+pub struct Sender<L, O> {
+    /// `None`: the queue does not run.
+    link: Mutex<Option<L>>,
+    outbox: Mutex<Outbox<O>>,
+    /// Packets in the outbox, and those that the worker has taken out of it and not put into the ring yet.
+    waiting: AtomicUsize,
+    direct: bool,
+    went_direct: AtomicU64,
+    went_queued: AtomicU64,
+    dropped: AtomicU64,
+}
+
+impl<L: Link, O: Owner> Sender<L, O> {
+    /// `direct`: whether senders may use the ring themselves.
+    pub fn new(direct: bool) -> Self {
+        Sender {
+            link: Mutex::new(None),
+            outbox: Mutex::new(Outbox::new()),
+            waiting: AtomicUsize::new(0),
+            direct,
+            went_direct: AtomicU64::new(0),
+            went_queued: AtomicU64::new(0),
+            dropped: AtomicU64::new(0),
+        }
+    }
+
+    /// Exchanges the ring, which starts, stops or has broken. What waits goes on waiting.
+    pub fn replace(&self, link: Option<L>) -> Option<L> {
+        std::mem::replace(&mut *self.link.lock(), link)
+    }
+
+    /// Whether packets go straight to the ring where that is possible.
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// Whether something waits for the worker.
+    pub fn is_waiting(&self) -> bool {
+        // Pairs with the release of whoever counts up: a packet of the same connection is seen here.
+        self.waiting.load(Ordering::Acquire) > 0
+    }
+
+    /// Which way packets went so far.
+    pub fn ways(&self) -> Ways {
+        use std::sync::atomic::Ordering::Relaxed;
+        Ways {
+            direct: self.went_direct.load(Relaxed),
+            queued: self.went_queued.load(Relaxed),
+            dropped: self.dropped.load(Relaxed),
+        }
+    }
+
+    /// Sends a packet in the order of its owner's: data, or the end of them (no payload). At most `room` bytes of it may wait
+    /// in the outbox. Says how many bytes were sent or wait: perhaps not all, and of those, 0 if there is no room.
+    ///
+    /// Packets of one owner keep their order if it calls this for one after the other.
+    pub fn send(&self, owner: &O, header: VsockHdr, payload: &mut Payload<'_>, room: usize) -> (usize, Effect) {
+        let whole = payload.len();
+        let mut effect = Effect::default();
+        if self.direct
+            && !self.is_waiting()
+            && let Some(mut guard) = self.link.try_lock()
+            // Only now is it certain: nobody moves anything while the ring is ours.
+            && !self.is_waiting()
+            && let Some(link) = &mut *guard
+        {
+            match place(link, Some(owner), header, payload, usize::MAX, false) {
+                Ok(placed) => {
+                    self.went_direct.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
+                    effect.and(placed.notify);
+                    if placed.all {
+                        return (whole, effect);
+                    }
+                }
+                Err(broken) => {
+                    effect.broken = Some(broken);
+                    return (whole, effect);
+                }
+            }
+        }
+        let left = payload.len();
+        let len = left.min(room);
+        if len > 0 || whole == 0 {
+            let flags = if len == left { header.flags } else { 0 };
+            let packet = Packet { header: VsockHdr { flags, ..header }, data: payload.take(len), done: 0 };
+            owner.queued().fetch_add(len, Ordering::Relaxed);
+            let mut outbox = self.outbox.lock();
+            outbox.push(owner, packet);
+            self.waiting.fetch_add(1, Ordering::Release);
+            effect.wake = true;
+        }
+        (whole - payload.len(), effect)
+    }
+
+    /// Sends up to `most` bytes that are still to be read from somewhere: straight into the ring by `read`, or into the outbox
+    /// by `copy`. Says how many that were; `None`: it could not read now, as there is no room.
+    pub fn fill(
+        &self,
+        owner: &O,
+        header: VsockHdr,
+        most: usize,
+        read: &mut dyn FnMut(&[Span<'_>]) -> io::Result<usize>,
+        copy: &mut dyn FnMut(&mut [u8]) -> io::Result<usize>,
+    ) -> (io::Result<Option<usize>>, Effect) {
+        let mut effect = Effect::default();
+        if self.direct
+            && !self.is_waiting()
+            && let Some(mut guard) = self.link.try_lock()
+            && !self.is_waiting()
+            && let Some(link) = &mut *guard
+        {
+            match link.fill(header, &mut |header| owner.stamp(header), most, read) {
+                // The worker tells when there is room: a packet in the outbox has it wait for that.
+                Ok(None) => {}
+                Ok(Some((packets, result))) => {
+                    if packets > 0 {
+                        self.went_direct.fetch_add(packets, std::sync::atomic::Ordering::Relaxed);
+                        effect.and(link.publish());
+                    }
+                    return (result.map(Some), effect);
+                }
+                Err(broken) => {
+                    effect.broken = Some(broken);
+                    return (Ok(None), effect);
+                }
+            }
+        }
+        let mut data = vec![0; most.min(MAX_PACKET)];
+        match copy(&mut data) {
+            Ok(0) => (Ok(Some(0)), effect),
+            Ok(len) => {
+                data.truncate(len);
+                owner.queued().fetch_add(len, Ordering::Relaxed);
+                let mut outbox = self.outbox.lock();
+                outbox.push(owner, Packet { header, data, done: 0 });
+                self.waiting.fetch_add(1, Ordering::Release);
+                effect.wake = true;
+                (Ok(Some(len)), effect)
+            }
+            Err(error) => (Err(error), effect),
+        }
+    }
+
+    /// Sends a packet without payload whose place among the others does not matter, before them.
+    pub fn send_control(&self, owner: Option<&O>, header: VsockHdr) -> Effect {
+        let mut effect = Effect::default();
+        if self.direct
+            && !self.is_waiting()
+            && let Some(mut guard) = self.link.try_lock()
+            && !self.is_waiting()
+            && let Some(link) = &mut *guard
+        {
+            match place(link, owner, header, &mut Payload::empty(), 0, true) {
+                Ok(placed) => {
+                    self.went_direct.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
+                    effect.and(placed.notify);
+                    if placed.all {
+                        return effect;
+                    }
+                }
+                Err(broken) => {
+                    effect.broken = Some(broken);
+                    return effect;
+                }
+            }
+        }
+        let mut outbox = self.outbox.lock();
+        if owner.is_none() {
+            if outbox.unowned == UNOWNED {
+                self.dropped.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                return effect;
+            }
+            outbox.unowned += 1;
+        }
+        outbox.control.push_back((owner.cloned(), header));
+        self.waiting.fetch_add(1, Ordering::Release);
+        effect.wake = true;
+        effect
+    }
+
+    /// For the worker: moves what waits to the ring, as far as it has room; `moved` gets each owner of whom something has gone
+    /// there, when all locks are free. If something still waits, the peer will notify us of room.
+    pub fn flush(&self, mut moved: impl FnMut(O)) -> Effect {
+        let mut effect = Effect::default();
+        if !self.is_waiting() {
+            return effect;
+        }
+        let mut guard = self.link.lock();
+        let Some(link) = &mut *guard else { return effect };
+        let mut owners: Vec<O> = Vec::new();
+        while let Some(turn) = { self.outbox.lock().next() } {
+            let result = match &turn {
+                Turn::Control(owner, header) => {
+                    place(link, owner.as_ref(), *header, &mut Payload::empty(), 0, true).map(|placed| (placed, None))
+                }
+                Turn::Data { owner, packet, allowance } => {
+                    let mut payload = Payload::bytes(&packet.data);
+                    payload.skip(packet.done);
+                    place(link, Some(owner), packet.header, &mut payload, *allowance, false)
+                        .map(|placed| (placed, Some(owner)))
+                }
+            };
+            let (placed, owner) = match result {
+                Ok(result) => result,
+                Err(broken) => {
+                    effect.broken = Some(broken);
+                    break;
+                }
+            };
+            effect.and(placed.notify);
+            self.went_queued.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
+            if let Some(owner) = owner {
+                owner.queued().fetch_sub(placed.bytes, Ordering::Relaxed);
+                if placed.bytes > 0 && owners.last().is_none_or(|last| last.key() != owner.key()) {
+                    owners.push(owner.clone());
+                }
+            }
+            let nothing = placed.packets == 0;
+            match turn {
+                Turn::Control(owner, header) if !placed.all => {
+                    let mut outbox = self.outbox.lock();
+                    outbox.unowned += usize::from(owner.is_none());
+                    outbox.control.push_front((owner, header));
+                }
+                Turn::Control(..) => {
+                    self.waiting.fetch_sub(1, Ordering::Release);
+                }
+                Turn::Data { owner, mut packet, .. } => {
+                    packet.done += placed.bytes;
+                    let left = (!placed.all).then_some(packet);
+                    let used = if nothing { 0 } else { placed.bytes + OVERHEAD };
+                    let mut outbox = self.outbox.lock();
+                    if outbox.moved(&owner, used, left) {
+                        self.waiting.fetch_sub(1, Ordering::Release);
+                    }
+                }
+            }
+            if nothing && !link.await_room() {
+                break;
+            }
+        }
+        drop(guard);
+        owners.into_iter().for_each(&mut moved);
+        effect
+    }
+
+    /// Drops what waits of an owner: its connection is over.
+    pub fn forget(&self, owner: &O) {
+        let mut outbox = self.outbox.lock();
+        let key = owner.key();
+        if let Some(flow) = outbox.flows.remove(&key) {
+            outbox.turns.retain(|&other| other != key);
+            self.waiting.fetch_sub(flow.packets.len(), Ordering::Release);
+        }
+    }
+
+    /// Drops all that waits: the peer would not know what it is about.
+    pub fn clear(&self) {
+        // Nobody moves anything meanwhile.
+        let _link = self.link.lock();
+        let mut outbox = self.outbox.lock();
+        let count = outbox.control.len() + outbox.flows.values().map(|flow| flow.packets.len()).sum::<usize>();
+        *outbox = Outbox::new();
+        self.waiting.fetch_sub(count, Ordering::Release);
+    }
+}

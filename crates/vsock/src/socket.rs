@@ -1,0 +1,472 @@
+//! Sockets for programs of this process, on either end of a device: as in `std::net`, with messages beside bytes.
+//!
+//! A program that waits first looks at the ring by itself ([`Settings::poll`](crate::Settings::poll)), so that neither a
+//! notification nor a worker stands between it and the peer, and then sleeps until the stack's worker wakes it.
+
+use crate::{
+    Addr, Kind, Side, Stack,
+    connection::{Conn, Inner, Phase, Wanted},
+    stack::{Backlog, Poller},
+};
+use parking_lot::Mutex;
+use ringroad_wire::vsock_hdr::{self as wire, Op};
+use std::{
+    io::{self, Read, Write},
+    net::Shutdown,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// How a program waits: it looks at the ring by itself for a while.
+struct Patience<'a, S: Side> {
+    stack: &'a Stack<S>,
+    poller: Option<Poller<'a, S>>,
+    until: Option<Instant>,
+    rounds: u32,
+}
+
+impl<'a, S: Side> Patience<'a, S> {
+    fn new(stack: &'a Stack<S>) -> Self {
+        Patience { stack, poller: None, until: None, rounds: 0 }
+    }
+
+    /// After a look at the ring that has found nothing. `true`: look once more; else it is time to sleep.
+    fn go_on(&mut self) -> bool {
+        let poll = self.stack.settings.poll;
+        if poll.is_zero() {
+            return false;
+        }
+        // The clock takes longer than a look.
+        self.rounds += 1;
+        if self.poller.is_none() {
+            self.poller = Some(self.stack.poll());
+            self.until = Instant::now().checked_add(poll);
+        } else if self.rounds.is_multiple_of(16) && self.until.is_some_and(|until| Instant::now() >= until) {
+            return false;
+        }
+        std::hint::spin_loop();
+        true
+    }
+
+    /// Before sleeping: notifications are on again. The next look tells whether something came in between.
+    fn sleeps(&mut self) {
+        self.poller = None;
+    }
+}
+
+/// What two kinds of sockets have in common.
+struct Socket<S: Side> {
+    stack: Arc<Stack<S>>,
+    conn: Arc<Conn<S::Relay>>,
+    nonblocking: AtomicBool,
+    timeout: Mutex<Option<Duration>>,
+}
+
+impl<S: Side> Drop for Socket<S> {
+    fn drop(&mut self) {
+        self.stack.shut(&self.conn, true, true);
+    }
+}
+
+impl<S: Side> Socket<S> {
+    fn new(stack: Arc<Stack<S>>, conn: Arc<Conn<S::Relay>>) -> Arc<Self> {
+        Arc::new(Socket { stack, conn, nonblocking: AtomicBool::new(false), timeout: Mutex::new(None) })
+    }
+
+    fn connect(stack: &Arc<Stack<S>>, peer: Addr, kind: Kind) -> io::Result<Arc<Self>> {
+        let conn = stack.request_connection(peer, kind, None)?;
+        let socket = Socket::new(stack.clone(), conn);
+        socket.wait(None, |inner| match inner.phase {
+            Phase::Connecting | Phase::Accepting => None,
+            Phase::Open => Some(Ok(())),
+            Phase::Closed(over) => Some(Err(over.error())),
+        })?;
+        Ok(socket)
+    }
+
+    /// Waits until `ready` has an answer, looking at the ring meanwhile. What comes for this connection goes to `wanted` first,
+    /// if it can.
+    fn wait<T>(
+        &self,
+        mut wanted: Option<&mut Wanted<'_>>,
+        mut ready: impl FnMut(&mut Inner<S::Relay>) -> Option<io::Result<T>>,
+    ) -> io::Result<T> {
+        let mut patience = Patience::new(&self.stack);
+        let until = self.timeout.lock().map(|timeout| Instant::now() + timeout);
+        let mut asleep = false;
+        loop {
+            if let Some(answer) = ready(&mut self.conn.lock()) {
+                return answer;
+            }
+            while self.stack.pump(wanted.as_deref_mut()) > 0 {
+                if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
+                    break;
+                }
+            }
+            if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
+                // The caller sees it.
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            if !asleep && !self.nonblocking.load(Ordering::Relaxed) && patience.go_on() {
+                continue;
+            }
+            asleep = true;
+            patience.sleeps();
+            let mut inner = self.conn.lock();
+            if let Some(answer) = ready(&mut inner) {
+                return answer;
+            }
+            if self.nonblocking.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            if !self.conn.wait(&mut inner, until) {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+    }
+
+    /// `Some(Ok(0))`: nothing will ever come.
+    fn at_end(inner: &Inner<S::Relay>) -> Option<io::Result<usize>> {
+        match inner.phase {
+            Phase::Closed(crate::connection::Over::Done) => Some(Ok(0)),
+            Phase::Closed(over) => Some(Err(over.error())),
+            _ if inner.deaf || inner.peer_done => Some(Ok(0)),
+            Phase::Open => None,
+            Phase::Connecting | Phase::Accepting => Some(Err(io::ErrorKind::NotConnected.into())),
+        }
+    }
+
+    /// After something was read: tells the peer of room, or of the end.
+    fn consumed(&self, inner: &mut Inner<S::Relay>, count: usize) -> crate::connection::Verdict {
+        let due = self.conn.consumed(inner, count);
+        let mut verdict = self.conn.maybe_over(inner);
+        if due && verdict.reply.is_none() {
+            verdict.reply = Some(Op::CreditUpdate);
+        }
+        verdict
+    }
+
+    fn read(&self, target: &mut [u8]) -> io::Result<usize> {
+        if target.is_empty() {
+            return Ok(0);
+        }
+        // What is in the inbox comes from there; what comes while we look goes straight to the target.
+        if self.conn.kind == Kind::Stream && !self.nonblocking.load(Ordering::Relaxed) {
+            let mut wanted = Wanted { key: self.conn.key, target: &mut *target, got: 0 };
+            let result = self.wait(Some(&mut wanted), |inner| {
+                if inner.inbox.unread() > 0 { Some(Ok(None)) } else { Self::at_end(inner).map(|end| end.map(Some)) }
+            });
+            let got = wanted.got;
+            match result {
+                _ if got > 0 => return Ok(got),
+                Ok(None) => {}
+                Ok(Some(end)) => return Ok(end),
+                Err(error) => return Err(error),
+            }
+        }
+        let mut verdict = None;
+        let read = self.wait(None, |inner| {
+            if inner.inbox.unread() > 0 {
+                let count = inner.inbox.read(target);
+                verdict = Some(self.consumed(inner, count));
+                return Some(Ok(count));
+            }
+            Self::at_end(inner)
+        })?;
+        if let Some(verdict) = verdict {
+            self.stack.carry_out(&self.conn, verdict);
+        }
+        Ok(read)
+    }
+
+    fn receive(&self, target: &mut [u8]) -> io::Result<Option<(usize, bool)>> {
+        let mut verdict = None;
+        let message = self.wait(None, |inner| {
+            if let Some((len, record)) = inner.inbox.read_message(target) {
+                verdict = Some(self.consumed(inner, len));
+                return Some(Ok(Some((len, record))));
+            }
+            Self::at_end(inner).map(|end| end.map(|_| None))
+        })?;
+        if let Some(verdict) = verdict {
+            self.stack.carry_out(&self.conn, verdict);
+        }
+        Ok(message)
+    }
+
+    /// Sends some bytes, at least one. The caller holds the connection's `sending`.
+    fn send(&self, bytes: &[u8], flags: u32) -> io::Result<usize> {
+        let mut asked = false;
+        let polls = !self.stack.settings.poll.is_zero();
+        let mut patience = Patience::new(&self.stack);
+        loop {
+            // Who looks by himself waits for the ring rather than for the worker.
+            let patient =
+                polls && self.stack.sender.is_direct() && patience.until.is_none_or(|until| Instant::now() < until);
+            let room = if patient { 0 } else { self.stack.room(&self.conn) };
+            let sent = self.stack.send(&self.conn, bytes, flags, room)?;
+            if sent > 0 {
+                return Ok(sent);
+            }
+            if self.stack.pump(None) > 0 {
+                continue;
+            }
+            if self.nonblocking.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            if patience.go_on() {
+                continue;
+            }
+            patience.sleeps();
+            let mut inner = self.conn.lock();
+            self.stack.may_send(&inner)?;
+            if self.conn.credit(&inner) > 0 {
+                if patient || self.stack.room(&self.conn) > 0 {
+                    continue;
+                }
+            } else if !std::mem::replace(&mut asked, true) {
+                // Its update may have been the one thing that was lost: of a peer that was reset, say.
+                drop(inner);
+                self.stack.send_control(&self.conn, Op::CreditRequest);
+                continue;
+            }
+            let until = self.timeout.lock().map(|timeout| Instant::now() + timeout);
+            if !self.conn.wait(&mut inner, until) {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+    }
+
+    fn shutdown(&self, how: Shutdown) {
+        let (sending, receiving) = match how {
+            Shutdown::Write => (true, false),
+            Shutdown::Read => (false, true),
+            Shutdown::Both => (true, true),
+        };
+        self.stack.shut(&self.conn, sending, receiving);
+    }
+}
+
+macro_rules! socket_calls {
+    () => {
+        /// The other end.
+        pub fn peer_addr(&self) -> Addr {
+            self.0.conn.key.peer
+        }
+
+        /// This end.
+        pub fn local_addr(&self) -> Addr {
+            Addr { cid: self.0.conn.cid, port: self.0.conn.key.port }
+        }
+
+        /// No more is sent, or received, or neither; what was sent before arrives.
+        pub fn shutdown(&self, how: Shutdown) {
+            self.0.shutdown(how);
+        }
+
+        /// Whether calls that cannot go on return [`io::ErrorKind::WouldBlock`] instead of waiting.
+        pub fn set_nonblocking(&self, nonblocking: bool) {
+            self.0.nonblocking.store(nonblocking, Ordering::Relaxed);
+        }
+
+        /// How long a call waits, at most; `None`: for ever.
+        pub fn set_timeout(&self, timeout: Option<Duration>) {
+            *self.0.timeout.lock() = timeout;
+        }
+
+        /// Has `waker` called, from any thread and with locks held, whenever something may have changed: for programs that
+        /// wait for several things at once, who have it write to an eventfd, say.
+        pub fn set_waker(&self, waker: Option<Arc<dyn Fn() + Send + Sync>>) {
+            self.0.conn.lock().waker = waker;
+        }
+    };
+}
+
+/// A connected stream socket. Handles of it can be cloned; the last one dropped closes it.
+pub struct Stream<S: Side>(Arc<Socket<S>>);
+
+impl<S: Side> Clone for Stream<S> {
+    fn clone(&self) -> Self {
+        Stream(self.0.clone())
+    }
+}
+
+impl<S: Side> Stream<S> {
+    socket_calls!();
+
+    /// Connects to a port of a peer.
+    pub fn connect(stack: &Arc<Stack<S>>, peer: Addr) -> io::Result<Stream<S>> {
+        Socket::connect(stack, peer, Kind::Stream).map(Stream)
+    }
+}
+
+impl<S: Side> Read for &Stream<S> {
+    fn read(&mut self, target: &mut [u8]) -> io::Result<usize> {
+        self.0.read(target)
+    }
+}
+
+impl<S: Side> Read for Stream<S> {
+    fn read(&mut self, target: &mut [u8]) -> io::Result<usize> {
+        self.0.read(target)
+    }
+}
+
+impl<S: Side> Write for &Stream<S> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let _sending = self.0.conn.sending.lock();
+        self.0.send(bytes, 0)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<S: Side> Write for Stream<S> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (&*self).write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A connected message socket. Handles of it can be cloned; the last one dropped closes it.
+pub struct SeqPacket<S: Side>(Arc<Socket<S>>);
+
+impl<S: Side> Clone for SeqPacket<S> {
+    fn clone(&self) -> Self {
+        SeqPacket(self.0.clone())
+    }
+}
+
+impl<S: Side> SeqPacket<S> {
+    socket_calls!();
+
+    /// Connects to a port of a peer.
+    pub fn connect(stack: &Arc<Stack<S>>, peer: Addr) -> io::Result<SeqPacket<S>> {
+        Socket::connect(stack, peer, Kind::SeqPacket).map(SeqPacket)
+    }
+
+    /// Sends a message, all of it; `record`: it ends a record (MSG_EOR).
+    pub fn send(&self, message: &[u8], record: bool) -> io::Result<()> {
+        let socket = &self.0;
+        let _sending = socket.conn.sending.lock();
+        {
+            let inner = socket.conn.lock();
+            socket.stack.may_send(&inner)?;
+            let (largest, credit) = (socket.conn.largest(&inner), socket.conn.credit(&inner));
+            if message.len() > largest {
+                let why = format!("a message of {} bytes; the peer takes {largest} at most", message.len());
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+            }
+            // In parts it could not be taken back.
+            let room = socket.stack.room(&socket.conn);
+            if socket.nonblocking.load(Ordering::Relaxed) && (message.len() > credit || message.len() > room) {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+        }
+        let flags = wire::SEQ_EOM | if record { wire::SEQ_EOR } else { 0 };
+        if message.is_empty() {
+            return socket.stack.send(&socket.conn, message, flags, 0).map(|_| ());
+        }
+        let mut left = message;
+        while !left.is_empty() {
+            left = &left[socket.send(left, flags)?..];
+        }
+        Ok(())
+    }
+
+    /// Receives a message: its length, of which there may be more than the target holds (the rest is lost), and whether it ends
+    /// a record. `None`: there will be no more.
+    pub fn receive(&self, target: &mut [u8]) -> io::Result<Option<(usize, bool)>> {
+        self.0.receive(target)
+    }
+}
+
+/// A socket that peers connect to.
+pub struct Listener<S: Side> {
+    stack: Arc<Stack<S>>,
+    backlog: Arc<Backlog<S::Relay>>,
+    port: u32,
+    kind: Kind,
+}
+
+impl<S: Side> Listener<S> {
+    /// Listens at a port of ours.
+    pub fn bind(stack: &Arc<Stack<S>>, port: u32, kind: Kind) -> io::Result<Listener<S>> {
+        let backlog = stack.add_listener(port, kind)?;
+        Ok(Listener { stack: stack.clone(), backlog, port, kind })
+    }
+
+    /// Waits for a peer, at most so long.
+    fn next(&self, timeout: Option<Duration>) -> io::Result<Arc<Socket<S>>> {
+        let mut patience = Patience::new(&self.stack);
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        let mut asleep = false;
+        loop {
+            if let Some(conn) = self.backlog.waiting.lock().pop_front() {
+                return Ok(Socket::new(self.stack.clone(), conn));
+            }
+            if self.stack.pump(None) > 0 || !asleep && patience.go_on() {
+                continue;
+            }
+            asleep = true;
+            patience.sleeps();
+            let mut waiting = self.backlog.waiting.lock();
+            if !waiting.is_empty() {
+                continue;
+            }
+            match until {
+                Some(until) if self.backlog.changed.wait_until(&mut waiting, until).timed_out() => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Some(_) => {}
+                None => self.backlog.changed.wait(&mut waiting),
+            }
+        }
+    }
+
+    /// Waits for a peer that connects to a stream socket.
+    pub fn accept(&self) -> io::Result<Stream<S>> {
+        self.accept_within(None)
+    }
+
+    /// The same, at most so long.
+    pub fn accept_within(&self, timeout: Option<Duration>) -> io::Result<Stream<S>> {
+        self.expect(Kind::Stream)?;
+        self.next(timeout).map(Stream)
+    }
+
+    /// Waits for a peer that connects to a message socket.
+    pub fn accept_messages(&self) -> io::Result<SeqPacket<S>> {
+        self.accept_messages_within(None)
+    }
+
+    /// The same, at most so long.
+    pub fn accept_messages_within(&self, timeout: Option<Duration>) -> io::Result<SeqPacket<S>> {
+        self.expect(Kind::SeqPacket)?;
+        self.next(timeout).map(SeqPacket)
+    }
+
+    fn expect(&self, kind: Kind) -> io::Result<()> {
+        if kind == self.kind {
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidInput, format!("this listener is of kind {:?}", self.kind)))
+    }
+}
+
+impl<S: Side> Drop for Listener<S> {
+    fn drop(&mut self) {
+        self.stack.remove_listener(self.port, self.kind, &self.backlog);
+    }
+}

@@ -1,0 +1,184 @@
+//! Both ends of a vsock device in one process: their rings in the same memory, a worker thread for each, and notifications
+//! that are sent only if they are asked for, so that a missed one is a test that hangs.
+#![allow(dead_code, reason = "each test uses some of it")]
+
+use parking_lot::{Condvar, Mutex};
+use ringroad_mem::{Region, Table};
+use ringroad_vsock::{
+    Broken, DeviceSide, Door, Driver, DriverConfig, DriverSide, Host, Key, Kind, NoRelay, Queue, RxQueue, Settings,
+    Side, Stack, TxQueue, kinds,
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+pub const GUEST: u64 = 3;
+pub const HOST: u64 = 2;
+
+/// What a worker sleeps on.
+#[derive(Default)]
+pub struct Bell {
+    rung: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Bell {
+    fn ring(&self) {
+        *self.rung.lock() = true;
+        self.changed.notify_one();
+    }
+
+    fn wait(&self, timeout: Duration) {
+        let mut rung = self.rung.lock();
+        if !*rung {
+            self.changed.wait_for(&mut rung, timeout);
+        }
+        *rung = false;
+    }
+}
+
+/// The surroundings of one end.
+#[derive(Clone)]
+pub struct Around {
+    pub own: Arc<Bell>,
+    pub other: Arc<Bell>,
+    pub broken: Arc<Mutex<Vec<(Queue, Broken)>>>,
+    pub notified: Arc<AtomicU64>,
+}
+
+impl Around {
+    fn new(own: &Arc<Bell>, other: &Arc<Bell>) -> Self {
+        Around { own: own.clone(), other: other.clone(), broken: Arc::default(), notified: Arc::default() }
+    }
+}
+
+impl<R> Host<R> for Around {
+    fn notify(&self, _: Queue) {
+        self.notified.fetch_add(1, Ordering::Relaxed);
+        self.other.ring();
+    }
+
+    fn wake(&self) {
+        self.own.ring();
+    }
+
+    fn broken(&self, queue: Queue, why: Broken) {
+        self.broken.lock().push((queue, why));
+    }
+
+    fn open(&self, _: Key, _: Kind) -> Door<R> {
+        Door::Shut
+    }
+
+    fn room(&self, _: Key) {}
+}
+
+/// A thread that does a stack's work.
+pub struct Worker {
+    stop: Arc<AtomicBool>,
+    bell: Arc<Bell>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    pub fn start<S: Side>(stack: &Arc<Stack<S>>, bell: &Arc<Bell>) -> Worker {
+        let stop = Arc::new(AtomicBool::new(false));
+        let thread = {
+            let (stack, bell, stop) = (stack.clone(), bell.clone(), stop.clone());
+            thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    if stack.work() || stack.rest() {
+                        continue;
+                    }
+                    let now = std::time::Instant::now();
+                    let sleep = stack.next_deadline().map_or(Duration::from_secs(60), |time| time - now);
+                    bell.wait(sleep);
+                    stack.tick(std::time::Instant::now());
+                }
+            })
+        };
+        Worker { stop, bell: bell.clone(), thread: Some(thread) }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.bell.ring();
+        let _ = self.thread.take().unwrap().join();
+    }
+}
+
+pub type HostStack = Stack<DeviceSide<NoRelay>>;
+pub type GuestStack = Stack<DriverSide>;
+
+/// How a pair is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    pub acked: u64,
+    pub queue_size: u32,
+    pub receive: usize,
+    pub settings: Settings,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        let acked = ringroad_vsock::Features::ALL.bits();
+        Setup { acked, queue_size: 64, receive: 4096, settings: Settings::default() }
+    }
+}
+
+/// Both ends.
+pub struct Pair {
+    pub host: Arc<HostStack>,
+    pub guest: Arc<GuestStack>,
+    pub host_around: Around,
+    pub guest_around: Around,
+    pub memory: Arc<Table>,
+    workers: Vec<Worker>,
+}
+
+impl Pair {
+    pub fn new(setup: Setup) -> Pair {
+        let Setup { acked, queue_size, receive, settings } = setup;
+        let Driver { region, file, rx, tx, .. } = Driver::new(DriverConfig { acked, queue_size, receive }).unwrap();
+        // The device has a mapping of its own.
+        let mapped = Region::map(&file, 0, region.len() as u64, region.guest(), region.user()).unwrap();
+        let memory = Arc::new(Table::default().with(mapped).unwrap());
+        let base = if acked & ringroad_vsock::bits::RING_PACKED != 0 { 0x8000_8000 } else { 0 };
+        let receive = RxQueue::start(memory.clone(), acked, queue_size, rx.addresses(), base).unwrap();
+        let transmit = TxQueue::start(memory.clone(), acked, queue_size, tx.addresses(), base).unwrap();
+        let (ours, theirs) = (Arc::<Bell>::default(), Arc::<Bell>::default());
+        let (host_around, guest_around) = (Around::new(&ours, &theirs), Around::new(&theirs, &ours));
+        let host = Arc::new(Stack::new(HOST, Some(GUEST), settings, Box::new(host_around.clone())));
+        let guest = Arc::new(Stack::new(GUEST, None, settings, Box::new(guest_around.clone())));
+        host.set_link(Some(receive));
+        host.set_inlet(Some(transmit));
+        guest.set_link(Some(tx));
+        guest.set_inlet(Some(rx));
+        host.set_kinds(kinds(acked));
+        guest.set_kinds(kinds(acked));
+        let workers = vec![Worker::start(&host, &ours), Worker::start(&guest, &theirs)];
+        Pair { host, guest, host_around, guest_around, memory, workers }
+    }
+
+    /// No queue was broken.
+    pub fn assert_whole(&self) {
+        assert_eq!(*self.host_around.broken.lock(), []);
+        assert_eq!(*self.guest_around.broken.lock(), []);
+        assert_eq!((self.host.report().wrong, self.guest.report().wrong), (0, 0));
+    }
+}
+
+/// Bytes that follow from where they are in a stream.
+pub fn pattern(seed: u64, offset: u64, target: &mut [u8]) {
+    for (index, byte) in target.iter_mut().enumerate() {
+        let at = offset + index as u64;
+        *byte = (at.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 29) as u8;
+    }
+}

@@ -1,0 +1,164 @@
+//! The header in front of every packet of a vsock device's receive and transmit queue (virtio 1.3, 5.10.6):
+//! `struct virtio_vsock_hdr`.
+//!
+//! Device and driver of virtio-vsock read and write it. Here it is only a list of numbers; what they may be is the
+//! business of who receives it.
+
+/// Bytes of the header.
+pub const SIZE: usize = 44;
+
+/// The context identifier of the host (5.10.4).
+pub const HOST_CID: u64 = 2;
+/// A port or, in its 32 low bits, a context identifier that stands for any.
+pub const ANY: u32 = u32::MAX;
+
+/// `kind`: bytes in order, without boundaries (VIRTIO_VSOCK_TYPE_STREAM).
+pub const TYPE_STREAM: u16 = 1;
+/// `kind`: messages in order (VIRTIO_VSOCK_TYPE_SEQPACKET).
+pub const TYPE_SEQPACKET: u16 = 2;
+
+/// `flags` of OP_SHUTDOWN: the sender receives no more (VIRTIO_VSOCK_SHUTDOWN_F_RECEIVE).
+pub const SHUTDOWN_RECEIVE: u32 = 1;
+/// `flags` of OP_SHUTDOWN: the sender sends no more (VIRTIO_VSOCK_SHUTDOWN_F_SEND).
+pub const SHUTDOWN_SEND: u32 = 2;
+/// `flags` of OP_RW between message sockets: the last packet of a message (VIRTIO_VSOCK_SEQ_EOM).
+pub const SEQ_EOM: u32 = 1;
+/// `flags` of OP_RW between message sockets: the message ends a record, as its sender said (VIRTIO_VSOCK_SEQ_EOR).
+pub const SEQ_EOR: u32 = 2;
+
+/// What a packet is for (`enum virtio_vsock_op`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum Op {
+    /// VIRTIO_VSOCK_OP_REQUEST: to connect.
+    Request = 1,
+    /// VIRTIO_VSOCK_OP_RESPONSE: connected.
+    Response = 2,
+    /// VIRTIO_VSOCK_OP_RST: there is no such connection, now.
+    Reset = 3,
+    /// VIRTIO_VSOCK_OP_SHUTDOWN: see `flags`.
+    Shutdown = 4,
+    /// VIRTIO_VSOCK_OP_RW: payload.
+    Data = 5,
+    /// VIRTIO_VSOCK_OP_CREDIT_UPDATE: how much room the sender has.
+    CreditUpdate = 6,
+    /// VIRTIO_VSOCK_OP_CREDIT_REQUEST: wants to know how much room the receiver has.
+    CreditRequest = 7,
+}
+
+impl Op {
+    /// The operation with this number, if there is one.
+    #[inline]
+    pub fn new(number: u16) -> Option<Op> {
+        const ALL: [Op; 7] =
+            [Op::Request, Op::Response, Op::Reset, Op::Shutdown, Op::Data, Op::CreditUpdate, Op::CreditRequest];
+        ALL.get(usize::from(number).wrapping_sub(1)).copied()
+    }
+}
+
+/// The header, in the machine's byte order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VsockHdr {
+    /// Context identifier of the sender.
+    pub src_cid: u64,
+    /// Context identifier of the receiver.
+    pub dst_cid: u64,
+    /// Port of the sender.
+    pub src_port: u32,
+    /// Port of the receiver.
+    pub dst_port: u32,
+    /// Bytes of payload that follow.
+    pub len: u32,
+    /// One of `TYPE_…`.
+    pub kind: u16,
+    /// An [`Op`].
+    pub op: u16,
+    /// What they mean is up to the operation and the kind of socket.
+    pub flags: u32,
+    /// Bytes of payload that the sender keeps for the connection, at most (5.10.6.3).
+    pub buf_alloc: u32,
+    /// Bytes of payload that the sender has received and passed on, modulo 2³².
+    pub fwd_cnt: u32,
+}
+
+impl VsockHdr {
+    /// The header as it stands in the queue, little-endian.
+    #[inline]
+    pub fn to_bytes(&self) -> [u8; SIZE] {
+        let mut bytes = [0; SIZE];
+        let mut at = 0;
+        let mut put = |field: &[u8]| {
+            bytes[at..at + field.len()].copy_from_slice(field);
+            at += field.len();
+        };
+        put(&self.src_cid.to_le_bytes());
+        put(&self.dst_cid.to_le_bytes());
+        put(&self.src_port.to_le_bytes());
+        put(&self.dst_port.to_le_bytes());
+        put(&self.len.to_le_bytes());
+        put(&self.kind.to_le_bytes());
+        put(&self.op.to_le_bytes());
+        put(&self.flags.to_le_bytes());
+        put(&self.buf_alloc.to_le_bytes());
+        put(&self.fwd_cnt.to_le_bytes());
+        bytes
+    }
+
+    /// The header that these bytes are.
+    #[inline]
+    pub fn from_bytes(bytes: &[u8; SIZE]) -> VsockHdr {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        VsockHdr {
+            src_cid: u64_at(0),
+            dst_cid: u64_at(8),
+            src_port: u32_at(16),
+            dst_port: u32_at(20),
+            len: u32_at(24),
+            kind: u16_at(28),
+            op: u16_at(30),
+            flags: u32_at(32),
+            buf_alloc: u32_at(36),
+            fwd_cnt: u32_at(40),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_laid_out_as_the_specification_has_it() {
+        let header = VsockHdr {
+            src_cid: 0x0102_0304_0506_0708,
+            dst_cid: 2,
+            src_port: 0x1112_1314,
+            dst_port: 1024,
+            len: 64,
+            kind: TYPE_SEQPACKET,
+            op: Op::Data as u16,
+            flags: SEQ_EOM | SEQ_EOR,
+            buf_alloc: 0x4_0000,
+            fwd_cnt: 0xffff_fff0,
+        };
+        let bytes = header.to_bytes();
+        assert_eq!(bytes[..8], [8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(bytes[8..16], [2, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(bytes[16..24], [0x14, 0x13, 0x12, 0x11, 0, 4, 0, 0]);
+        assert_eq!(bytes[24..36], [64, 0, 0, 0, 2, 0, 5, 0, 3, 0, 0, 0]);
+        assert_eq!(bytes[36..], [0, 0, 4, 0, 0xf0, 0xff, 0xff, 0xff]);
+        assert_eq!(VsockHdr::from_bytes(&bytes), header);
+    }
+
+    #[test]
+    fn operations_are_1_to_7() {
+        for number in 1..=7 {
+            assert_eq!(Op::new(number).map(|op| op as u16), Some(number));
+        }
+        for number in [0, 8, 255, 256, u16::MAX] {
+            assert_eq!(Op::new(number), None);
+        }
+    }
+}
