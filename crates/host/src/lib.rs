@@ -9,6 +9,7 @@ mod port;
 mod sys;
 mod tap;
 pub mod vhost_user;
+pub mod vsock;
 mod worker;
 
 pub use port::{Port, PortReport};

@@ -357,6 +357,9 @@ impl<R: Relay> Conn<R> {
             (Phase::Closed(_), _) => return Verdict::default(),
             (Phase::Connecting, Op::Response) => {
                 (inner.phase, inner.deadline) = (Phase::Open, None);
+                if let Some(relay) = &mut inner.relay {
+                    relay.opened(self.key);
+                }
                 Verdict { room: true, ..Verdict::default() }
             }
             (Phase::Connecting, Op::Reset) => self.end(inner, Over::Refused),

@@ -325,6 +325,11 @@ impl DriverEvents {
         ring.publish();
     }
 
+    /// How many entries it has.
+    pub fn size(&self) -> u32 {
+        EVENTS
+    }
+
     /// Whether the device has said that all connections are over (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
     pub fn transport_reset(&mut self) -> Result<bool, Broken> {
         let mut used = self.queue.used;

@@ -34,7 +34,7 @@ pub use send::{Effect, Link, MAX_PACKET, Owner, Sender, Ways};
 pub use {
     connection::{Key, Wrong},
     device::{DeviceSide, Events, RxQueue, TxQueue},
-    driver::{Driver, DriverConfig, DriverError, DriverSide},
+    driver::{Driver, DriverConfig, DriverError, DriverEvents, DriverRx, DriverSide, DriverTx},
     features::{Config, Features, bits, kinds},
     hub::Hub,
     socket::{Listener, SeqPacket, Stream},

@@ -120,6 +120,11 @@ impl<'a> Payload<'a> {
         bytes
     }
 
+    /// The private bytes that come first, if any.
+    pub fn private(&self) -> &'a [u8] {
+        &self.bytes[..self.bytes.len().min(self.len)]
+    }
+
     /// The spans that are left, for `writev`. (Private bytes are not among them.)
     pub fn rest(&self) -> impl Iterator<Item = Span<'a>> {
         let mut left = self.len;

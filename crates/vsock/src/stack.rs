@@ -54,6 +54,9 @@ pub trait Inlet {
 
 /// A socket of the host behind a connection.
 pub trait Relay: Send + 'static {
+    /// The peer has accepted it.
+    fn opened(&mut self, key: Key);
+
     /// Passes on what it can take without waiting.
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()>;
 
@@ -68,6 +71,10 @@ pub trait Relay: Send + 'static {
 pub enum NoRelay {}
 
 impl Relay for NoRelay {
+    fn opened(&mut self, _: Key) {
+        match *self {}
+    }
+
     fn deliver(&mut self, _: &mut Payload<'_>) -> io::Result<()> {
         match *self {}
     }

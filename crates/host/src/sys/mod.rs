@@ -122,6 +122,44 @@ pub(crate) fn read_message(fd: BorrowedFd<'_>, target: &[Span<'_>], overflow: &[
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
+/// Writes spans to a socket, as much as it takes without waiting; says how much.
+pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Span<'a>>) -> io::Result<usize> {
+    let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; IOVECS];
+    let mut count = 0;
+    for (place, span) in list.iter_mut().zip(spans) {
+        *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
+        count += 1;
+    }
+    // SAFETY: the entries describe spans, whose bounds were checked when they were made and whose memory lives for `'a`; the
+    // kernel only reads them, and answers EFAULT where a peer has truncated the file.
+    let result = unsafe {
+        let mut message = std::mem::zeroed::<libc::msghdr>();
+        message.msg_iov = list.as_mut_ptr();
+        message.msg_iovlen = count;
+        libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+/// Reads from a socket into spans what there is without waiting; says how much. 0: there will be no more.
+pub(crate) fn receive_spans(fd: BorrowedFd<'_>, spans: &[Span<'_>]) -> io::Result<usize> {
+    let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; IOVECS];
+    let mut count = 0;
+    for (place, span) in list.iter_mut().zip(spans) {
+        *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
+        count += 1;
+    }
+    // SAFETY: spans are writable memory of their length, which their lifetimes keep mapped; the kernel answers EFAULT where a
+    // peer has truncated the file.
+    let result = unsafe {
+        let mut message = std::mem::zeroed::<libc::msghdr>();
+        message.msg_iov = list.as_mut_ptr();
+        message.msg_iovlen = count;
+        libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT)
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
 /// An eventfd as a borrowed descriptor; its library has only the raw form.
 pub(crate) fn borrow(fd: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
     // SAFETY: the descriptor is open as long as its owner, which is borrowed for as long.

@@ -2,8 +2,11 @@
 //! virtio-user).
 
 use crate::sys;
+use ringroad_mem::Region;
 use ringroad_net::{Driver, DriverConfig, DriverError, bits};
+use ringroad_ring::Addresses;
 use std::{
+    fs::File,
     io::{self, Write},
     os::{
         fd::{AsFd, AsRawFd},
@@ -14,7 +17,10 @@ use std::{
 };
 use vhost::{
     VhostBackend, VhostUserMemoryRegionInfo, VringConfigData,
-    vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures as Protocol, message::VhostUserHeaderFlag},
+    vhost_user::{
+        Frontend, VhostUserFrontend, VhostUserProtocolFeatures as Protocol,
+        message::{VhostUserConfigFlags, VhostUserHeaderFlag},
+    },
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -87,6 +93,9 @@ pub enum ConnectError {
     /// No memory, or no such ring.
     #[error(transparent)]
     Driver(#[from] DriverError),
+    /// The same of a vsock driver.
+    #[error(transparent)]
+    Vsock(#[from] ringroad_vsock::DriverError),
     /// No eventfd.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -102,6 +111,11 @@ impl Notifier {
     /// Tells the device that there is something.
     pub fn kick(&self) {
         let _ = self.kick.write(1);
+    }
+
+    /// Readable when the device has told something.
+    pub(crate) fn call(&self) -> &EventFd {
+        &self.call
     }
 
     /// Forgets notifications that have come.
@@ -120,123 +134,194 @@ pub struct Connection {
     pub tx: Vec<Notifier>,
     /// The feature bits in use.
     pub acked: u64,
-    frontend: Frontend,
-    socket: UnixStream,
-    path: PathBuf,
+    handshake: Handshake,
 }
 
-impl Connector {
-    /// Connects, negotiates, and starts all queues.
-    pub fn connect(&self) -> Result<Connection, ConnectError> {
-        let socket = self.open()?;
-        let path = self.socket.clone();
-        let refused = |what: &'static str| {
-            let path = path.clone();
-            move |error: vhost::Error| ConnectError::Refused { path, what, error: error.to_string() }
-        };
-        if self.queue_pairs > 1 {
-            let found = queue_pairs(&socket).map_err(refused("GET_QUEUE_NUM"))?;
-            if found < self.queue_pairs.into() {
-                return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
-            }
-        }
-        let mut frontend = Frontend::from_stream(socket.try_clone()?, 2 * u64::from(self.queue_pairs));
-        frontend.set_owner().map_err(refused("SET_OWNER"))?;
-        let offered = frontend.get_features().map_err(refused("GET_FEATURES"))?;
-        if offered & bits::VERSION_1 == 0 {
-            return Err(ConnectError::Features { offered, missing: "VIRTIO_F_VERSION_1" });
-        }
-        let acked = offered & (self.features | bits::VERSION_1 | bits::PROTOCOL_FEATURES);
-        if acked & bits::PROTOCOL_FEATURES != 0 {
-            let wanted = Protocol::MQ | Protocol::REPLY_ACK;
-            let protocol = frontend.get_protocol_features().map_err(refused("GET_PROTOCOL_FEATURES"))? & wanted;
-            frontend.set_protocol_features(protocol).map_err(refused("SET_PROTOCOL_FEATURES"))?;
-            if protocol.contains(Protocol::REPLY_ACK) {
-                frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-            }
-        }
-        frontend.set_features(acked).map_err(refused("SET_FEATURES"))?;
+/// What a driver of any kind does with the socket to its device.
+pub(crate) struct Handshake {
+    pub frontend: Frontend,
+    pub socket: UnixStream,
+    pub path: PathBuf,
+    /// The feature bits in use.
+    pub acked: u64,
+    protocol: Protocol,
+}
 
-        let (queue_pairs, queue_size, frame, huge) = (self.queue_pairs, self.queue_size, self.frame, self.huge);
-        let driver = Driver::new(DriverConfig { acked, queue_pairs, queue_size, frame, huge })?;
-        let region = VhostUserMemoryRegionInfo {
-            guest_phys_addr: driver.region.guest(),
-            memory_size: driver.region.len() as u64,
-            userspace_addr: driver.region.user(),
-            mmap_offset: 0,
-            mmap_handle: driver.file.as_raw_fd(),
-        };
-        frontend.set_mem_table(&[region]).map_err(refused("SET_MEM_TABLE"))?;
-        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
-        let (mut rx, mut tx) = (Vec::new(), Vec::new());
-        for index in 0..2 * queue_pairs as usize {
-            let at = match index % 2 {
-                0 => driver.rx[index / 2].addresses(),
-                _ => driver.tx[index / 2].addresses(),
-            };
-            let ring = VringConfigData {
-                queue_max_size: queue_size as u16,
-                queue_size: queue_size as u16,
-                flags: 0,
-                desc_table_addr: at.descriptor,
-                used_ring_addr: at.device,
-                avail_ring_addr: at.driver,
-                log_addr: None,
-            };
-            let notifier = Notifier { kick: eventfd()?, call: eventfd()? };
-            frontend.set_vring_num(index, queue_size as u16).map_err(refused("SET_VRING_NUM"))?;
-            self.set_vring_base(&frontend, &socket, index, acked).map_err(refused("SET_VRING_BASE"))?;
-            frontend.set_vring_addr(index, &ring).map_err(refused("SET_VRING_ADDR"))?;
-            frontend.set_vring_call(index, &notifier.call).map_err(refused("SET_VRING_CALL"))?;
-            frontend.set_vring_kick(index, &notifier.kick).map_err(refused("SET_VRING_KICK"))?;
-            if index % 2 == 0 { &mut rx } else { &mut tx }.push(notifier);
-        }
-        let mut connection = Connection { driver, rx, tx, acked, frontend, socket, path: self.socket.clone() };
-        for queue in &mut connection.driver.rx {
-            queue.refill();
-        }
-        if acked & bits::PROTOCOL_FEATURES != 0 {
-            for index in 0..2 * queue_pairs as usize {
-                connection.frontend.set_vring_enable(index, true).map_err(refused("SET_VRING_ENABLE"))?;
-            }
-        }
-        // Some devices wait for the first kick before they look at a queue at all.
-        connection.rx.iter().chain(&connection.tx).for_each(Notifier::kick);
-        Ok(connection)
-    }
-
-    fn open(&self) -> Result<UnixStream, ConnectError> {
+impl Handshake {
+    /// Connects, or waits for the device to.
+    pub(crate) fn open(path: &Path, listen: bool, patience: Duration) -> Result<UnixStream, ConnectError> {
         let start = Instant::now();
-        let path = self.socket.clone();
-        if self.listen {
+        let path = path.to_owned();
+        if listen {
             let failed = |error| ConnectError::Listen { path: path.clone(), error };
-            let listener = UnixListener::bind(&self.socket).map_err(failed)?;
-            let came = sys::wait_readable([Some(listener.as_fd())], Some(self.patience)).map_err(failed)?;
+            let listener = UnixListener::bind(&path).map_err(failed)?;
+            let came = sys::wait_readable([Some(listener.as_fd())], Some(patience)).map_err(failed)?;
             let accepted = if came[0] { listener.accept() } else { Err(io::ErrorKind::TimedOut.into()) };
-            let _ = std::fs::remove_file(&self.socket);
+            let _ = std::fs::remove_file(&path);
             return Ok(accepted.map_err(failed)?.0);
         }
         loop {
-            match UnixStream::connect(&self.socket) {
+            match UnixStream::connect(&path) {
                 Ok(socket) => return Ok(socket),
-                Err(error) if start.elapsed() >= self.patience => return Err(ConnectError::Connect { path, error }),
+                Err(error) if start.elapsed() >= patience => return Err(ConnectError::Connect { path, error }),
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
         }
     }
 
+    /// Negotiates the features `wanted` of those that the device offers, for so many vrings.
+    pub(crate) fn negotiate(
+        socket: UnixStream,
+        path: &Path,
+        wanted: u64,
+        protocol: Protocol,
+        vrings: u64,
+    ) -> Result<Handshake, ConnectError> {
+        let refused = |what| refused(path, what);
+        let mut frontend = Frontend::from_stream(socket.try_clone()?, vrings);
+        frontend.set_owner().map_err(refused("SET_OWNER"))?;
+        let offered = frontend.get_features().map_err(refused("GET_FEATURES"))?;
+        if offered & bits::VERSION_1 == 0 {
+            return Err(ConnectError::Features { offered, missing: "VIRTIO_F_VERSION_1" });
+        }
+        let acked = offered & (wanted | bits::VERSION_1 | bits::PROTOCOL_FEATURES);
+        let mut both = Protocol::empty();
+        if acked & bits::PROTOCOL_FEATURES != 0 {
+            both = frontend.get_protocol_features().map_err(refused("GET_PROTOCOL_FEATURES"))?
+                & (protocol | Protocol::REPLY_ACK);
+            frontend.set_protocol_features(both).map_err(refused("SET_PROTOCOL_FEATURES"))?;
+            if both.contains(Protocol::REPLY_ACK) {
+                frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+            }
+        }
+        Ok(Handshake { frontend, socket, path: path.to_owned(), acked, protocol: both })
+    }
+
+    /// Says which features are used. To be called before anything that follows.
+    pub(crate) fn accept(&self) -> Result<(), ConnectError> {
+        self.frontend.set_features(self.acked).map_err(refused(&self.path, "SET_FEATURES"))
+    }
+
+    /// The first bytes of the configuration space, if the device shows it.
+    pub(crate) fn config(&mut self, len: usize) -> Result<Option<Vec<u8>>, ConnectError> {
+        if !self.protocol.contains(Protocol::CONFIG) {
+            return Ok(None);
+        }
+        let flags = VhostUserConfigFlags::empty();
+        let config = self.frontend.get_config(0, len as u32, flags, &vec![0; len]);
+        Ok(Some(config.map_err(refused(&self.path, "GET_CONFIG"))?.1))
+    }
+
+    /// Hands the driver's memory over.
+    pub(crate) fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: region.guest(),
+            memory_size: region.len() as u64,
+            userspace_addr: region.user(),
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        self.frontend.set_mem_table(&[region]).map_err(refused(&self.path, "SET_MEM_TABLE"))?;
+        Ok(())
+    }
+
+    /// Sets a vring up that has not been used yet.
+    pub(crate) fn ring(&mut self, index: usize, size: u32, at: Addresses) -> Result<Notifier, ConnectError> {
+        let ring = VringConfigData {
+            queue_max_size: size as u16,
+            queue_size: size as u16,
+            flags: 0,
+            desc_table_addr: at.descriptor,
+            used_ring_addr: at.device,
+            avail_ring_addr: at.driver,
+            log_addr: None,
+        };
+        let refused = |what| refused(&self.path, what);
+        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+        let notifier = Notifier { kick: eventfd()?, call: eventfd()? };
+        let frontend = &self.frontend;
+        frontend.set_vring_num(index, size as u16).map_err(refused("SET_VRING_NUM"))?;
+        self.set_vring_base(index).map_err(refused("SET_VRING_BASE"))?;
+        frontend.set_vring_addr(index, &ring).map_err(refused("SET_VRING_ADDR"))?;
+        frontend.set_vring_call(index, &notifier.call).map_err(refused("SET_VRING_CALL"))?;
+        frontend.set_vring_kick(index, &notifier.kick).map_err(refused("SET_VRING_KICK"))?;
+        Ok(notifier)
+    }
+
+    /// Lets vrings run that were set up.
+    pub(crate) fn enable(&mut self, vrings: usize) -> Result<(), ConnectError> {
+        if self.acked & bits::PROTOCOL_FEATURES != 0 {
+            for index in 0..vrings {
+                self.frontend.set_vring_enable(index, true).map_err(refused(&self.path, "SET_VRING_ENABLE"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops vrings. A device that takes GET_VRING_BASE as the end of a queue is given the chance to stop before its memory
+    /// goes.
+    pub(crate) fn stop(&self, vrings: usize) {
+        for index in 0..vrings {
+            if self.frontend.get_vring_base(index).is_err() {
+                break;
+            }
+        }
+    }
+
     /// The `vhost` crate carries 16 bits of a base; a packed ring has 32 (both positions with their wrap counters).
-    fn set_vring_base(&self, frontend: &Frontend, socket: &UnixStream, index: usize, acked: u64) -> vhost::Result<()> {
-        if acked & bits::RING_PACKED == 0 {
-            return frontend.set_vring_base(index, 0);
+    fn set_vring_base(&self, index: usize) -> vhost::Result<()> {
+        if self.acked & bits::RING_PACKED == 0 {
+            return self.frontend.set_vring_base(index, 0);
         }
         const SET_VRING_BASE: u32 = 10;
         const VERSION: u32 = 1;
         let words = [SET_VRING_BASE, VERSION, 8, index as u32, ringroad_ring::packed::Base::FRESH.0];
         let message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         // No reply was asked for; messages of the crate before and after it are sent by this thread too.
-        let mut socket = socket;
+        let mut socket = &self.socket;
         socket.write_all(&message).map_err(broken)
+    }
+}
+
+fn refused(path: &Path, what: &'static str) -> impl Fn(vhost::Error) -> ConnectError {
+    let path = path.to_owned();
+    move |error| ConnectError::Refused { path: path.clone(), what, error: error.to_string() }
+}
+
+impl Connector {
+    /// Connects, negotiates, and starts all queues.
+    pub fn connect(&self) -> Result<Connection, ConnectError> {
+        let socket = Handshake::open(&self.socket, self.listen, self.patience)?;
+        if self.queue_pairs > 1 {
+            let found = queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
+            if found < self.queue_pairs.into() {
+                return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
+            }
+        }
+        let vrings = 2 * usize::from(self.queue_pairs);
+        let mut handshake = Handshake::negotiate(socket, &self.socket, self.features, Protocol::MQ, vrings as u64)?;
+        handshake.accept()?;
+        let acked = handshake.acked;
+        let (queue_pairs, queue_size, frame, huge) = (self.queue_pairs, self.queue_size, self.frame, self.huge);
+        let mut driver = Driver::new(DriverConfig { acked, queue_pairs, queue_size, frame, huge })?;
+        handshake.share(&driver.region, &driver.file)?;
+        let (mut rx, mut tx) = (Vec::new(), Vec::new());
+        for index in 0..vrings {
+            let at = match index % 2 {
+                0 => driver.rx[index / 2].addresses(),
+                _ => driver.tx[index / 2].addresses(),
+            };
+            let notifier = handshake.ring(index, queue_size, at)?;
+            if index % 2 == 0 { &mut rx } else { &mut tx }.push(notifier);
+        }
+        driver.rx.iter_mut().for_each(|queue| {
+            queue.refill();
+        });
+        handshake.enable(vrings)?;
+        let connection = Connection { driver, rx, tx, acked, handshake };
+        // Some devices wait for the first kick before they look at a queue at all.
+        connection.rx.iter().chain(&connection.tx).for_each(Notifier::kick);
+        Ok(connection)
     }
 }
 
@@ -263,7 +348,7 @@ impl Connection {
     /// Whether the device has gone.
     pub fn is_closed(&self) -> bool {
         // It never sends anything that was not asked for; what can be read is the end.
-        !matches!(sys::wait_readable([Some(self.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
+        !matches!(sys::wait_readable([Some(self.handshake.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
     }
 
     /// Waits until the device has used something of a pair of queues, or has gone, or the time is over.
@@ -271,7 +356,7 @@ impl Connection {
         let fds = [
             self.rx.get(pair).map(|notifier| sys::borrow(&notifier.call)),
             self.tx.get(pair).map(|notifier| sys::borrow(&notifier.call)),
-            Some(self.socket.as_fd()),
+            Some(self.handshake.socket.as_fd()),
         ];
         sys::wait_readable(fds, Some(timeout))?;
         Ok(())
@@ -279,17 +364,12 @@ impl Connection {
 
     /// The socket.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.handshake.path
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // A device that takes GET_VRING_BASE as the end of a queue is given the chance to stop before its memory goes.
-        for index in 0..self.rx.len() + self.tx.len() {
-            if self.frontend.get_vring_base(index).is_err() {
-                break;
-            }
-        }
+        self.handshake.stop(self.rx.len() + self.tx.len());
     }
 }

@@ -1,18 +1,11 @@
-//! The thread of a vhost-user port: waits for a frontend, or for a socket to connect to, and lives with one connection at a
+//! The thread of a vhost-user socket: waits for a frontend, or for a socket to connect to, and lives with one connection at a
 //! time.
 
 use super::{
-    port::VhostPort,
+    device::Device,
     session::{Session, explain, is_violation},
 };
-use crate::{
-    port::{Kind, Port},
-    sys,
-    worker::{PortHandle, Worker},
-};
-use ringroad_net::{Config, Features};
-use ringroad_ring::Tuning;
-use ringroad_switch::{Mode, Poll};
+use crate::sys;
 use std::{
     fs,
     io::{self, Read, Write},
@@ -42,52 +35,29 @@ pub enum Role {
     Client,
 }
 
-/// How a vhost-user port is set up.
-#[derive(Clone, Debug)]
-pub struct VhostConfig {
-    /// Its name in the configuration.
-    pub name: String,
-    /// Where the socket is.
-    pub socket: PathBuf,
-    /// Which end of it is ours.
-    pub role: Role,
-    /// What is offered.
-    pub features: Features,
-    /// What the driver reads in the configuration space.
-    pub config: Config,
-    /// What becomes of its frames.
-    pub mode: Mode,
-    /// Whether frames may go back out of it.
-    pub hairpin: bool,
-    /// For how long its worker polls it.
-    pub poll: Poll,
-    /// What is turned off, for measuring.
-    pub tuning: Tuning,
-}
-
 /// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// A program answers there.
-    #[error("port {name}: socket {path} is in use by a running program; stop that or choose another path")]
+    #[error("{name}: socket {path} is in use by a running program; stop that or choose another path")]
     InUse {
-        /// The port.
+        /// Whose it would be.
         name: String,
         /// The socket.
         path: PathBuf,
     },
     /// Something else has that name.
-    #[error("port {name}: {path} exists and is not a socket; remove it or choose another path")]
+    #[error("{name}: {path} exists and is not a socket; remove it or choose another path")]
     NotASocket {
-        /// The port.
+        /// Whose it would be.
         name: String,
         /// The path.
         path: PathBuf,
     },
     /// The directory is missing, not writable, …
-    #[error("port {name}: cannot make socket {path}: {error}")]
+    #[error("{name}: cannot make socket {path}: {error}")]
     Bind {
-        /// The port.
+        /// Whose it would be.
         name: String,
         /// The socket.
         path: PathBuf,
@@ -95,9 +65,9 @@ pub enum SocketError {
         error: io::Error,
     },
     /// No thread, no eventfd.
-    #[error("port {name}: {error}")]
+    #[error("{name}: {error}")]
     Start {
-        /// The port.
+        /// Whose it would be.
         name: String,
         /// What the kernel says.
         error: io::Error,
@@ -118,48 +88,45 @@ const CANNOT_REFUSE: &str = "a message was refused, and there is no REPLY_ACK to
 /// who ends the port shuts it down.
 type Current = Arc<Mutex<Option<UnixStream>>>;
 
-/// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
-pub struct Server {
-    port: Arc<Port>,
+/// A socket with a device behind it, and the thread that serves it. Dropped, it disconnects and is removed.
+pub(crate) struct Socket {
     stop: EventFd,
     current: Current,
     thread: Option<JoinHandle<()>>,
-    socket: Option<PathBuf>,
+    path: Option<PathBuf>,
 }
 
-impl Server {
-    /// Makes the socket (as a server), adds the port to the worker's switch, and starts its thread.
-    pub fn start(config: VhostConfig, worker: &Worker) -> Result<Server, SocketError> {
-        let failed = |error: io::Error| SocketError::Start { name: config.name.clone(), error };
-        let listener = match config.role {
-            Role::Server => Some(bind(&config.name, &config.socket)?),
+impl Socket {
+    /// Makes the socket (as a server) and starts its thread. `make` brings the device, which takes longer than to see that
+    /// there can be no socket. `attention`: the device's word that its memory is gone.
+    pub(crate) fn start<D: Device>(
+        name: &str,
+        path: &Path,
+        role: Role,
+        attention: EventFd,
+        make: impl FnOnce() -> io::Result<D>,
+    ) -> Result<Socket, SocketError> {
+        let failed = |error: io::Error| SocketError::Start { name: name.to_owned(), error };
+        let listener = match role {
+            Role::Server => Some(bind(name, path)?),
             Role::Client => None,
         };
-        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed);
-        let (stop, attention) = (eventfd()?, eventfd()?);
-        let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
-        let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
-        let handle = Arc::new(worker.add(port.clone()).map_err(failed)?);
-        let socket = listener.is_some().then(|| config.socket.clone());
-        let name = format!("vhost {}", config.name);
+        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
+        let device = make().map_err(failed)?;
+        let made = listener.is_some().then(|| path.to_owned());
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
-            let (config, current) = (config.clone(), current.clone());
-            thread::Builder::new().name(name).stack_size(256 << 10).spawn(move || {
-                Thread { config, handle, stop, current, listener }.run();
+            let (path, current) = (path.to_owned(), current.clone());
+            thread::Builder::new().name(format!("vhost {name}")).stack_size(256 << 10).spawn(move || {
+                Thread { device, path, attention, stop, current, listener }.run();
             })
         };
-        Ok(Server { port, stop, current, thread: Some(thread.map_err(failed)?), socket })
-    }
-
-    /// What the switch sees.
-    pub fn port(&self) -> &Arc<Port> {
-        &self.port
+        Ok(Socket { stop, current, thread: Some(thread.map_err(failed)?), path: made })
     }
 }
 
-impl Drop for Server {
+impl Drop for Socket {
     fn drop(&mut self) {
         let _ = self.stop.write(1);
         // After `stop`: the thread sees either that, or the end of the connection.
@@ -169,8 +136,8 @@ impl Drop for Server {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        if let Some(socket) = &self.socket {
-            let _ = fs::remove_file(socket);
+        if let Some(path) = &self.path {
+            let _ = fs::remove_file(path);
         }
     }
 }
@@ -180,7 +147,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Makes a listening socket. One that a dead program has left is removed.
-fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
+pub(crate) fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
     let (name, path) = (name.to_owned(), path.to_owned());
     if let Ok(metadata) = fs::symlink_metadata(&path) {
         if !metadata.file_type().is_socket() {
@@ -189,7 +156,7 @@ fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
         match UnixStream::connect(&path) {
             Ok(_) => return Err(SocketError::InUse { name, path }),
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                log::info!("port {name}: removing the stale socket {}", path.display());
+                log::info!("{name}: removing the stale socket {}", path.display());
                 if let Err(error) = fs::remove_file(&path) {
                     return Err(SocketError::Bind { name, path, error });
                 }
@@ -205,7 +172,7 @@ fn bind(name: &str, path: &Path) -> Result<UnixListener, SocketError> {
 
 /// Obeys SET_VRING_ENABLE where the `vhost` crate would not: QEMU sends it as soon as there are protocol features, but the
 /// crate wants to have seen SET_FEATURES. `false`: something else comes next.
-fn set_vring_enable(mut socket: &UnixStream, session: &Mutex<Session>) -> io::Result<bool> {
+fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
     const REQUEST: u32 = 18;
     const NEED_REPLY: u32 = 1 << 3;
     let mut session = lock(session);
@@ -233,22 +200,23 @@ fn set_vring_enable(mut socket: &UnixStream, session: &Mutex<Session>) -> io::Re
     Ok(true)
 }
 
-struct Thread {
-    config: VhostConfig,
-    handle: Arc<PortHandle>,
+struct Thread<D> {
+    device: D,
+    path: PathBuf,
+    attention: EventFd,
     stop: EventFd,
     current: Current,
     listener: Option<UnixListener>,
 }
 
-impl Thread {
+impl<D: Device> Thread<D> {
     fn run(&self) {
         while let Some(stream) = self.next_frontend() {
-            log::info!("port {}: frontend connected", self.config.name);
+            log::info!("{}: frontend connected", self.device.name());
             let why = self.serve(stream);
             *lock(&self.current) = None;
-            self.handle.forget();
-            log::info!("port {}: frontend gone: {why}", self.config.name);
+            self.device.forget();
+            log::info!("{}: frontend gone: {why}", self.device.name());
             // A peer that closes each connection at once must not keep us busy.
             if self.listener.is_none()
                 && matches!(sys::wait_readable([Some(sys::borrow(&self.stop))], Some(RETRY)), Ok([true]))
@@ -264,7 +232,7 @@ impl Thread {
         loop {
             let connected = match &self.listener {
                 Some(listener) => listener.accept().map(|(stream, _)| stream),
-                None => UnixStream::connect(&self.config.socket),
+                None => UnixStream::connect(&self.path),
             };
             let mut listener = self.listener.as_ref().map(|listener| listener.as_fd());
             match connected {
@@ -273,7 +241,7 @@ impl Thread {
                 Err(error) if listener.is_some() && error.kind() != io::ErrorKind::WouldBlock => {
                     listener = None;
                     if !std::mem::replace(&mut said, true) {
-                        log::error!("port {}: cannot accept a frontend: {error}; trying again", self.config.name);
+                        log::error!("{}: cannot accept a frontend: {error}; trying again", self.device.name());
                     }
                 }
                 _ => {}
@@ -283,7 +251,7 @@ impl Thread {
                 Ok([false, _]) => {}
                 Ok([true, _]) => return None,
                 Err(error) => {
-                    log::error!("port {}: {error}; port stopped", self.config.name);
+                    log::error!("{}: {error}; device stopped", self.device.name());
                     return None;
                 }
             }
@@ -292,9 +260,7 @@ impl Thread {
 
     /// One connection, to its end. Says why it ended.
     fn serve(&self, stream: UnixStream) -> String {
-        let Kind::Vhost(port) = &self.handle.port().kind else { return "not a vhost-user port".into() };
-        let session = Session::new(self.handle.clone(), self.config.features, self.config.config, self.config.tuning);
-        let session = Arc::new(Mutex::new(session));
+        let session = Arc::new(Mutex::new(Session::new(self.device.clone())));
         let socket = match stream.try_clone().and_then(|socket| Ok((socket, stream.try_clone()?))) {
             Ok((socket, current)) => {
                 *lock(&self.current) = Some(current);
@@ -302,14 +268,14 @@ impl Thread {
             }
             Err(error) => return error.to_string(),
         };
-        let _ = port.attention.read();
+        let _ = self.attention.read();
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
         loop {
             let listener = self.listener.as_ref().map(|listener| listener.as_fd());
             let fds =
-                [Some(sys::borrow(&self.stop)), Some(sys::borrow(&port.attention)), Some(socket.as_fd()), listener];
+                [Some(sys::borrow(&self.stop)), Some(sys::borrow(&self.attention)), Some(socket.as_fd()), listener];
             match sys::wait_readable(fds, None) {
-                Ok([true, ..]) => return "the port is going down".into(),
+                Ok([true, ..]) => return "the device is going down".into(),
                 Ok([_, true, ..]) => return "its memory is gone".into(),
                 Ok([_, _, true, _]) => {}
                 // Only when the first one is still there, seen after the second one: a frontend that closes and connects
@@ -355,10 +321,7 @@ impl Thread {
         let Some(listener) = &self.listener else { return true };
         let accepted = listener.accept();
         if accepted.is_ok() {
-            log::warn!(
-                "port {}: a second frontend was turned away; the first one is still connected",
-                self.config.name
-            );
+            log::warn!("{}: a second frontend was turned away; the first one is still connected", self.device.name());
         }
         accepted.is_ok()
     }

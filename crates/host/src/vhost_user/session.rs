@@ -1,17 +1,11 @@
 //! One connection of a frontend: what it has told us so far, and the queues that run by it. Called by `server.rs` through
 //! the `vhost` crate, message by message. Everything in here may be wrong; what is, is refused with a log line.
 
-use super::port::{Slot, VhostPort};
-use crate::{gate::Gate, port::Kind, sys, worker::PortHandle};
+use super::device::{Device, Ring};
+use crate::sys;
 use ringroad_mem::{Region, Table};
-use ringroad_net::{Config, Counters, Features, RxQueue, TxQueue, bits};
-use ringroad_ring::{Addresses, SetupError, Tuning};
-use std::{
-    fs::File,
-    io,
-    os::fd::{AsFd, AsRawFd},
-    sync::{Arc, atomic::Ordering},
-};
+use ringroad_ring::{Addresses, SetupError, bits};
+use std::{fs::File, io, os::fd::AsFd, sync::Arc};
 use vhost::vhost_user::{
     Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
     message::{
@@ -38,11 +32,8 @@ struct Vring {
 }
 
 /// One connection.
-pub(crate) struct Session {
-    handle: Arc<PortHandle>,
-    offer: Features,
-    config: Config,
-    tuning: Tuning,
+pub(crate) struct Session<D: Device> {
+    device: D,
     acked: u64,
     protocol: Protocol,
     memory: Arc<Table>,
@@ -54,41 +45,21 @@ pub(crate) struct Session {
     pub(crate) refused: bool,
 }
 
-/// What a port of so many queue pairs offers.
-fn protocol_features(queue_pairs: u16) -> Protocol {
-    let always = Protocol::REPLY_ACK
-        | Protocol::CONFIG
-        | Protocol::CONFIGURE_MEM_SLOTS
-        | Protocol::BACKEND_REQ
-        | Protocol::RESET_DEVICE;
-    // GET_QUEUE_NUM counts pairs for QEMU and DPDK but vrings for User-Mode Linux, which gives up when it is told 1. With
-    // a single pair nobody need ask.
-    if queue_pairs > 1 { always | Protocol::MQ } else { always }
-}
-
-impl Session {
-    pub(crate) fn new(handle: Arc<PortHandle>, offer: Features, config: Config, tuning: Tuning) -> Session {
-        let vrings = (0..2 * config.queue_pairs).map(|_| Vring::default()).collect();
+impl<D: Device> Session<D> {
+    pub(crate) fn new(device: D) -> Session<D> {
+        let vrings = (0..device.vrings()).map(|_| Vring::default()).collect();
         let protocol = Protocol::empty();
-        Session {
-            handle,
-            offer,
-            config,
-            tuning,
-            acked: 0,
-            protocol,
-            memory: Arc::default(),
-            vrings,
-            backend: None,
-            refused: false,
-        }
+        Session { device, acked: 0, protocol, memory: Arc::default(), vrings, backend: None, refused: false }
     }
 
-    fn port(&self) -> &VhostPort {
-        match &self.handle.port().kind {
-            Kind::Vhost(port) => port,
-            Kind::Tap(_) => unreachable!("a session is made for a vhost-user port"),
-        }
+    fn protocol_features(&self) -> Protocol {
+        let always = Protocol::REPLY_ACK
+            | Protocol::CONFIG
+            | Protocol::CONFIGURE_MEM_SLOTS
+            | Protocol::BACKEND_REQ
+            | Protocol::RESET_DEVICE;
+        // With a single pair nobody need ask.
+        if self.device.queue_num() > 1 { always | Protocol::MQ } else { always }
     }
 
     /// Whether a message that could not be obeyed was answered with an error, so that the frontend knows.
@@ -102,25 +73,25 @@ impl Session {
     }
 
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
-        log::error!("port {}: {why}; refused", self.port().name());
-        self.port().count_fault(None);
+        log::error!("{}: {why}; refused", self.device.name());
+        self.device.count_fault(None);
         self.refused = true;
         Err(Error::InvalidParam)
     }
 
     /// The same for what concerns one vring, whose err descriptor tells it too.
     fn refuse_vring<T>(&mut self, index: usize, why: impl std::fmt::Display) -> Result<T> {
-        log::error!("port {} queue {index}: {why}; refused", self.port().name());
-        self.port().count_fault(Some(index));
+        log::error!("{} queue {index}: {why}; refused", self.device.name());
+        self.device.count_fault(Some(index));
         self.refused = true;
         Err(Error::InvalidParam)
     }
 
     /// The frontend does not keep to the protocol: the connection cannot go on.
     pub(crate) fn violated(&mut self, why: impl std::fmt::Display) {
-        log::error!("port {}: {why}; disconnected", self.port().name());
-        self.port().count_fault(None);
-        (0..self.vrings.len()).for_each(|index| self.port().signal_err(index));
+        log::error!("{}: {why}; disconnected", self.device.name());
+        self.device.count_fault(None);
+        (0..self.vrings.len()).for_each(|index| self.device.signal_err(index));
     }
 
     /// The vring with this index, or the error for a message about one that there is not.
@@ -154,51 +125,11 @@ impl Session {
             return self.refuse_vring(index, why);
         }
         let (memory, acked, size, base) = (self.memory.clone(), self.acked, vring.size, vring.base);
-        let tuning = self.tuning;
-        let port = self.port();
-        let pair = index / 2;
-        let (started, base) = if index.is_multiple_of(2) {
-            let counters = port.rx_counters[pair].clone();
-            start_slot(
-                &port.rx[pair],
-                base,
-                |base| {
-                    let mut queue = RxQueue::start(memory, acked, size, addresses, base, counters)?;
-                    queue.tune(tuning);
-                    Ok(queue)
-                },
-                RxQueue::base,
-            )
-        } else {
-            let counters: Arc<Counters> = port.tx_counters[pair].clone();
-            port.tx[pair].enter().no_kick = kick.is_none();
-            start_slot(
-                &port.tx[pair],
-                base,
-                |base| {
-                    let mut queue = TxQueue::start(memory, acked, size, addresses, base, counters)?;
-                    queue.tune(tuning);
-                    Ok(queue)
-                },
-                |queue| queue.base(),
-            )
-        };
-        if let Err(error) = started {
-            return self.refuse_vring(index, error);
+        match self.device.start(index, Ring { memory, acked, size, addresses, base }, kick) {
+            Ok(base) => log::debug!("{}: queue {index} runs, {size} entries, base {base:#x}", self.device.name()),
+            Err(why) => return self.refuse_vring(index, why),
         }
-        if !index.is_multiple_of(2) {
-            if let Some(kick) = kick
-                && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
-            {
-                stop_slot(&self.port().tx[pair], |queue| queue.base());
-                let why = format!("cannot wait for its kick: {error}; expected an eventfd");
-                return self.refuse_vring(index, why);
-            }
-            self.handle.wake(pair as u16);
-        }
-        log::debug!("port {}: queue {index} runs, {size} entries, base {base:#x}", self.port().name());
         self.vrings[index].running = true;
-        self.count_pairs();
         Ok(())
     }
 
@@ -208,27 +139,8 @@ impl Session {
         if !std::mem::take(&mut vring.running) {
             return;
         }
-        let pair = index / 2;
-        if !index.is_multiple_of(2) {
-            if let Some(Some(kick)) = &vring.kick {
-                self.handle.unwatch(kick);
-            }
-            self.handle.rest(pair as u16);
-        }
-        let port = self.port();
-        let base = if index.is_multiple_of(2) {
-            stop_slot(&port.rx[pair], RxQueue::base)
-        } else {
-            stop_slot(&port.tx[pair], |queue| queue.base())
-        };
-        log::debug!("port {}: queue {index} stopped, base {base:#x}", self.port().name());
-        self.vrings[index].base = base;
-        self.count_pairs();
-    }
-
-    fn count_pairs(&self) {
-        let pairs = self.vrings.chunks(2).take_while(|pair| pair[0].running).count();
-        self.port().pairs_running.store(pairs, Ordering::Relaxed);
+        vring.base = self.device.stop(index, vring.kick.as_ref().and_then(Option::as_ref));
+        log::debug!("{}: queue {index} stopped, base {:#x}", self.device.name(), self.vrings[index].base);
     }
 
     /// Puts new memory in the place of the old one. Running queues go on in it where they were; the old one is unmapped
@@ -237,7 +149,7 @@ impl Session {
         let mut running: Vec<usize> = (0..self.vrings.len()).filter(|&index| self.vrings[index].running).collect();
         running.iter().for_each(|&index| self.stop(index));
         // New memory does not mend what the driver has broken.
-        running.retain(|&index| !self.port().has_fault(index));
+        running.retain(|&index| !self.device.has_fault(index));
         self.memory = Arc::new(memory);
         // One that cannot go on is refused; the others do.
         let mut result = Ok(());
@@ -254,12 +166,7 @@ impl Session {
         {
             return self.refuse_vring(index, error);
         }
-        let port = self.port();
-        if index.is_multiple_of(2) {
-            set_slot_fd(&port.rx[index / 2], file, err);
-        } else {
-            set_slot_fd(&port.tx[index / 2], file, err);
-        }
+        self.device.set_fd(index, file, err);
         Ok(())
     }
 
@@ -271,10 +178,11 @@ impl Session {
             self.vrings[index] = Vring::default();
         }
         self.acked = 0;
+        self.device.reset();
     }
 }
 
-impl Drop for Session {
+impl<D: Device> Drop for Session<D> {
     fn drop(&mut self) {
         self.reset();
         for index in 0..self.vrings.len() {
@@ -284,47 +192,7 @@ impl Drop for Session {
     }
 }
 
-fn start_slot<Q>(
-    gate: &Gate<Slot<Q>>,
-    base: u32,
-    start: impl FnOnce(u32) -> std::result::Result<Q, SetupError>,
-    started_at: impl Fn(&mut Q) -> u32,
-) -> (std::result::Result<(), SetupError>, u32) {
-    let mut slot = gate.enter();
-    slot.base = base;
-    match start(base) {
-        Ok(mut queue) => {
-            slot.base = started_at(&mut queue);
-            slot.queue = Some(queue);
-            slot.fault = None;
-            slot.notify();
-            (Ok(()), slot.base)
-        }
-        Err(error) => (Err(error), base),
-    }
-}
-
-fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
-    let mut slot = gate.enter();
-    if let Some(mut queue) = slot.queue.take() {
-        slot.base = base(&mut queue);
-    }
-    slot.base
-}
-
-fn set_slot_fd<Q>(gate: &Gate<Slot<Q>>, file: Option<File>, err: bool) {
-    let mut slot = gate.enter();
-    if err {
-        slot.err = file;
-        return;
-    }
-    slot.call = file;
-    if slot.queue.is_some() {
-        slot.notify();
-    }
-}
-
-impl VhostUserBackendReqHandlerMut for Session {
+impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
     }
@@ -340,11 +208,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_features(&mut self) -> Result<u64> {
-        Ok(self.offer.bits() | bits::PROTOCOL_FEATURES)
+        Ok(self.device.offer() | bits::PROTOCOL_FEATURES)
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        let unknown = features & !(self.offer.bits() | bits::PROTOCOL_FEATURES);
+        let unknown = features & !(self.device.offer() | bits::PROTOCOL_FEATURES);
         if unknown != 0 {
             return self.refuse(format_args!("features {unknown:#x} acknowledged that were not offered"));
         }
@@ -431,11 +299,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_protocol_features(&mut self) -> Result<Protocol> {
-        Ok(protocol_features(self.config.queue_pairs))
+        Ok(self.protocol_features())
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
-        let unknown = features & !protocol_features(self.config.queue_pairs).bits();
+        let unknown = features & !self.protocol_features().bits();
         if unknown != 0 {
             return self.refuse(format_args!("protocol features {unknown:#x} acknowledged that were not offered"));
         }
@@ -444,7 +312,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(self.config.queue_pairs.into())
+        Ok(self.device.queue_num())
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
@@ -459,7 +327,7 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         // Frontends ask for the space that they know of; what we do not have reads as zeros.
-        let bytes = self.config.bytes();
+        let bytes = self.device.config();
         let at = |index: u32| bytes.get(index as usize).copied().unwrap_or(0);
         Ok((0..size).map(|index| at(offset.saturating_add(index))).collect())
     }

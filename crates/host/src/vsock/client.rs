@@ -1,0 +1,199 @@
+//! The driver's side: a program as a guest of any vhost-user vsock device.
+
+use crate::{
+    sys,
+    vhost_user::{ConnectError, Handshake, Notifier},
+};
+use ringroad_vsock::{
+    Broken, Door, Driver, DriverConfig, DriverEvents, DriverSide, Host, Key, Kind, NoRelay, Queue, Settings, Stack,
+    kinds,
+};
+use std::{
+    io,
+    os::fd::AsFd,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+use vhost::vhost_user::VhostUserProtocolFeatures as Protocol;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// How to connect a vsock driver.
+#[derive(Clone, Debug)]
+pub struct VsockConnector {
+    /// The socket.
+    pub socket: PathBuf,
+    /// Make the socket and wait for the device, instead of connecting to one.
+    pub listen: bool,
+    /// For how long to wait for the other side.
+    pub patience: Duration,
+    /// The feature bits wanted of those that the device offers.
+    pub features: u64,
+    /// Entries of each queue.
+    pub queue_size: u32,
+    /// Bytes of payload that a receive buffer holds.
+    pub receive: usize,
+    /// The context identifier to use where the device does not tell one.
+    pub cid: Option<u64>,
+    /// How connections behave.
+    pub settings: Settings,
+}
+
+/// A driver that is connected to a device. Dropped, it disconnects; its connections are reset.
+pub struct VsockClient {
+    stack: Arc<Stack<DriverSide>>,
+    around: Arc<Around>,
+    thread: Option<JoinHandle<()>>,
+    /// The feature bits in use.
+    acked: u64,
+}
+
+struct Around {
+    rx: Notifier,
+    tx: Notifier,
+    event: Notifier,
+    wake: EventFd,
+    stop: AtomicBool,
+}
+
+/// What the stack needs; its own handle of the same.
+struct Handle(Arc<Around>);
+
+impl Host<NoRelay> for Handle {
+    fn notify(&self, queue: Queue) {
+        match queue {
+            Queue::Out => self.0.tx.kick(),
+            Queue::In => self.0.rx.kick(),
+        }
+    }
+
+    fn wake(&self) {
+        let _ = self.0.wake.write(1);
+    }
+
+    fn broken(&self, queue: Queue, why: Broken) {
+        log::error!("vsock driver, {queue:?}: {why}; queue stopped");
+    }
+
+    fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
+        Door::Shut
+    }
+
+    fn room(&self, _: Key) {}
+}
+
+const VRINGS: usize = 3;
+
+impl VsockConnector {
+    /// Connects, negotiates, and starts all queues.
+    pub fn connect(&self) -> Result<VsockClient, ConnectError> {
+        let socket = Handshake::open(&self.socket, self.listen, self.patience)?;
+        let mut handshake = Handshake::negotiate(socket, &self.socket, self.features, Protocol::CONFIG, VRINGS as u64)?;
+        let told = handshake.config(8)?;
+        handshake.accept()?;
+        let told = told.and_then(|bytes| Some(u64::from_le_bytes(bytes.first_chunk::<8>().copied()?)));
+        let cid = told
+            .or(self.cid)
+            .ok_or_else(|| io::Error::other("the device does not tell the context identifier (no CONFIG); name one"))?;
+        let acked = handshake.acked;
+        let config = DriverConfig { acked, queue_size: self.queue_size, receive: self.receive };
+        let Driver { region, file, rx, tx, mut events } = Driver::new(config)?;
+        handshake.share(&region, &file)?;
+        let around = Arc::new(Around {
+            rx: handshake.ring(0, self.queue_size, rx.addresses())?,
+            tx: handshake.ring(1, self.queue_size, tx.addresses())?,
+            event: handshake.ring(2, events.size(), events.addresses())?,
+            wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            stop: AtomicBool::new(false),
+        });
+        let stack = Arc::new(Stack::new(cid, None, self.settings, Box::new(Handle(around.clone()))));
+        stack.set_link(Some(tx));
+        stack.set_inlet(Some(rx));
+        handshake.enable(VRINGS)?;
+        // Some devices wait for the first kick before they look at a queue at all.
+        [&around.rx, &around.tx, &around.event].into_iter().for_each(Notifier::kick);
+        stack.set_kinds(kinds(acked));
+        let _ = events.transport_reset();
+        let thread = {
+            let (stack, around) = (stack.clone(), around.clone());
+            thread::Builder::new()
+                .name("vsock driver".into())
+                .spawn(move || work(&stack, &around, handshake, events))?
+        };
+        Ok(VsockClient { stack, around, thread: Some(thread), acked })
+    }
+}
+
+impl VsockClient {
+    /// The guest's end of the device: for sockets of this program.
+    pub fn stack(&self) -> &Arc<Stack<DriverSide>> {
+        &self.stack
+    }
+
+    /// The feature bits in use.
+    pub fn acked(&self) -> u64 {
+        self.acked
+    }
+}
+
+impl Drop for VsockClient {
+    fn drop(&mut self) {
+        self.around.stop.store(true, Ordering::Release);
+        let _ = self.around.wake.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The worker of a driver: does what programs do not do themselves, until the device is gone.
+fn work(stack: &Stack<DriverSide>, around: &Around, handshake: Handshake, mut events: DriverEvents) {
+    while !around.stop.load(Ordering::Acquire) {
+        if stack.work() || stack.rest() {
+            continue;
+        }
+        let now = Instant::now();
+        let timeout = stack.next_deadline().map(|time| time.saturating_duration_since(now) + Duration::from_millis(1));
+        let fds = [
+            Some(sys::borrow(&around.wake)),
+            Some(sys::borrow(around.rx.call())),
+            Some(sys::borrow(around.tx.call())),
+            Some(sys::borrow(around.event.call())),
+            // It never sends anything that was not asked for; what can be read is the end.
+            Some(handshake.socket.as_fd()),
+        ];
+        let Ok([wake, rx, tx, event, gone]) = sys::wait_readable(fds, timeout) else { break };
+        if wake {
+            let _ = around.wake.read();
+        }
+        if rx {
+            around.rx.clear();
+        }
+        if tx {
+            around.tx.clear();
+        }
+        if event {
+            around.event.clear();
+            if events.transport_reset().unwrap_or_default() {
+                log::info!("vsock driver: the device says that all connections are over");
+                stack.reset();
+            }
+        }
+        if gone {
+            log::info!("vsock driver: the device at {} is gone", handshake.path.display());
+            break;
+        }
+        if !rx {
+            stack.tick(Instant::now());
+        }
+    }
+    stack.set_kinds(&[]);
+    handshake.stop(VRINGS);
+    stack.set_link(None);
+    stack.set_inlet(None);
+    stack.reset();
+}
