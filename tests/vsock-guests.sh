@@ -57,8 +57,9 @@ packets=20000
 declare -A cid=([uml]=3 [qemu]=4)
 daemon='' listeners=() passed=0 failed=0 figure=''
 
-# vhost-device-vsock 0.3.0 closes both directions when one is shut down; loses connections when Linux >= 6.6 sends packets that
-# lie in several descriptors; says nothing to a guest that asks for a port where nobody listens, and nothing when it ends.
+# vhost-device-vsock 0.3.0 does not tell the host when a guest has shut down one direction, and closes both when the host has;
+# loses connections when Linux >= 6.6 sends packets that lie in several descriptors; says nothing to a guest that asks for a
+# port where nobody listens, and nothing when it ends.
 lacks() { # WHAT, KIND
   [ "$device" = vhost-device-vsock ] || return 1
   case $1 in half-close | refusal-of-guests | reset-at-its-end) ;; bulk-from-guest) [ "$2" = uml ] ;; *) return 1 ;; esac
@@ -183,13 +184,14 @@ check() { # NAME, command…
 
 in_guest() { "$guests" run "$1" --timeout "$limit" "$2"; } # GUEST, COMMAND
 
-on() { # host|guest, KIND, PORT, what of `vsock connect`…: from there to the other end's port; prints what it says
-  local from=$1 kind=$2
-  shift 2
+on() { # host|guest, KIND, PORT, what of `vsock connect`…, or ping BYTES SECONDS: to the other end's port; prints what it says
+  local from=$1 kind=$2 port=$3 verb=connect
+  shift 3
+  [ "$1" != ping ] || { verb=ping; shift; }
   if [ "$from" = host ]; then
-    timeout "$limit" "$vsock" connect "$state/$kind.host" "$@" </dev/null
+    timeout "$limit" "$vsock" $verb "$state/$kind.host" "$port" "$@" </dev/null
   else
-    in_guest "$kind" "vsock connect 2 $*"
+    in_guest "$kind" "vsock $verb 2 $port $*"
   fi
 }
 
@@ -260,7 +262,7 @@ blocked() { # KIND, command…: a connection of the guest is blocked in a read; 
   local kind=$1 tries=0 out
   shift
   # shellcheck disable=SC2016 # for the guest's shell
-  in_guest "$kind" 'rm -f /tmp/reset; vsock connect 2 1001 wait-reset >/tmp/reset 2>&1 & for i in $(seq 50); do grep -q connected /tmp/reset && exit 0; usleep 100000; done; cat /tmp/reset; exit 1' || return
+  in_guest "$kind" 'rm -f /tmp/reset; vsock wait-reset 2 1001 >/tmp/reset 2>&1 & for i in $(seq 50); do grep -q connected /tmp/reset && exit 0; usleep 100000; done; cat /tmp/reset; exit 1' || return
   "$@" || return
   until out=$(in_guest "$kind" 'grep reset /tmp/reset'); do
     [ $((tries += 1)) -le 25 ] || { echo "5 s later the guest is still blocked"; return 1; }

@@ -150,12 +150,12 @@ static void finish_sink(struct conn *c) {
   put(c, c->answer, strlen(c->answer));
 }
 
-static void advance(struct conn *c) { // what follows from what has come and gone; poll's events are up to wanted()
+static void advance(struct conn *c) { // what follows from what has come and gone
   if (c->done || c->pending) return;
   if (sender(c) && c->sent < c->total) {
     uint64_t n = c->total - c->sent, window = socket_type == SOCK_STREAM ? CHUNK : CHUNK / 4;
-    if (c->role == ECHO_CLIENT && socket_type != SOCK_STREAM && c->sent - c->received >= WINDOW) return;
     if (c->eof) return fail(c, "the end came after %" PRIu64 " of %" PRIu64 " bytes were sent", c->sent, c->total);
+    if (c->role == ECHO_CLIENT && socket_type != SOCK_STREAM && c->sent - c->received >= WINDOW) return;
     put(c, NULL, n < window ? n : window);
     if (!c->done && c->role != ECHO_CLIENT) digest(&c->sha, c->pending, c->end);
     return;

@@ -7,8 +7,8 @@
 //   vsock connect CID PORT sink BYTES                        wants BYTES of the stream, answers with number and SHA-256
 //   vsock connect CID PORT packets COUNT                     sends COUNT messages (SOCK_SEQPACKET), wants "COUNT ok" back
 //   vsock connect CID PORT hold N                            N connections, each echoes 8 bytes, now and when stdin ends
-//   vsock connect CID PORT ping BYTES SECONDS                round trips to an echo, one at a time
-//   vsock connect CID PORT wait-reset                        blocks in a read, says how that ends
+//   vsock ping CID PORT BYTES SECONDS                        round trips to an echo, one at a time
+//   vsock wait-reset CID PORT                                says "connected", blocks in a read, says how that ends
 //   vsock cid | digest BYTES | layout COUNT                  the local CID; figures of the stream and of the messages
 //
 // Options, at the end: --connections N (echo, source, sink: N at once, BYTES each); --no-half-close (never shut down one
@@ -108,6 +108,7 @@ static int listen_on(const char *port, const char *what, const char *bytes) {
   int fd = new_socket(strchr(port, '/') ? port : "4294967295", port, &at, &length); // VMADDR_CID_ANY
   if (at.any.sa_family == AF_UNIX) unlink(port);
   if (bind(fd, &at.any, length) || listen(fd, 1024)) die("listen on %s: %s", port, reason());
+  fcntl(fd, F_SETFL, O_NONBLOCK); // who asked may be gone before accept()
   printf("listening %s\n", port);
   if (background) {
     pid_t pid = fork();
@@ -267,8 +268,8 @@ int main(int argc, char **argv) {
     if (!strcmp(what, "echo") || !strcmp(what, "sink") || !strcmp(what, "source")) return transfer(a[1], a[2], what, number(a[4], 1));
     if (!strcmp(what, "packets")) return packets(a[1], a[2], number(a[4], 1));
     if (!strcmp(what, "hold")) return hold(a[1], a[2], number(a[4], 1));
-    if (!strcmp(what, "ping")) return ping(a[1], a[2], number(a[4], 1), number(a[5], 1));
-    if (!strcmp(what, "wait-reset")) return wait_reset(a[1], a[2]);
   }
+  if (!strcmp(command, "ping") && a[2]) return ping(a[1], a[2], number(a[3], 1), number(a[4], 1));
+  if (!strcmp(command, "wait-reset") && a[2]) return wait_reset(a[1], a[2]);
   die("unknown command: the comment in tests/guest/vsock.c tells them");
 }
