@@ -1,0 +1,324 @@
+#!/usr/bin/env bash
+# Interop of a vsock device with real guests: Linux 7 under User-Mode Linux and Linux 6.1 under QEMU. As root:
+#
+#   tests/vsock-guests.sh [--quick] [--device ringroad|vhost-device-vsock] [--size MIB] [uml] [qemu]     (default: both)
+#
+# For each guest it starts the device, boots the guest on it, and runs tests/guest/vsock.c (see there) in the guest and, over
+# the device's Unix sockets, on the host: connections each way, refused ones, echo, bulk each way by connections each way with
+# equal SHA-256 (1 GiB; 64 MiB with --quick), 500 connections at once, round trips, SOCK_SEQPACKET, and what becomes of a
+# connection whose other end or whose device is killed.
+# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+#
+# ringroad is $RINGROAD, default target/release/ringroad. What a device is known not to do is not asked of it (see `lacks`).
+# $RINGROAD_PACKETS is a port of the device's host (CID 2) that answers SOCK_SEQPACKET as `vsock listen PORT packets` does;
+# $RINGROAD_VSOCK are lines of TOML for each [[vsock]] table. Without them, messages only go round inside the guest.
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+guests=$root/scripts/guests
+cache=$("$root/scripts/peers" where)
+vsock=$cache/vsock
+ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
+
+say() { echo "vsock-guests.sh: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+device=ringroad mib='' quick='' parts=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --quick) quick=1 ;;
+    --device | --size)
+      [ $# -ge 2 ] || die "$1 needs a value"
+      [ "$1" = --size ] && mib=$2 || device=$2
+      shift
+      ;;
+    uml | qemu) parts+=("$1") ;;
+    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+  esac
+  shift
+done
+[ -n "$mib" ] || { [ -n "$quick" ] && mib=64 || mib=1024; }
+[[ $mib =~ ^[1-9][0-9]*$ ]] || die "--size: expected a whole number of MiB above 0, got '$mib'"
+[ ${#parts[@]} -gt 0 ] || parts=(uml qemu)
+[ "$(id -u)" = 0 ] || die "needs root (chroot); run it with sudo"
+case $device in
+  ringroad) [ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD" ;;
+  vhost-device-vsock) ;;
+  *) die "--device: expected ringroad or vhost-device-vsock, got '$device'" ;;
+esac
+"$guests" setup
+
+state=$(mktemp -d /tmp/ringroad-vsock.XXXXXX)
+export RINGROAD_GUESTS=$state/guests
+bytes=$((mib * 1048576))
+limit=20 long=$((60 + mib / 4)) # seconds for one command
+packets=20000
+[ -z "$quick" ] || packets=2000
+declare -A cid=([uml]=3 [qemu]=4)
+daemon='' listeners=() passed=0 failed=0 figure=''
+
+# vhost-device-vsock 0.3.0 does not tell the host when a guest has shut down one direction, and closes both when the host has;
+# loses connections when Linux >= 6.6 sends packets that lie in several descriptors; says nothing to a guest that asks for a
+# port where nobody listens, and nothing when it ends; gets stuck when much goes both ways at once.
+lacks() { # WHAT, KIND
+  [ "$device" = vhost-device-vsock ] || return 1
+  case $1 in half-close | refusal-of-guests | reset-at-its-end | bulk-both-ways) ;; bulk-from-guest) [ "$2" = uml ] ;; *) return 1 ;; esac
+}
+
+# --- the device and the host's end ----------------------------------------------------------------------------------------
+
+running() { # PID: also false for a zombie
+  local stat
+  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  [[ ${stat##*) } != Z* ]]
+}
+
+start_device() { # KIND
+  local tries=0
+  rm -f "$state/$1.sock" "$state/$1.host"
+  if [ "$device" = ringroad ]; then
+    cat >"$state/ringroad.toml" <<TOML
+[[vsock]]
+cid = ${cid[$1]}
+socket = "$state/$1.sock"
+host = "$state/$1.host"
+${RINGROAD_VSOCK:-}
+TOML
+    "$ringroad" serve -c "$state/ringroad.toml" >"$state/device.log" 2>&1 &
+  else
+    setsid chroot "$cache/forky" vhost-device-vsock --guest-cid "${cid[$1]}" --socket "$state/$1.sock" --uds-path "$state/$1.host" \
+      >"$state/device.log" 2>&1 &
+  fi
+  daemon=$!
+  until [ -S "$state/$1.sock" ]; do
+    running "$daemon" || { echo "the device ended at once"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "no socket $state/$1.sock after 10 s"; return 1; }
+    sleep 0.1
+  done
+}
+
+end_process() { # PID: 3 s to end when asked to
+  local tries=0
+  kill -TERM "$1" 2>/dev/null || return 0
+  while running "$1"; do
+    [ $((tries += 1)) != 60 ] || kill -KILL "$1"
+    sleep 0.05
+  done
+  wait "$1" 2>/dev/null || true
+}
+
+stop_device() { # it must still be the one that was started, and end well when asked to
+  local status=0 begun=${EPOCHREALTIME//[.,]/} pid=$daemon tries=0
+  daemon=''
+  running "$pid" || { echo "the device had ended before"; return 1; }
+  kill -TERM "$pid"
+  while running "$pid"; do
+    [ $((tries += 1)) -le 100 ] || { kill -KILL "$pid"; echo "the device did not end within 5 s"; return 1; }
+    sleep 0.05
+  done
+  wait "$pid" || status=$?
+  [ $status = 0 ] || [ $status = 143 ] || { echo "the device ended with status $status"; return 1; }
+  ! grep -n 'panicked at' "$state/device.log" || return 1
+  figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
+}
+
+host_listens() { # KIND, PORT, what: on the Unix socket of the host's port, for connections from the guest
+  local path=$state/$1.host_$2 tries=0
+  # shellcheck disable=SC2086 # words
+  "$vsock" listen "$path" $3 ${options[@]+"${options[@]}"} >>"$state/host.log" 2>&1 &
+  listeners+=($!)
+  until [ -S "$path" ]; do
+    [ $((tries += 1)) -le 50 ] || { echo "no socket $path after 5 s"; return 1; }
+    sleep 0.1
+  done
+}
+
+end_listeners() {
+  local pid
+  for pid in ${listeners[@]+"${listeners[@]}"}; do end_process "$pid"; done
+  listeners=()
+}
+
+cleanup() {
+  local IFS=$' \t\n'
+  trap '' INT TERM HUP
+  set +e
+  [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
+  end_listeners
+  [ -z "$daemon" ] || end_process "$daemon"
+  rm -rf "$state"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+# --- checks: each leaves its $figure, or fails with what it printed --------------------------------------------------------
+
+check() { # NAME, command…
+  local name=$1 guest begun=$SECONDS
+  shift
+  figure=''
+  if "$@" >"$state/output" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok $name${figure:+ $figure}"
+    return 0
+  fi
+  failed=$((failed + 1))
+  echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
+  {
+    tail -n 30 "$state/output"
+    echo "--- the end of the device's log"
+    tail -n 20 "$state/device.log"
+    echo "--- the end of what the host's listeners said"
+    tail -n 5 "$state/host.log"
+    for guest in "$RINGROAD_GUESTS"/*/console.log; do
+      [ -e "$guest" ] || continue
+      guest=$(basename "$(dirname "$guest")")
+      "$guests" logs "$guest" || true
+      echo "--- the end of the kernel log of $guest, and what its listeners said"
+      "$guests" run "$guest" --timeout 3 'dmesg | tail -n 12; tail -n 5 /tmp/vsock.log' 2>/dev/null || true
+    done
+  } 2>&1 | sed 's/^/    /'
+  return 1
+}
+
+in_guest() { "$guests" run "$1" --timeout "$limit" "$2"; } # GUEST, COMMAND
+
+on() { # host|guest, KIND, PORT, what of `vsock connect`…, or ping BYTES SECONDS: to the other end's port; prints what it says
+  local from=$1 kind=$2 port=$3 verb=connect
+  shift 3
+  [ "$1" != ping ] || { verb=ping; shift; }
+  if [ "$from" = host ]; then
+    timeout "$limit" "$vsock" $verb "$state/$kind.host" "$port" "$@" </dev/null
+  else
+    in_guest "$kind" "vsock $verb 2 $port $*"
+  fi
+}
+
+connect() { # the same: it must say "ok"
+  local out status=0
+  out=$(on "$@" 2>&1) || status=$?
+  echo "$out"
+  [ $status = 0 ] || { echo "status $status"; return 1; }
+  [[ $out == "ok "* ]] || return 1
+  figure=${out#ok }
+  figure=${figure% sha256 *}
+}
+
+bulk() { # the same, with time for it
+  local limit=$long
+  connect "$@"
+}
+
+refused() { # host|guest, KIND: nobody listens there, which it must be told at once
+  local out begun=${EPOCHREALTIME//[.,]/} ms
+  if out=$(on "$1" "$2" 7 echo 1 2>&1); then echo "it connected: $out"; return 1; fi
+  ms=$(((${EPOCHREALTIME//[.,]/} - begun) / 1000))
+  echo "$out (after $ms ms)"
+  if [ "$1" = guest ]; then [[ $out == *"Connection reset by peer"* ]]; else [[ $out == *"got the end"* ]]; fi || return 1
+  [ $ms -lt 1500 ] || { echo "expected it within 1.5 s (Linux itself gives up after 2 s)"; return 1; }
+  figure="$ms ms"
+}
+
+boot() { # KIND
+  local begun=${EPOCHREALTIME//[.,]/} us
+  "$guests" boot "$1" none --vsock "$state/$1.sock" || return
+  us=$((${EPOCHREALTIME//[.,]/} - begun))
+  figure="$((us / 1000000)).$((us / 100000 % 10)) s"
+}
+
+local_cid() { # KIND
+  figure=$(in_guest "$1" 'vsock cid') || return
+  echo "expected CID ${cid[$1]}, got $figure"
+  [ "$figure" = "${cid[$1]}" ]
+}
+
+guest_listens() { # KIND, PORT, what…
+  local out
+  out=$(in_guest "$1" "touch /tmp/vsock.log; vsock listen ${*:2} ${options[*]-} --background >>/tmp/vsock.log; tail -n 1 /tmp/vsock.log") || return
+  echo "$out"
+  [ "$out" = "listening $2" ]
+}
+
+listen_everywhere() { # KIND
+  local what port=1000
+  for what in echo "sink $bytes" "source $bytes"; do
+    port=$((port + 1)) # 1001 echo, 1002 sink, 1003 source, on both sides
+    host_listens "$1" $port "$what" || return
+    # shellcheck disable=SC2086 # words
+    guest_listens "$1" $port $what || return
+  done
+  guest_listens "$1" 1004 packets
+}
+
+round_the_guest() { # KIND: SOCK_SEQPACKET by vsock_loopback
+  local out
+  out=$(in_guest "$1" "insmod /modules/*vsock_loopback.ko && vsock connect 1 1004 packets $packets") || { echo "$out"; return 1; }
+  echo "$out"
+  figure=${out#ok }
+}
+
+blocked() { # KIND, command…: a connection of the guest is blocked in a read; the command must end that within 5 s
+  local kind=$1 tries=0 out
+  shift
+  # shellcheck disable=SC2016 # for the guest's shell
+  in_guest "$kind" 'rm -f /tmp/reset; vsock wait-reset 2 1001 >/tmp/reset 2>&1 & for i in $(seq 50); do grep -q connected /tmp/reset && exit 0; usleep 100000; done; cat /tmp/reset; exit 1' || return
+  "$@" || return
+  until out=$(in_guest "$kind" 'grep reset /tmp/reset'); do
+    [ $((tries += 1)) -le 25 ] || { echo "5 s later the guest is still blocked"; return 1; }
+    sleep 0.2
+  done
+  figure=$out
+}
+
+# --- the parts ----------------------------------------------------------------------------------------------------------
+
+part() { # KIND
+  local kind=$1 from
+  options=()
+  ! lacks half-close "$kind" || options=(--no-half-close)
+  check "$kind device start" start_device "$kind" || return 0
+  check "$kind boot" boot "$kind" || return 0
+  check "$kind cid" local_cid "$kind" || return 0
+  check "$kind listeners" listen_everywhere "$kind" || return 0
+  for from in guest host; do
+    if [ $from = host ] || ! lacks refusal-of-guests "$kind"; then
+      check "$kind refused, from $from" refused $from "$kind" || true
+    fi
+    check "$kind echo, from $from" connect $from "$kind" 1001 echo 10000 "${options[@]}" || true
+    if [ $from = host ] || ! lacks bulk-from-guest "$kind"; then
+      check "$kind bulk $from sends, by its own connection" bulk $from "$kind" 1002 source $bytes "${options[@]}" || true
+    fi
+    if [ $from = guest ] || ! lacks bulk-from-guest "$kind"; then
+      check "$kind bulk $from gets, by its own connection" bulk $from "$kind" 1003 sink $bytes "${options[@]}" || true
+    fi
+    if ! lacks bulk-both-ways "$kind"; then
+      check "$kind bulk echo, from $from" bulk $from "$kind" 1001 echo $((bytes / 4)) "${options[@]}" || true
+    fi
+    check "$kind 500 connections at once, from $from" connect $from "$kind" 1001 echo 16384 --connections 500 "${options[@]}" || true
+    check "$kind round trips, from $from" connect $from "$kind" 1001 ping 64 2 || true
+  done
+  check "$kind messages round the guest" round_the_guest "$kind" || true
+  if [ -n "${RINGROAD_PACKETS:-}" ]; then
+    check "$kind messages to the host" connect guest "$kind" "$RINGROAD_PACKETS" packets $packets || true
+  fi
+  check "$kind the host's program is killed" blocked "$kind" end_process "${listeners[0]}" || true
+  end_listeners
+  rm -f "$state/$kind.host_1001" # a socket that nobody listens on stays where it is
+  check "$kind listener anew" host_listens "$kind" 1001 echo || return 0
+  check "$kind echo after that" connect guest "$kind" 1001 echo 10000 "${options[@]}" || true
+  if lacks reset-at-its-end "$kind"; then
+    check "$kind the device ends" stop_device || true
+  else
+    check "$kind the device ends" blocked "$kind" stop_device || true
+  fi
+}
+
+for kind in "${parts[@]}"; do
+  part "$kind"
+  end_listeners
+  if [ -n "$daemon" ]; then end_process "$daemon"; daemon=''; fi
+  [ ! -d "$RINGROAD_GUESTS/$kind" ] || "$guests" stop "$kind"
+done
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
