@@ -1,5 +1,8 @@
 //! `ringroad serve`: runs a switch as a configuration file describes it.
 
+mod vsock;
+
+use self::vsock::Vsocks;
 use crate::{Outcome, config, report};
 use ringroad_host::{
     Port, PortHandle, PortReport, Tap, Worker, WorkerConfig,
@@ -25,8 +28,9 @@ use std::{
 #[derive(clap::Args)]
 #[command(after_help = "Example configuration:\n  \
     [[port]]\n  name = \"vm1\"\n  kind = \"vhost-user\"\n  socket = \"/tmp/vm1.sock\"\n\n  \
-    [[port]]\n  name = \"host\"\n  kind = \"tap\"\n  interface = \"rr0\"\n\n\
-    SIGUSR1 prints the counters; SIGTERM and SIGINT end it.")]
+    [[port]]\n  name = \"host\"\n  kind = \"tap\"\n  interface = \"rr0\"\n\n  \
+    [[vsock]]\n  cid = 3\n  socket = \"/tmp/vm1.vsock\"\n  host = \"/tmp/vm1.host\"\n\n\
+    SIGUSR1 prints the counters, SIGHUP reads the file again, SIGTERM and SIGINT end it.")]
 pub struct Args {
     /// The configuration file
     #[arg(short, long, value_name = "FILE")]
@@ -46,7 +50,7 @@ pub struct Args {
 pub fn run(args: Args) -> Outcome {
     let config = config::Config::load(&args.config)?;
     if args.check {
-        println!("{}: {} ports, right", args.config.display(), config.ports.len());
+        println!("{}: {}, right", args.config.display(), summary(&config));
         return Ok(ExitCode::SUCCESS);
     }
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1, SIGHUP])?;
@@ -55,37 +59,63 @@ pub fn run(args: Args) -> Outcome {
     for port in &config.ports {
         ports.push(Running::start(port, &config, &worker)?);
     }
-    log::info!("{} ports, ready", ports.len());
+    let vsock = Arc::new(Mutex::new(Vsocks::start(&config)?));
+    log::info!("{}, ready", summary(&config));
     let ports = Arc::new(Mutex::new(ports));
     if let Some(seconds) = args.stats {
-        let ports = ports.clone();
+        let (ports, vsock) = (ports.clone(), vsock.clone());
         thread::Builder::new().name("stats".into()).spawn(move || {
             loop {
                 thread::sleep(Duration::from_secs(seconds));
-                print_counters(&lock(&ports));
+                print_counters(&lock(&ports), &lock(&vsock), false);
             }
         })?;
     }
     for signal in signals.forever() {
         match signal {
-            SIGUSR1 => print_counters(&lock(&ports)),
-            SIGHUP => reload(&args, &config, &mut lock(&ports), &worker),
+            SIGUSR1 => print_counters(&lock(&ports), &lock(&vsock), true),
+            SIGHUP => reload(&args, &config, &mut lock(&ports), &mut lock(&vsock), &worker),
             _ => break,
         }
     }
     log::info!("stopping");
-    let mut ports = lock(&ports);
-    print_counters(&ports);
+    let (mut ports, mut vsock) = (lock(&ports), lock(&vsock));
+    print_counters(&ports, &vsock, false);
     if let Some(file) = &args.json {
         let ports: Vec<_> = ports.iter().map(|running| json(&running.report())).collect();
-        crate::blast::write_json(file, &serde_json::json!({ "ports": ports }))?;
+        crate::blast::write_json(file, &serde_json::json!({ "ports": ports, "vsock": vsock.json() }))?;
     }
     ports.clear();
+    vsock.devices.clear();
     Ok(ExitCode::SUCCESS)
+}
+
+/// Prints what has happened so far; `all`: connection by connection too.
+fn print_counters(ports: &[Running], vsock: &Vsocks, all: bool) {
+    let mut text = String::new();
+    if !ports.is_empty() {
+        text += &port_table(ports);
+    }
+    if !vsock.devices.is_empty() {
+        text += &vsock.table();
+        if all {
+            text += &vsock.connections();
+        }
+    }
+    // Nobody listening any more is no reason to stop.
+    let _ = io::stdout().write_all(text.as_bytes());
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn summary(config: &config::Config) -> String {
+    match (config.ports.len(), config.vsocks.len()) {
+        (ports, 0) => format!("{ports} ports"),
+        (0, vsocks) => format!("{vsocks} vsock devices"),
+        (ports, vsocks) => format!("{ports} ports, {vsocks} vsock devices"),
+    }
 }
 
 fn start_worker(config: &config::Config) -> Result<Worker, Box<dyn std::error::Error>> {
@@ -159,7 +189,7 @@ fn hash(name: &str) -> u32 {
 
 /// Reads the configuration again: ports that are not in it any more, or differ, go; new ones come; the others do not
 /// notice. `before` is what the program was started with.
-fn reload(args: &Args, before: &config::Config, ports: &mut Vec<Running>, worker: &Worker) {
+fn reload(args: &Args, before: &config::Config, ports: &mut Vec<Running>, vsock: &mut Vsocks, worker: &Worker) {
     let config = match config::Config::load(&args.config) {
         Ok(config) => config,
         Err(error) => return log::error!("{error}; everything stays as it is"),
@@ -177,7 +207,8 @@ fn reload(args: &Args, before: &config::Config, ports: &mut Vec<Running>, worker
             }
         }
     }
-    log::info!("configuration read again: {} ports", ports.len());
+    vsock.reload(&config);
+    log::info!("configuration read again: {}", summary(&config));
 }
 
 fn json(report: &PortReport) -> serde_json::Value {
@@ -190,7 +221,7 @@ fn json(report: &PortReport) -> serde_json::Value {
     serde_json::json!({ "name": report.name, "from": side(&report.received), "to": side(&report.sent) })
 }
 
-fn print_counters(ports: &[Running]) {
+fn port_table(ports: &[Running]) -> String {
     let header = [
         "port",
         "from: frames",
@@ -223,6 +254,5 @@ fn print_counters(ports: &[Running]) {
             std::iter::once(name).chain(numbers.into_iter().map(report::count)).collect()
         })
         .collect();
-    // Nobody listening any more is no reason to stop.
-    let _ = io::stdout().write_all(report::table(&header, &rows).as_bytes());
+    report::table(&header, &rows)
 }

@@ -128,8 +128,6 @@ pub trait Host<R>: Send + Sync {
 /// How a stack behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Its name in log lines.
-    pub name: &'static str,
     /// Whether senders use the ring themselves where they can.
     pub direct: bool,
     /// Bytes that a connection keeps for a program that does not read.
@@ -149,7 +147,6 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Settings {
         Settings {
-            name: "vsock",
             direct: true,
             buffer: 256 << 10,
             poll: Duration::ZERO,
@@ -275,6 +272,8 @@ const FIRST_PORT: u32 = 1 << 20;
 
 /// One end of a vsock device.
 pub struct Stack<S: Side> {
+    /// In log lines.
+    name: String,
     /// Our context identifier.
     cid: u64,
     /// The only one that packets may come from; `None`: any.
@@ -293,8 +292,9 @@ pub struct Stack<S: Side> {
 
 impl<S: Side> Stack<S> {
     /// A stack whose rings do not run yet.
-    pub fn new(cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
+    pub fn new(name: &str, cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
         Stack {
+            name: name.to_owned(),
             cid,
             peer,
             settings,
@@ -559,7 +559,7 @@ impl<S: Side> Stack<S> {
     fn count_wrong(&self, key: &Key, why: impl std::fmt::Display) {
         self.counters.wrong.fetch_add(1, Ordering::Relaxed);
         if self.may_log() {
-            log::warn!("{}: {} to port {}: {why}; connection reset", self.settings.name, key.peer, key.port);
+            log::warn!("{}: {} to port {}: {why}; connection reset", self.name, key.peer, key.port);
         }
     }
 
@@ -569,7 +569,7 @@ impl<S: Side> Stack<S> {
             let VsockHdr { src_cid, src_port, dst_cid, dst_port, .. } = header;
             log::warn!(
                 "{}: a packet from {src_cid}:{src_port} to {dst_cid}:{dst_port}: {why}; answered with a reset",
-                self.settings.name
+                self.name
             );
         }
         if header.op != Op::Reset as u16 {

@@ -110,7 +110,7 @@ impl VsockConnector {
             wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             stop: AtomicBool::new(false),
         });
-        let stack = Arc::new(Stack::new(cid, None, self.settings, Box::new(Handle(around.clone()))));
+        let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(around.clone()))));
         stack.set_link(Some(tx));
         stack.set_inlet(Some(rx));
         handshake.enable(VRINGS)?;

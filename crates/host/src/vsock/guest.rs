@@ -31,7 +31,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 #[derive(Clone, Debug)]
 pub struct VsockConfig {
     /// Its name in log lines.
-    pub name: &'static str,
+    pub name: String,
     /// The guest's context identifier, 3 or more.
     pub cid: u64,
     /// Where the vhost-user socket is.
@@ -58,7 +58,7 @@ const EVENT: usize = 2;
 
 /// A guest, connected or not.
 pub(super) struct Guest {
-    pub name: &'static str,
+    pub name: String,
     pub number: u32,
     pub cid: u64,
     pub stack: Arc<Stack<HostSide>>,
@@ -149,7 +149,7 @@ impl Guest {
 
 /// What a guest's stack needs of its surroundings.
 struct Around {
-    name: &'static str,
+    name: String,
     number: u32,
     worker: Arc<Shared>,
     notifiers: Arc<Notifiers>,
@@ -223,13 +223,13 @@ pub struct VsockServer {
 impl VsockServer {
     /// Makes the sockets and has the worker serve them.
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
-        let name = config.name;
+        let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
         let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
         let number = worker.number();
         let notifiers = Arc::<Notifiers>::default();
         let around = Around {
-            name,
+            name: name.to_owned(),
             number,
             worker: worker.shared.clone(),
             notifiers: notifiers.clone(),
@@ -238,12 +238,12 @@ impl VsockServer {
         };
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
-        let stack = Arc::new(Stack::new(HOST_CID, Some(config.cid), config.settings, Box::new(around)));
+        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(around)));
         if !config.groups.is_empty() {
             worker.hub.join(&stack, config.groups.clone());
         }
         let guest = Arc::new(Guest {
-            name,
+            name: name.to_owned(),
             number,
             cid: config.cid,
             stack,
@@ -254,8 +254,12 @@ impl VsockServer {
             lines: AtomicU32::new(100),
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
-        let mut server =
-            VsockServer { guest: guest.clone(), worker: worker.shared.clone(), socket: None, host: config.host };
+        let mut server = VsockServer {
+            guest: guest.clone(),
+            worker: worker.shared.clone(),
+            socket: None,
+            host: config.host.clone(),
+        };
         let device = VsockDevice { guest, worker: worker.shared.clone(), offer: config.features.bits() };
         server.socket = Some(Socket::start(name, &config.socket, config.role, told, || Ok(device))?);
         Ok(server)
@@ -294,7 +298,7 @@ fn is_fresh(base: u32, acked: u64) -> bool {
 
 impl Device for VsockDevice {
     fn name(&self) -> &str {
-        self.guest.name
+        &self.guest.name
     }
 
     fn offer(&self) -> u64 {

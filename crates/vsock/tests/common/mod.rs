@@ -155,8 +155,8 @@ impl Pair {
         let transmit = TxQueue::start(memory.clone(), acked, queue_size, tx.addresses(), base).unwrap();
         let (ours, theirs) = (Arc::<Bell>::default(), Arc::<Bell>::default());
         let (host_around, guest_around) = (Around::new(&ours, &theirs), Around::new(&theirs, &ours));
-        let host = Arc::new(Stack::new(HOST, Some(GUEST), settings, Box::new(host_around.clone())));
-        let guest = Arc::new(Stack::new(GUEST, None, settings, Box::new(guest_around.clone())));
+        let host = Arc::new(Stack::new("host", HOST, Some(GUEST), settings, Box::new(host_around.clone())));
+        let guest = Arc::new(Stack::new("guest", GUEST, None, settings, Box::new(guest_around.clone())));
         host.set_link(Some(receive));
         host.set_inlet(Some(transmit));
         guest.set_link(Some(tx));

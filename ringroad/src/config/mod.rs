@@ -3,6 +3,10 @@
 //! main.rs calls [`Config::load`]. The file is walked by hand rather than through serde, so that each error names
 //! the line and the key at fault, also where the syntax is right and the meaning is not.
 
+mod vsock;
+
+pub use vsock::Vsock;
+
 use std::collections::HashMap;
 use std::fs::File;
 use std::hash::Hash;
@@ -35,8 +39,10 @@ pub struct Config {
     pub workers: Workers,
     /// `[switch]`.
     pub switch: SwitchConfig,
-    /// `[[port]]`, at least one, in the order of the file.
+    /// `[[port]]`, in the order of the file.
     pub ports: Vec<Port>,
+    /// `[[vsock]]`, in the order of the file. Of both at least one.
+    pub vsocks: Vec<Vsock>,
 }
 
 /// The threads that move frames; in this version one, shared by all ports.
@@ -167,8 +173,10 @@ impl Config {
             return Err(source.syntax(error));
         }
         let root = Section { source, owner: String::new(), prefix: "", table: root.get_ref(), at: 0 };
-        root.only(&["workers", "switch", "port"], &["vsock", "e1000"])?;
-        Ok(Config { workers: workers(&root)?, switch: switch(&root)?, ports: ports(&root)? })
+        root.only(&["workers", "switch", "port", "vsock"], &["e1000"])?;
+        let mut taken = Taken::default();
+        let (workers, switch) = (workers(&root)?, switch(&root)?);
+        Ok(Config { workers, switch, ports: ports(&root, &mut taken)?, vsocks: vsock::vsocks(&root, &mut taken)? })
     }
 }
 
@@ -212,19 +220,21 @@ fn switch(root: &Section) -> Result<SwitchConfig, ConfigError> {
     Ok(SwitchConfig { ageing: ageing.unwrap_or(default.ageing), entries: entries.unwrap_or(default.entries) })
 }
 
-fn ports(root: &Section) -> Result<Vec<Port>, ConfigError> {
+fn ports(root: &Section, taken: &mut Taken) -> Result<Vec<Port>, ConfigError> {
     let expected = "at least one port, written [[port]]";
-    let Some(list) = root.get("port") else { return Err(root.missing("port", expected)) };
+    let Some(list) = root.get("port") else {
+        // Who has only vsock devices needs no switch.
+        return if root.get("vsock").is_some() { Ok(Vec::new()) } else { Err(root.missing("port", expected)) };
+    };
     let tables = list.get_ref().as_array().filter(|tables| !tables.is_empty());
     let tables = tables.ok_or_else(|| root.wrong("port", list, expected))?;
-    let mut taken = Taken::default();
     let port = |(index, value): (usize, &Spanned<DeValue>)| {
         let table = value.get_ref().as_table().ok_or_else(|| root.wrong("port", value, expected))?;
         let owner = match table_name(table) {
             Some(name) => format!("port {name:?}"),
             None => format!("port {}", index + 1),
         };
-        port(&Section { source: root.source, owner, prefix: "", table, at: value.span().start }, &mut taken)
+        port(&Section { source: root.source, owner, prefix: "", table, at: value.span().start }, taken)
     };
     tables.iter().enumerate().map(port).collect()
 }
@@ -235,6 +245,7 @@ struct Taken {
     names: HashMap<String, usize>,
     sockets: HashMap<PathBuf, usize>,
     interfaces: HashMap<String, usize>,
+    cids: HashMap<u64, usize>,
 }
 
 #[derive(Clone, Copy)]
@@ -283,17 +294,20 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     })
 }
 
-fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, ConfigError> {
-    let expected = format!("the path of a Unix socket, 1 to {MAX_SOCKET} bytes");
-    let socket = table.text("socket", &expected, |text| {
-        ((1..=MAX_SOCKET).contains(&text.len()) && !text.contains('\0')).then(|| PathBuf::from(text))
-    })?;
+/// Path and role of a vhost-user socket.
+fn socket(table: &Section, taken: &mut Taken) -> Result<(PathBuf, Role), ConfigError> {
+    let (socket, expected) = table.path("socket", MAX_SOCKET)?;
     let socket = socket.ok_or_else(|| table.missing("socket", &expected))?;
     let roles = [("server", Some(Role::Server)), ("client", Some(Role::Client))];
     let role = table.one_of("role", &roles)?.unwrap_or(Role::Server);
     if role == Role::Server {
         table.unique("socket", &socket, &mut taken.sockets)?;
     }
+    Ok((socket, role))
+}
+
+fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, ConfigError> {
+    let (socket, role) = socket(table, taken)?;
     let mac = table.text("mac", "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
         text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
     })?;
@@ -485,6 +499,15 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// The path of a Unix socket of at most so many bytes, and how messages call that.
+    fn path(&self, key: &str, max: usize) -> Result<(Option<PathBuf>, String), ConfigError> {
+        let expected = format!("the path of a Unix socket, 1 to {max} bytes");
+        let path = self.text(key, &expected, |text| {
+            ((1..=max).contains(&text.len()) && !text.contains('\0')).then(|| PathBuf::from(text))
+        })?;
+        Ok((path, expected))
+    }
+
     fn number(&self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, ConfigError> {
         self.get(key).map(|value| self.integer(key, value, range)).transpose()
     }
@@ -506,7 +529,7 @@ impl<'a> Section<'a> {
         self.text("poll", "\"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\"", parse_poll)
     }
 
-    /// Fails if an earlier port has the same `value`.
+    /// Fails if something earlier in the file has the same `value`.
     fn unique<K: Clone + Eq + Hash>(
         &self,
         key: &str,
@@ -518,7 +541,7 @@ impl<'a> Section<'a> {
         let Some(first) = taken.insert(value.clone(), at) else { return Ok(()) };
         let first = line(self.source.text.as_bytes(), first);
         let found = describe(found.get_ref());
-        Err(self.error(key, at, &format!("expected no other port to have it, found {found} in line {first} too")))
+        Err(self.error(key, at, &format!("expected nothing else to have it, found {found} in line {first} too")))
     }
 }
 
@@ -738,8 +761,7 @@ interface = "rr0"
             ("port = [\n7]".into(), "2: key `port`: expected at least one port, written [[port]], found 7"),
             (vm1("[wrokers]"), "5: key `wrokers`: unknown key, did you mean `workers`?"),
             (vm1("[ports]"), "5: key `ports`: unknown key, did you mean `port`?"),
-            (vm1("[bridge]"), "5: key `bridge`: unknown key, known ones are `workers`, `switch` and `port`"),
-            (vm1("[[vsock]]\ncid = 3"), "5: key `vsock`: not available yet in this version"),
+            (vm1("[bridge]"), "5: key `bridge`: unknown key, known ones are `workers`, `switch`, `port` and `vsock`"),
             (vm1("[[e1000]]"), "5: key `e1000`: not available yet in this version"),
             // Syntax.
             (vm1("queues 2"), "5: not valid TOML: "),
