@@ -9,6 +9,7 @@ mod demo;
 mod report;
 mod serve;
 mod traffic;
+mod vsock;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -16,10 +17,11 @@ use std::process::ExitCode;
 #[derive(Parser)]
 #[command(
     version,
-    about = "A user-space switch for virtual machines: virtio-net over vhost-user, TAP",
+    about = "A user-space switch for virtual machines: virtio-net and vsock over vhost-user, TAP",
     after_help = "Examples:\n  ringroad demo                      see it work: no root, no guests needed\n  \
                   ringroad serve -c ringroad.toml    run a switch\n  \
                   ringroad blast /run/vm1.sock       send test traffic to a vhost-user device\n  \
+                  ringroad vsock cat /run/vm1.vsock 2:22   talk to a vsock device as its guest would\n  \
                   ringroad bench pvp                 measure, against DPDK where it is installed"
 )]
 struct Cli {
@@ -38,6 +40,8 @@ enum Command {
     Demo(demo::Args),
     /// Send and receive test traffic through a vhost-user network device, ours or another's
     Blast(blast::Args),
+    /// Be a guest of a vhost-user vsock device, ours or another's
+    Vsock(vsock::Args),
     /// Measure
     Bench(bench::Args),
 }
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Blast(args) => blast::run(args),
+        Command::Vsock(args) => vsock::run(args),
         Command::Bench(args) => bench::run(args),
     };
     match result {

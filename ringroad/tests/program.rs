@@ -288,7 +288,7 @@ fn configuration_errors() {
         (format!("{port}poll = \"5s\"\n"), 5, "key `poll`: expected"),
         (format!("\n\n{port}[port.features]\npackt = true\n"), 8, "key `features.packt`: unknown key, did you mean"),
         (format!("[workers]\ncpus = [0, 1]\n{port}"), 2, "key `workers.cpus`: expected a list of at most one CPU"),
-        (format!("{port}{port}"), 6, "key `name`: expected no other port to have it, found \"a\" in line 2 too"),
+        (format!("{port}{port}"), 6, "key `name`: expected nothing else to have it, found \"a\" in line 2 too"),
         (port.replace("vhost-user", "af-xdp"), 3, "key `kind`: expected \"vhost-user\" or \"tap\", found \"af-xdp\""),
         ("[[port]]\nname = \"a\"\n".into(), 1, "key `kind`: expected \"vhost-user\" or \"tap\", found no such key"),
         (format!("{port}interface = \"rr0\"\n"), 5, "key `interface`: only for kind \"tap\""),

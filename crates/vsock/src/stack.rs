@@ -374,6 +374,14 @@ impl<S: Side> Stack<S> {
         }
     }
 
+    /// This end goes away: peers hear that all connections are over, and there are no new ones.
+    pub fn close(&self) {
+        self.set_kinds(&[]);
+        let conns: Vec<_> = self.table.lock().conns.values().cloned().collect();
+        conns.iter().for_each(|conn| self.abort(conn));
+        self.flush();
+    }
+
     /// Does what there is to do: packets that came, packets that wait. For the worker, when it is woken. Says whether it
     /// found anything.
     pub fn work(&self) -> bool {

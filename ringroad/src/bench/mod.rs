@@ -8,6 +8,7 @@ mod peer;
 mod pvp;
 mod rig;
 mod switch;
+mod vsock;
 
 use crate::{Outcome, report::Spread};
 use ringroad_host::pin_current_thread;
@@ -45,6 +46,10 @@ enum Bench {
     Curves(curves::Args),
     /// DPDK's own driver on our device, against the same driver on DPDK's
     Driver(driver::Args),
+    /// Round trips of a vsock connection: packets that their senders put into the ring against packets that a worker does
+    VsockLatency(vsock::Latency),
+    /// Throughput of vsock connections, the same way
+    VsockStream(vsock::Streams),
 }
 
 /// Runs one of them.
@@ -56,6 +61,8 @@ pub fn run(args: Args) -> Outcome {
         Bench::Latency(args) => latency::run(args),
         Bench::Curves(args) => curves::run(args),
         Bench::Driver(args) => driver::run(args),
+        Bench::VsockLatency(args) => vsock::latency(args),
+        Bench::VsockStream(args) => vsock::streams(args),
     };
     if outcome.is_err() {
         rig::finished();

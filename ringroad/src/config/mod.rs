@@ -829,7 +829,7 @@ interface = "rr0"
             ),
             (
                 vm1("[[port]]\nkind = \"tap\"\nname = \"vm1\""),
-                "7: port \"vm1\": key `name`: expected no other port to have it, found \"vm1\" in line 2 too",
+                "7: port \"vm1\": key `name`: expected nothing else to have it, found \"vm1\" in line 2 too",
             ),
             (
                 "[[port]]\nname = \"vm1\"".into(),
@@ -890,7 +890,7 @@ interface = "rr0"
             (socket(&"s".repeat(108)), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 "),
             (
                 server("/run//1"),
-                "8: port \"vm2\": key `socket`: expected no other port to have it, found \"/run//1\" in line 4 too",
+                "8: port \"vm2\": key `socket`: expected nothing else to have it, found \"/run//1\" in line 4 too",
             ),
             // tap.
             (
@@ -912,7 +912,7 @@ interface = "rr0"
             (tap(".."), "4: port \"x\": key `interface`: expected the name of an interface"),
             (
                 rr0(&tap("rr0")),
-                "8: port \"x\": key `interface`: expected no other port to have it, found \"rr0\" in line 4 too",
+                "8: port \"x\": key `interface`: expected nothing else to have it, found \"rr0\" in line 4 too",
             ),
         ];
         for (text, expected) in &rows {

@@ -273,6 +273,13 @@ impl VsockServer {
 
 impl Drop for VsockServer {
     fn drop(&mut self) {
+        // Connection by connection, and once more in general, for connections with other guests and if there was no room.
+        self.guest.stack.close();
+        {
+            let mut vrings = self.guest.vrings.lock();
+            vrings.stale = true;
+            self.guest.tell(&mut vrings);
+        }
         self.socket = None;
         let (sender, removed) = mpsc::channel();
         self.worker.send(Command::Remove(self.guest.number, sender));
