@@ -1,7 +1,7 @@
 //! One connection: who may send how much (credit), who has said that he sends or receives no more, and what has come. A state
 //! machine over packets; `stack.rs` finds the connection for a packet and sends what it answers.
 
-use crate::{Addr, Kind, Owner, Payload, Relay, inbox::Inbox, send::MAX_PACKET, sync::AtomicUsize};
+use crate::{Addr, Host, Kind, Owner, Payload, Relay, inbox::Inbox, send::MAX_PACKET, sync::AtomicUsize};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{
@@ -171,6 +171,8 @@ pub(crate) struct Inner<R> {
     pub deadline: Option<Instant>,
     /// Told of every change, for a program that does not wait in calls.
     pub waker: Option<Arc<dyn Fn() + Send + Sync>>,
+    /// Its program waits for packets itself: who has news for it ends that.
+    pub leading: Option<Arc<dyn Host<R>>>,
     /// Nothing was read since the last tick.
     pub resting: bool,
 }
@@ -238,6 +240,7 @@ impl<R: Relay> Conn<R> {
                 relay: None,
                 deadline: None,
                 waker: None,
+                leading: None,
                 resting: true,
             }),
             changed: Condvar::new(),
@@ -264,6 +267,9 @@ impl<R: Relay> Conn<R> {
     /// Somebody may be waiting for what has just changed.
     pub(crate) fn wake(&self, inner: &Inner<R>) {
         self.changed.notify_all();
+        if let Some(host) = &inner.leading {
+            host.unwait();
+        }
         if let Some(waker) = &inner.waker {
             waker();
         }

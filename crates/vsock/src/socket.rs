@@ -47,6 +47,10 @@ impl<'a, S: Side> Patience<'a, S> {
         } else if self.rounds.is_multiple_of(16) && self.until.is_some_and(|until| Instant::now() >= until) {
             return false;
         }
+        if self.rounds.is_multiple_of(128) {
+            // Whom it waits for may be waiting for this CPU.
+            std::thread::yield_now();
+        }
         std::hint::spin_loop();
         true
     }
@@ -115,6 +119,7 @@ impl<S: Side> Socket<S> {
             }
             asleep = true;
             patience.sleeps();
+            let leader = self.stack.lead();
             let mut inner = self.conn.lock();
             if let Some(answer) = ready(&mut inner) {
                 return answer;
@@ -122,8 +127,22 @@ impl<S: Side> Socket<S> {
             if self.nonblocking.load(Ordering::Relaxed) {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
-            if !self.conn.wait(&mut inner, until) {
+            if until.is_some_and(|until| Instant::now() >= until) {
                 return Err(io::ErrorKind::TimedOut.into());
+            }
+            let Some(leader) = leader else {
+                self.conn.wait(&mut inner, until);
+                continue;
+            };
+            inner.leading = Some(self.stack.host.clone());
+            drop(inner);
+            leader.wait(until);
+            self.conn.lock().leading = None;
+            // Before it is the worker's business again.
+            while self.stack.pump(wanted.as_deref_mut()) > 0 {
+                if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
+                    break;
+                }
             }
         }
     }

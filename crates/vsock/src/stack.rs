@@ -16,7 +16,7 @@ use std::{
     io,
     sync::{
         Arc, OnceLock, Weak,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -123,6 +123,21 @@ pub trait Host<R>: Send + Sync {
 
     /// A connection with a relay can be sent to again.
     fn room(&self, key: Key);
+
+    /// Whether there is a [`Host::wait`] now.
+    fn can_wait(&self) -> bool {
+        false
+    }
+
+    /// Forgets notifications of packets that have come, and of [`Host::unwait`].
+    fn clear(&self) {}
+
+    /// Waits until the peer notifies us of packets, or [`Host::unwait`] was called since [`Host::clear`], or the time is over:
+    /// in place of the worker, as who waits for a packet is there sooner than one who has to be woken.
+    fn wait(&self, _until: Option<Instant>) {}
+
+    /// Ends a [`Host::wait`].
+    fn unwait(&self) {}
 }
 
 /// How a stack behaves.
@@ -282,7 +297,9 @@ pub struct Stack<S: Side> {
     pub(crate) sender: Sender<S::Link, Who<S::Relay>>,
     incoming: Mutex<Incoming<S::Inlet>>,
     table: Mutex<Table<S::Relay>>,
-    host: Box<dyn Host<S::Relay>>,
+    pub(crate) host: Arc<dyn Host<S::Relay>>,
+    /// A program waits for packets itself: the worker leaves them alone.
+    led: AtomicBool,
     hub: OnceLock<Arc<Hub<S>>>,
     /// Kinds of sockets that were negotiated, as bits of their numbers; 0: the device does not run.
     kinds: AtomicU32,
@@ -307,7 +324,8 @@ impl<S: Side> Stack<S> {
                 deadlines: BTreeMap::new(),
                 serial: 0,
             }),
-            host,
+            host: host.into(),
+            led: AtomicBool::new(false),
             hub: OnceLock::new(),
             kinds: AtomicU32::new(0),
             counters: Counters::default(),
@@ -386,7 +404,7 @@ impl<S: Side> Stack<S> {
     /// found anything.
     pub fn work(&self) -> bool {
         let mut any = false;
-        {
+        if !self.led.load(Ordering::SeqCst) {
             let mut incoming = self.incoming.lock();
             while self.take(&mut incoming, None) > 0 {
                 any = true;
@@ -397,6 +415,10 @@ impl<S: Side> Stack<S> {
 
     /// Turns notifications on. `true`: there is more to do already.
     pub fn rest(&self) -> bool {
+        !self.led.load(Ordering::SeqCst) && self.enable()
+    }
+
+    pub(crate) fn enable(&self) -> bool {
         let mut incoming = self.incoming.lock();
         let Incoming { inlet: Some(inlet), pollers: 0 } = &mut *incoming else { return false };
         if !inlet.enable_notification() {
@@ -408,7 +430,11 @@ impl<S: Side> Stack<S> {
 
     /// Turns notifications off: the worker looks by itself.
     pub fn awake(&self) {
-        if let Some(inlet) = &mut self.incoming.lock().inlet {
+        let mut incoming = self.incoming.lock();
+        // A program that waits by itself turns them on under the same lock.
+        if !self.led.load(Ordering::SeqCst)
+            && let Some(inlet) = &mut incoming.inlet
+        {
             inlet.disable_notification();
         }
     }
@@ -443,6 +469,17 @@ impl<S: Side> Stack<S> {
     /// Looks at the ring, if nobody else does. Says how many packets there were.
     pub(crate) fn pump(&self, wanted: Option<&mut Wanted<'_>>) -> usize {
         self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted))
+    }
+
+    /// A program will wait for packets itself, if no other one does.
+    pub(crate) fn lead(&self) -> Option<Leader<'_, S>> {
+        if !self.host.can_wait() {
+            return None;
+        }
+        self.led.compare_exchange(false, true, Ordering::SeqCst, Ordering::Relaxed).ok()?;
+        // Before anybody is told to end the wait.
+        self.host.clear();
+        Some(Leader(self))
     }
 
     /// A program will look at the ring by itself for a while: no notifications.
@@ -991,6 +1028,28 @@ impl<S: Side> Stack<S> {
             }
         };
         conns.iter().map(report).collect()
+    }
+}
+
+/// A program that waits for packets itself, and takes them. When it stops, the worker does.
+pub(crate) struct Leader<'a, S: Side>(&'a Stack<S>);
+
+impl<S: Side> Leader<'_, S> {
+    /// Waits, unless there is a packet already.
+    pub(crate) fn wait(&self, until: Option<Instant>) {
+        if !self.0.enable() {
+            self.0.host.wait(until);
+        }
+    }
+}
+
+impl<S: Side> Drop for Leader<'_, S> {
+    fn drop(&mut self) {
+        // The worker has seen this, or what it has left alone is seen here.
+        self.0.led.store(false, Ordering::SeqCst);
+        if self.0.enable() {
+            self.0.host.wake();
+        }
     }
 }
 

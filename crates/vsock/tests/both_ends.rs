@@ -29,9 +29,9 @@ fn setups() -> Vec<Setup> {
         bits::RING_PACKED | bits::IN_ORDER | bits::EVENT_IDX,
     ] {
         for direct in [true, false] {
-            for poll in [Duration::ZERO, Duration::from_micros(50)] {
-                let settings = settings(direct, poll);
-                setups.push(Setup { acked: always | ring, settings, ..Setup::default() });
+            for (poll, leads) in [(0, true), (0, false), (50, true)] {
+                let settings = settings(direct, Duration::from_micros(poll));
+                setups.push(Setup { acked: always | ring, settings, leads, ..Setup::default() });
             }
         }
     }

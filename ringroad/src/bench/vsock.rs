@@ -37,7 +37,7 @@ pub struct Latency {
           value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     size: Vec<u64>,
     /// For how long who waits looks at the rings before sleeping: 0, 50us, unlimited
-    #[arg(long, value_delimiter = ',', default_values = ["0", "unlimited"])]
+    #[arg(long, value_delimiter = ',', default_values = ["unlimited"])]
     poll: Vec<String>,
     #[command(flatten)]
     setup: Setup,

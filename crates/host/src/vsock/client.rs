@@ -10,7 +10,7 @@ use ringroad_vsock::{
 };
 use std::{
     io,
-    os::fd::AsFd,
+    os::{fd::AsRawFd, unix::net::UnixStream},
     path::PathBuf,
     sync::{
         Arc,
@@ -20,7 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 use vhost::vhost_user::VhostUserProtocolFeatures as Protocol;
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
+};
 
 /// How to connect a vsock driver.
 #[derive(Clone, Debug)]
@@ -57,6 +60,7 @@ struct Around {
     tx: Notifier,
     event: Notifier,
     wake: EventFd,
+    unwait: EventFd,
     stop: AtomicBool,
 }
 
@@ -84,6 +88,25 @@ impl Host<NoRelay> for Handle {
     }
 
     fn room(&self, _: Key) {}
+
+    fn can_wait(&self) -> bool {
+        true
+    }
+
+    fn clear(&self) {
+        self.0.rx.clear();
+        let _ = self.0.unwait.read();
+    }
+
+    fn wait(&self, until: Option<Instant>) {
+        let timeout = until.map(|until| until.saturating_duration_since(Instant::now()) + Duration::from_millis(1));
+        let fds = [Some(sys::borrow(self.0.rx.call())), Some(sys::borrow(&self.0.unwait))];
+        let _ = sys::wait_readable(fds, timeout);
+    }
+
+    fn unwait(&self) {
+        let _ = self.0.unwait.write(1);
+    }
 }
 
 const VRINGS: usize = 3;
@@ -108,6 +131,7 @@ impl VsockConnector {
             tx: handshake.ring(1, self.queue_size, tx.addresses())?,
             event: handshake.ring(2, events.size(), events.addresses())?,
             wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            unwait: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             stop: AtomicBool::new(false),
         });
         let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(around.clone()))));
@@ -120,9 +144,10 @@ impl VsockConnector {
         let _ = events.transport_reset();
         let thread = {
             let (stack, around) = (stack.clone(), around.clone());
+            let epoll = watch(&around, &handshake.socket)?;
             thread::Builder::new()
                 .name("vsock driver".into())
-                .spawn(move || work(&stack, &around, handshake, events))?
+                .spawn(move || work(&stack, &around, &epoll, handshake, events))?
         };
         Ok(VsockClient { stack, around, thread: Some(thread), acked })
     }
@@ -150,45 +175,58 @@ impl Drop for VsockClient {
     }
 }
 
+/// What the worker of a driver waits for.
+const WAKE: u64 = 0;
+const CALL: u64 = 1;
+const EVENT: u64 = 2;
+const GONE: u64 = 3;
+
+/// Edge-triggered: a program that waits by itself reads the same descriptors, and must find what the worker has seen too.
+fn watch(around: &Around, socket: &UnixStream) -> io::Result<Epoll> {
+    let epoll = Epoll::new()?;
+    let fds = [
+        (around.wake.as_raw_fd(), WAKE),
+        (around.rx.call().as_raw_fd(), CALL),
+        (around.tx.call().as_raw_fd(), CALL),
+        (around.event.call().as_raw_fd(), EVENT),
+        // It never sends anything that was not asked for; what can be read is the end.
+        (socket.as_raw_fd(), GONE),
+    ];
+    for (fd, data) in fds {
+        epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, data))?;
+    }
+    Ok(epoll)
+}
+
 /// The worker of a driver: does what programs do not do themselves, until the device is gone.
-fn work(stack: &Stack<DriverSide>, around: &Around, handshake: Handshake, mut events: DriverEvents) {
-    while !around.stop.load(Ordering::Acquire) {
+fn work(stack: &Stack<DriverSide>, around: &Around, epoll: &Epoll, handshake: Handshake, mut events: DriverEvents) {
+    let mut ready = [EpollEvent::default(); 5];
+    'running: while !around.stop.load(Ordering::Acquire) {
         if stack.work() || stack.rest() {
             continue;
         }
         let now = Instant::now();
-        let timeout = stack.next_deadline().map(|time| time.saturating_duration_since(now) + Duration::from_millis(1));
-        let fds = [
-            Some(sys::borrow(&around.wake)),
-            Some(sys::borrow(around.rx.call())),
-            Some(sys::borrow(around.tx.call())),
-            Some(sys::borrow(around.event.call())),
-            // It never sends anything that was not asked for; what can be read is the end.
-            Some(handshake.socket.as_fd()),
-        ];
-        let Ok([wake, rx, tx, event, gone]) = sys::wait_readable(fds, timeout) else { break };
-        if wake {
-            let _ = around.wake.read();
+        let timeout = stack.next_deadline().map_or(-1, |time| {
+            // Rounded up: else it would wake just before, again and again.
+            (time.saturating_duration_since(now).as_millis() + 1).min(i32::MAX as u128) as i32
+        });
+        let count = epoll.wait(timeout, &mut ready).unwrap_or(0);
+        let now = Instant::now();
+        if stack.next_deadline().is_some_and(|time| time <= now) {
+            stack.tick(now);
         }
-        if rx {
-            around.rx.clear();
-        }
-        if tx {
-            around.tx.clear();
-        }
-        if event {
-            around.event.clear();
-            if events.transport_reset().unwrap_or_default() {
-                log::info!("vsock driver: the device says that all connections are over");
-                stack.reset();
+        for event in &ready[..count] {
+            match event.data() {
+                EVENT if events.transport_reset().unwrap_or_default() => {
+                    log::info!("vsock driver: the device says that all connections are over");
+                    stack.reset();
+                }
+                GONE => {
+                    log::info!("vsock driver: the device at {} is gone", handshake.path.display());
+                    break 'running;
+                }
+                _ => {}
             }
-        }
-        if gone {
-            log::info!("vsock driver: the device at {} is gone", handshake.path.display());
-            break;
-        }
-        if !rx {
-            stack.tick(Instant::now());
         }
     }
     stack.set_kinds(&[]);

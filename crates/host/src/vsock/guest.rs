@@ -5,7 +5,10 @@ use super::{
     relay::{HostRelay, connect_tcp, connect_unix},
     worker::{Command, Shared},
 };
-use crate::vhost_user::{Device, Ring, Role, Socket, SocketError, bind};
+use crate::{
+    sys,
+    vhost_user::{Device, Ring, Role, Socket, SocketError, bind},
+};
 use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::bits;
@@ -15,15 +18,16 @@ use ringroad_vsock::{
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
     fs::{self, File},
-    io::Write,
+    io::{self, Read, Write},
     net::SocketAddr,
-    os::fd::AsRawFd,
+    os::fd::{AsFd, AsRawFd},
     path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
         mpsc,
     },
+    time::{Duration, Instant},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -81,15 +85,27 @@ struct Vrings {
     stale: bool,
 }
 
-/// Descriptors that tell a guest of something.
-#[derive(Default)]
+/// Descriptors that tell a guest of something, or us.
 struct Notifiers {
+    /// The guest has sent something.
+    kick: Mutex<Option<Arc<File>>>,
+    unwait: EventFd,
     calls: [Mutex<Option<File>>; VRINGS],
     errs: [Mutex<Option<File>>; VRINGS],
     faults: [AtomicU32; VRINGS],
 }
 
 impl Notifiers {
+    fn new() -> io::Result<Notifiers> {
+        Ok(Notifiers {
+            kick: Mutex::default(),
+            unwait: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            calls: Default::default(),
+            errs: Default::default(),
+            faults: Default::default(),
+        })
+    }
+
     fn call(&self, vring: usize) {
         if let Some(file) = &*self.calls[vring].lock() {
             let _ = { file }.write(&1u64.to_ne_bytes());
@@ -210,6 +226,28 @@ impl Host<HostRelay> for Around {
     fn room(&self, key: Key) {
         self.worker.send(Command::Room(self.number, key));
     }
+
+    fn can_wait(&self) -> bool {
+        self.notifiers.kick.lock().is_some()
+    }
+
+    fn clear(&self) {
+        let _ = self.notifiers.unwait.read();
+        if let Some(kick) = &*self.notifiers.kick.lock() {
+            // Whatever the frontend has sent, an eventfd as a rule: without waiting.
+            let _ = { &**kick }.read(&mut [0; 8]);
+        }
+    }
+
+    fn wait(&self, until: Option<Instant>) {
+        let Some(kick) = self.notifiers.kick.lock().clone() else { return };
+        let timeout = until.map(|until| until.saturating_duration_since(Instant::now()) + Duration::from_millis(1));
+        let _ = sys::wait_readable([Some(kick.as_fd()), Some(sys::borrow(&self.notifiers.unwait))], timeout);
+    }
+
+    fn unwait(&self) {
+        let _ = self.notifiers.unwait.write(1);
+    }
 }
 
 /// A running vsock device. Dropped, it disconnects and removes its sockets.
@@ -227,7 +265,7 @@ impl VsockServer {
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
         let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
         let number = worker.number();
-        let notifiers = Arc::<Notifiers>::default();
+        let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
         let around = Around {
             name: name.to_owned(),
             number,
@@ -333,6 +371,11 @@ impl Device for VsockDevice {
             let watched = self.worker.watch(guest.number, kick.as_raw_fd());
             watched.map_err(|error| format!("cannot wait for its kick: {error}; expected an eventfd"))?;
         }
+        if index == TX {
+            // To be waited for by others than the worker it must not make them wait when it is read.
+            let kick = kick.map(|kick| sys::set_nonblocking(kick.as_fd()).and_then(|()| kick.try_clone()));
+            *guest.notifiers.kick.lock() = kick.and_then(Result::ok).map(Arc::new);
+        }
         let resumed = vrings.stopped[index] == Some(base);
         if index == TX && !resumed {
             // A new life of the driver, or of this program.
@@ -375,6 +418,10 @@ impl Device for VsockDevice {
         let guest = &*self.guest;
         if let Some(kick) = kick.filter(|_| index != EVENT) {
             self.worker.unwatch(kick.as_raw_fd());
+        }
+        if index == TX {
+            *guest.notifiers.kick.lock() = None;
+            guest.notifiers.unwait.write(1).unwrap_or_default();
         }
         let mut vrings = guest.vrings.lock();
         let base = match index {

@@ -14,7 +14,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 pub const GUEST: u64 = 3;
@@ -33,6 +33,10 @@ impl Bell {
         self.changed.notify_one();
     }
 
+    fn clear(&self) {
+        *self.rung.lock() = false;
+    }
+
     fn wait(&self, timeout: Duration) {
         let mut rung = self.rung.lock();
         if !*rung {
@@ -46,21 +50,21 @@ impl Bell {
 #[derive(Clone)]
 pub struct Around {
     pub own: Arc<Bell>,
+    /// What a program that waits by itself sleeps on; `None`: none may.
+    pub lead: Option<Arc<Bell>>,
     pub other: Arc<Bell>,
+    pub other_lead: Option<Arc<Bell>>,
     pub broken: Arc<Mutex<Vec<(Queue, Broken)>>>,
     pub notified: Arc<AtomicU64>,
-}
-
-impl Around {
-    fn new(own: &Arc<Bell>, other: &Arc<Bell>) -> Self {
-        Around { own: own.clone(), other: other.clone(), broken: Arc::default(), notified: Arc::default() }
-    }
 }
 
 impl<R> Host<R> for Around {
     fn notify(&self, _: Queue) {
         self.notified.fetch_add(1, Ordering::Relaxed);
         self.other.ring();
+        if let Some(lead) = &self.other_lead {
+            lead.ring();
+        }
     }
 
     fn wake(&self) {
@@ -76,6 +80,23 @@ impl<R> Host<R> for Around {
     }
 
     fn room(&self, _: Key) {}
+
+    fn can_wait(&self) -> bool {
+        self.lead.is_some()
+    }
+
+    fn clear(&self) {
+        self.lead.as_ref().unwrap().clear();
+    }
+
+    fn wait(&self, until: Option<Instant>) {
+        let patience = until.map_or(Duration::from_secs(60), |until| until.saturating_duration_since(Instant::now()));
+        self.lead.as_ref().unwrap().wait(patience);
+    }
+
+    fn unwait(&self) {
+        self.lead.as_ref().unwrap().ring();
+    }
 }
 
 /// A thread that does a stack's work.
@@ -95,10 +116,10 @@ impl Worker {
                     if stack.work() || stack.rest() {
                         continue;
                     }
-                    let now = std::time::Instant::now();
+                    let now = Instant::now();
                     let sleep = stack.next_deadline().map_or(Duration::from_secs(60), |time| time - now);
                     bell.wait(sleep);
-                    stack.tick(std::time::Instant::now());
+                    stack.tick(Instant::now());
                 }
             })
         };
@@ -124,12 +145,14 @@ pub struct Setup {
     pub queue_size: u32,
     pub receive: usize,
     pub settings: Settings,
+    /// Whether a program may wait for packets itself, in place of the worker.
+    pub leads: bool,
 }
 
 impl Default for Setup {
     fn default() -> Self {
         let acked = ringroad_vsock::Features::ALL.bits();
-        Setup { acked, queue_size: 64, receive: 4096, settings: Settings::default() }
+        Setup { acked, queue_size: 64, receive: 4096, settings: Settings::default(), leads: true }
     }
 }
 
@@ -145,7 +168,7 @@ pub struct Pair {
 
 impl Pair {
     pub fn new(setup: Setup) -> Pair {
-        let Setup { acked, queue_size, receive, settings } = setup;
+        let Setup { acked, queue_size, receive, settings, leads } = setup;
         let Driver { region, file, rx, tx, .. } = Driver::new(DriverConfig { acked, queue_size, receive }).unwrap();
         // The device has a mapping of its own.
         let mapped = Region::map(&file, 0, region.len() as u64, region.guest(), region.user()).unwrap();
@@ -154,7 +177,19 @@ impl Pair {
         let receive = RxQueue::start(memory.clone(), acked, queue_size, rx.addresses(), base).unwrap();
         let transmit = TxQueue::start(memory.clone(), acked, queue_size, tx.addresses(), base).unwrap();
         let (ours, theirs) = (Arc::<Bell>::default(), Arc::<Bell>::default());
-        let (host_around, guest_around) = (Around::new(&ours, &theirs), Around::new(&theirs, &ours));
+        let lead = || leads.then(Arc::<Bell>::default);
+        let (our_lead, their_lead) = (lead(), lead());
+        let around =
+            |own: &Arc<Bell>, lead: &Option<Arc<Bell>>, other: &Arc<Bell>, other_lead: &Option<Arc<Bell>>| Around {
+                own: own.clone(),
+                lead: lead.clone(),
+                other: other.clone(),
+                other_lead: other_lead.clone(),
+                broken: Arc::default(),
+                notified: Arc::default(),
+            };
+        let host_around = around(&ours, &our_lead, &theirs, &their_lead);
+        let guest_around = around(&theirs, &their_lead, &ours, &our_lead);
         let host = Arc::new(Stack::new("host", HOST, Some(GUEST), settings, Box::new(host_around.clone())));
         let guest = Arc::new(Stack::new("guest", GUEST, None, settings, Box::new(guest_around.clone())));
         host.set_link(Some(receive));
