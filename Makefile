@@ -18,6 +18,7 @@ interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux
 	cargo build --release
 	tests/dpdk.sh
 	tests/guests.sh
+	tests/vsock-guests.sh
 
 guests: ## two Linux guests on a running switch: ping, TCP, figures
 	scripts/guests demo

@@ -9,6 +9,7 @@ mod pvp;
 mod rig;
 mod switch;
 mod vsock;
+mod vsock_peer;
 
 use crate::{Outcome, report::Spread};
 use ringroad_host::pin_current_thread;
@@ -50,6 +51,8 @@ enum Bench {
     VsockLatency(vsock::Latency),
     /// Throughput of vsock connections, the same way
     VsockStream(vsock::Streams),
+    /// Our vsock device against rust-vmm's with the same driver and host program; guest to guest against a program between sockets
+    VsockPeer(vsock_peer::Args),
 }
 
 /// Runs one of them.
@@ -63,6 +66,7 @@ pub fn run(args: Args) -> Outcome {
         Bench::Driver(args) => driver::run(args),
         Bench::VsockLatency(args) => vsock::latency(args),
         Bench::VsockStream(args) => vsock::streams(args),
+        Bench::VsockPeer(args) => vsock_peer::run(args),
     };
     if outcome.is_err() {
         rig::finished();

@@ -263,7 +263,7 @@ fn finish(command: &mut Command) -> Result<String, String> {
 }
 
 /// Where scripts/peers keeps what it sets up.
-fn cache() -> PathBuf {
+pub fn cache() -> PathBuf {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     variable("RINGROAD_CACHE").unwrap_or_else(|| {
         let home = || variable("HOME").unwrap_or_default().join(".cache");

@@ -97,7 +97,7 @@ impl Token {
             0 => Token::Wake,
             1 => Token::Kick(data as u32),
             2 => Token::Listener(data as u32),
-            _ => Token::Slot(data & (1 << Self::KIND) - 1),
+            _ => Token::Slot(data & ((1 << Self::KIND) - 1)),
         }
     }
 }
