@@ -7,7 +7,9 @@ use crate::{
     features::bits,
 };
 use ringroad_mem::{Span, Table};
-use ringroad_ring::{Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, SetupError, Tuning};
+use ringroad_ring::{
+    ALL, Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, SetupError, Tuning,
+};
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{ops::Range, sync::Arc};
 
@@ -186,17 +188,6 @@ fn fault(chain: &Chain) -> Fault {
         Fault::Header { id, len: chain.readable_len(), needed: vnet_hdr::SIZE as u32 }
     }
 }
-
-/// The frames of a burst, all of them.
-const ALL: [u8; BURST] = {
-    let mut all = [0; BURST];
-    let mut index = 0;
-    while index < BURST {
-        all[index] = index as u8;
-        index += 1;
-    }
-    all
-};
 
 /// Copies frames as far as each is in one piece and fits; says how many. `later`: what comes after `targets` in a while.
 /// `APART`: the virtio-net header has a line of its own, as with DPDK's drivers, and is nearly always the same: that line is

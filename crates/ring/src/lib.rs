@@ -13,7 +13,7 @@ pub mod packed;
 pub mod split;
 mod tuning;
 
-pub use chain::{BURST, Chain, Chains, Fault};
+pub use chain::{ALL, BURST, Chain, Chains, Fault};
 pub use device::DeviceRing;
 #[cfg(not(loom))]
 pub use driver::IndirectTables;

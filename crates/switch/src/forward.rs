@@ -3,6 +3,7 @@
 use crate::Fdb;
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Burst, Frame, Sink, Source};
+use ringroad_ring::ALL;
 use ringroad_wire::{
     ethernet::{Addresses, MacAddr},
     vnet_hdr,
@@ -92,17 +93,6 @@ impl Group {
         self.which.get(..self.len).unwrap_or_default()
     }
 }
-
-/// All frames of a burst.
-const ALL: [u8; ringroad_ring::BURST] = {
-    let mut all = [0; ringroad_ring::BURST];
-    let mut index = 0;
-    while index < all.len() {
-        all[index] = index as u8;
-        index += 1;
-    }
-    all
-};
 
 /// A port and what the switch remembers of it.
 struct Member<P: Port> {
