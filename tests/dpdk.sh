@@ -247,6 +247,9 @@ check() { # NAME, command…
     return 0
   fi
   failed=$((failed + 1))
+  # A standstill shows in who runs and who waits for what.
+  [ -z "$daemon" ] || ps -L -o tid,comm,stat,time,pcpu,wchan:24 -p "$daemon${testpmd:+,$testpmd}" >>"$state/output" 2>&1 || true
+  [ -z "$daemon" ] || { kill -USR1 "$daemon" && sleep 0.2 && cat "$state/counters" >>"$state/output"; } 2>/dev/null || true
   end "$blaster" "$testpmd"
   blaster='' testpmd=''
   echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
