@@ -43,7 +43,7 @@ pub struct Args {
     #[arg(long, default_value_t = 65536, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     write: u64,
     /// For how long the driver's programs look at the rings before sleeping: 0, 50us, unlimited
-    #[arg(long, default_value = "unlimited")]
+    #[arg(long, default_value = "50us")]
     poll: String,
     /// The same of our device; the other one has no such setting
     #[arg(long, default_value = "50us")]
@@ -81,6 +81,13 @@ const GUEST: u32 = 9;
 
 /// What the programs have received.
 type Count = Arc<AtomicU64>;
+
+/// Does something in a thread on a CPU.
+fn on<T: Send>(cpu: usize, work: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+    let pinned =
+        || pin_current_thread(cpu).map_err(|error| format!("cannot run on CPU {cpu}: {error}")).and_then(|()| work());
+    thread::scope(|scope| scope.spawn(pinned).join().map_err(|_| "a thread has ended".to_owned())?)
+}
 
 fn io(error: std::io::Error) -> String {
     error.to_string()
@@ -151,7 +158,7 @@ impl Args {
     }
 
     /// Our driver on a device.
-    fn connect(&self, socket: &Path) -> Result<VsockClient, String> {
+    fn connect(&self, socket: &Path, cpu: usize) -> Result<VsockClient, String> {
         let connector = VsockConnector {
             socket: socket.to_owned(),
             listen: false,
@@ -164,7 +171,7 @@ impl Args {
         };
         let start = Instant::now();
         let client = loop {
-            match self.common.pinned(|| connector.connect().map_err(|error| error.to_string())) {
+            match on(cpu, || connector.connect().map_err(|error| error.to_string())) {
                 // vhost-device-vsock makes a new socket for each frontend, and resets who comes before.
                 Err(_) if start.elapsed() < Duration::from_secs(5) => thread::sleep(Duration::from_millis(50)),
                 result => break result?,
@@ -183,7 +190,7 @@ impl Args {
         work: impl FnOnce(&VsockClient) -> Result<T, String> + Send,
     ) -> Result<T, String> {
         device.program.hold(false);
-        let client = self.connect(&device.socket)?;
+        let client = self.connect(&device.socket, self.common.driver_cpu)?;
         let result = self.common.pinned(|| work(&client)).map_err(|error| format!("{}: {error}", device.name));
         drop(client);
         device.program.hold(true);
@@ -231,7 +238,11 @@ impl Args {
         self.with(device, |client| {
             let listener = Listener::bind(client.stack(), GUEST, Kind::Stream).map_err(io)?;
             let host = device.host.clone();
-            let program = thread::spawn(move || source(&host, size));
+            let cpu = self.common.device_cpu;
+            let program = thread::spawn(move || {
+                pin_current_thread(cpu)?;
+                source(&host, size)
+            });
             let mut stream = listener.accept_within(Some(Duration::from_secs(5))).map_err(io)?;
             stream.set_timeout(Some(Duration::from_secs(5)));
             let count = AtomicU64::new(0);
@@ -251,12 +262,15 @@ impl Args {
         let Some((sibling, _)) = &device.sibling else { return Err("there is no second guest".into()) };
         let bytes = vec![0x5a; self.write as usize];
         self.with(device, |client| {
-            let other = self.connect(sibling)?;
+            // It has the other CPU, together with the host.
+            let cpu = self.common.device_cpu;
+            let other = self.connect(sibling, cpu)?;
             let listener = Listener::bind(other.stack(), GUEST, Kind::Stream).map_err(io)?;
             let count = Count::default();
             let reader = {
                 let count = count.clone();
                 thread::spawn(move || {
+                    pin_current_thread(cpu)?;
                     let mut stream = listener.accept_within(Some(Duration::from_secs(5)))?;
                     let mut buffer = vec![0; 64 << 10];
                     while let got @ 1.. = stream.read(&mut buffer)? {
@@ -351,7 +365,8 @@ fn source(host: &Path, size: usize) -> std::io::Result<()> {
 /// `ringroad bench vsock-peer`.
 pub fn run(args: Args) -> Outcome {
     let common = &args.common;
-    pin_current_thread(common.driver_cpu).map_err(|error| format!("--driver-cpu {}: {error}", common.driver_cpu))?;
+    // The guest has a CPU to itself; all of the host, devices and programs, the other one. Threads inherit it.
+    pin_current_thread(common.device_cpu).map_err(|error| format!("--device-cpu {}: {error}", common.device_cpu))?;
     let folder = Folder::new("vsock")?;
     let ours = args.ours(&folder)?;
     let peer = args.peer(&folder)?;
@@ -433,7 +448,7 @@ pub fn run(args: Args) -> Outcome {
     add("stream to a sibling".into(), "Gb/s", fields, figures, "a program between Unix sockets", &line);
     finished();
     println!(
-        "vsock with our driver on CPU {}, devices on CPU {}, the host's program on Unix sockets, {} pairs of {} s, median and min–max",
+        "vsock with our driver on CPU {}, devices and the host's programs on CPU {}, {} pairs of {} s, median and min–max",
         common.driver_cpu, common.device_cpu, common.pairs, common.seconds
     );
     print!("{}", table(&["", "ours", "", "peer", "", "ratio", "", ""], &lines));

@@ -63,11 +63,21 @@ impl Relay for HostRelay {
     }
 }
 
+/// What the kernel keeps for a program that does not read: as much as it allows to anybody, so that less is kept here, which
+/// takes a copy more.
+pub(super) fn enlarge(socket: &Socket) {
+    let _ = socket.set_send_buffer_size(BUFFER);
+}
+
+/// The usual net.core.wmem_max.
+const BUFFER: usize = 212_992;
+
 /// Connects to a Unix socket without waiting: where nobody accepts, that is an error.
 pub(super) fn connect_unix(path: &Path) -> io::Result<Socket> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     socket.connect(&SockAddr::unix(path)?)?;
+    enlarge(&socket);
     Ok(socket)
 }
 

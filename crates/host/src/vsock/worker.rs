@@ -3,7 +3,7 @@
 use super::{
     HostSide,
     guest::Guest,
-    relay::{HostRelay, LINE, parse},
+    relay::{HostRelay, LINE, enlarge, parse},
 };
 use crate::sys;
 use parking_lot::Mutex;
@@ -308,7 +308,8 @@ impl<'a> Loop<'a> {
             }
         }
         if !all {
-            std::hint::spin_loop();
+            // Programs of the host that it has just served may be waiting for this CPU.
+            thread::yield_now();
         }
         all && self.ready.is_empty()
     }
@@ -470,6 +471,7 @@ impl<'a> Loop<'a> {
             }
             let slot = self.shared.slot();
             let socket = Arc::new(Socket::from(socket));
+            enlarge(&socket);
             let state = State::Asking { until: Instant::now() + PATIENCE };
             let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
             if self.shared.add(socket.as_raw_fd(), Token::Slot(slot), events).is_ok() {
