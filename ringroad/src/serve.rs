@@ -53,6 +53,7 @@ pub fn run(args: Args) -> Outcome {
         println!("{}: {}, right", args.config.display(), summary(&config));
         return Ok(ExitCode::SUCCESS);
     }
+    ringroad_host::raise_file_limit();
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1, SIGHUP])?;
     let worker = start_worker(&config)?;
     let mut ports = Vec::new();

@@ -13,6 +13,6 @@ pub mod vsock;
 mod worker;
 
 pub use port::{Port, PortReport};
-pub use sys::{Signal, cpu_time, pin_current_thread, signal};
+pub use sys::{Signal, cpu_time, pin_current_thread, raise_file_limit, signal};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

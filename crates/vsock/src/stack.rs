@@ -400,6 +400,15 @@ impl<S: Side> Stack<S> {
         self.flush();
     }
 
+    /// Whether connections that are closed at this end wait for the peer to close them too.
+    pub fn is_lingering(&self) -> bool {
+        let conns: Vec<_> = self.table.lock().conns.values().cloned().collect();
+        conns.iter().any(|conn| {
+            let inner = conn.lock();
+            inner.done && inner.deaf
+        })
+    }
+
     /// Does what there is to do: packets that came, packets that wait. For the worker, when it is woken. Says whether it
     /// found anything.
     pub fn work(&self) -> bool {

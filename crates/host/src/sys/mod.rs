@@ -28,6 +28,18 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Allows this process as many open files as it may allow itself: a connection of a vsock device can be one.
+pub fn raise_file_limit() {
+    // SAFETY: the calls fill and read the structure that they are given.
+    unsafe {
+        let mut limit = std::mem::zeroed::<libc::rlimit>();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+        }
+    }
+}
+
 /// The CPU time that this process has used so far, user and system together.
 pub fn cpu_time() -> Duration {
     // SAFETY: the call fills the structure that it is given.

@@ -165,8 +165,15 @@ impl VsockClient {
     }
 }
 
+/// How long a driver that goes away waits for peers to close what was closed here.
+const LINGER: Duration = Duration::from_secs(1);
+
 impl Drop for VsockClient {
     fn drop(&mut self) {
+        let start = Instant::now();
+        while self.stack.is_running() && self.stack.is_lingering() && start.elapsed() < LINGER {
+            thread::sleep(Duration::from_millis(1));
+        }
         self.around.stop.store(true, Ordering::Release);
         let _ = self.around.wake.write(1);
         if let Some(thread) = self.thread.take() {

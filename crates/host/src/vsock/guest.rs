@@ -420,6 +420,8 @@ impl Device for VsockDevice {
             self.worker.unwatch(kick.as_raw_fd());
         }
         if index == TX {
+            // What was sent before is not lost.
+            guest.stack.work();
             *guest.notifiers.kick.lock() = None;
             guest.notifiers.unwait.write(1).unwrap_or_default();
         }

@@ -1,0 +1,267 @@
+//! The program with vsock devices, as its users start it: guests are drivers of our own, programs of the host are this test.
+
+use ringroad_host::vsock::{VsockClient, VsockConnector};
+use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
+use std::{
+    fs,
+    io::{BufRead, BufReader, ErrorKind, Read, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// For how long anything is waited for that should happen.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("ringroad-vsock-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+struct Daemon(Child);
+
+impl Daemon {
+    /// Two guests, 3 and 4, of a group; the first one with sockets of the host.
+    fn start(folder: &Folder, more: &str) -> Daemon {
+        let path = |name: &str| folder.file(name).display().to_string();
+        let text = format!(
+            "[[vsock]]\ncid = 3\nsocket = \"{}\"\nhost = \"{}\"\ngroups = [\"g\"]\n{more}\n[[vsock]]\ncid = 4\nsocket = \"{}\"\ngroups = [\"g\"]\n",
+            path("vm3.sock"),
+            path("host"),
+            path("vm4.sock"),
+        );
+        let config = folder.file("ringroad.toml");
+        fs::write(&config, text).unwrap();
+        let mut command = ringroad();
+        let mut child =
+            command.args(["serve", "-c"]).arg(&config).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let (said, ready) = mpsc::channel();
+        let err = BufReader::new(child.stderr.take().unwrap());
+        thread::spawn(move || {
+            for line in err.lines().map_while(Result::ok) {
+                if line.contains("ready") {
+                    let _ = said.send(());
+                }
+            }
+        });
+        ready.recv_timeout(PATIENCE).expect("the daemon is ready");
+        Daemon(child)
+    }
+
+    fn end(&mut self, signal: &str) {
+        let pid = self.0.id().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+        let start = Instant::now();
+        while self.0.try_wait().unwrap().is_none() {
+            assert!(start.elapsed() < PATIENCE, "it does not end");
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Hundredths of a second of CPU time.
+    fn ticks(&self) -> u64 {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn ringroad() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_ringroad"))
+}
+
+fn guest(socket: &Path) -> VsockClient {
+    let connector = VsockConnector {
+        socket: socket.to_owned(),
+        listen: false,
+        patience: PATIENCE,
+        features: Features::ALL.bits(),
+        queue_size: 64,
+        receive: 4096,
+        cid: None,
+        settings: Settings::default(),
+    };
+    let client = connector.connect().unwrap();
+    assert!(client.stack().is_running());
+    client
+}
+
+/// A program of the host that connects to a port of the guest.
+fn connect(host: &Path, port: u32) -> UnixStream {
+    let mut stream = UnixStream::connect(host).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    writeln!(stream, "CONNECT {port}").unwrap();
+    let mut line = String::new();
+    BufReader::with_capacity(1, &stream).read_line(&mut line).unwrap();
+    assert!(line.starts_with("OK ") && line.ends_with('\n'), "{line:?}");
+    stream
+}
+
+/// Serves connections to a port: what comes goes back.
+fn echo(client: &VsockClient, port: u32) {
+    let listener = Listener::bind(client.stack(), port, Kind::Stream).unwrap();
+    thread::spawn(move || {
+        while let Ok(stream) = listener.accept() {
+            thread::Builder::new()
+                .stack_size(64 << 10)
+                .spawn(move || {
+                    let mut stream = stream;
+                    let mut buffer = [0; 4096];
+                    while let Ok(count @ 1..) = stream.read(&mut buffer) {
+                        if stream.write_all(&buffer[..count]).is_err() {
+                            break;
+                        }
+                    }
+                })
+                .unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_thousand_idle_connections_cost_nothing() {
+    let folder = Folder::new("idle");
+    ringroad_host::raise_file_limit();
+    let daemon = Daemon::start(&folder, "");
+    let client = guest(&folder.file("vm3.sock"));
+    echo(&client, 7);
+    let mut streams: Vec<UnixStream> = (0..1000).map(|_| connect(&folder.file("host"), 7)).collect();
+    assert_eq!(client.stack().report().connections, 1000);
+    let ask = |streams: &mut Vec<UnixStream>| {
+        for (index, stream) in streams.iter_mut().enumerate() {
+            let question = (index as u64).to_le_bytes();
+            stream.write_all(&question).unwrap();
+            let mut answer = [0; 8];
+            stream.read_exact(&mut answer).unwrap();
+            assert_eq!(answer, question);
+        }
+    };
+    ask(&mut streams);
+    thread::sleep(Duration::from_millis(200));
+    let before = daemon.ticks();
+    thread::sleep(Duration::from_secs(2));
+    assert_eq!(daemon.ticks() - before, 0, "ticks of CPU time in two idle seconds");
+    ask(&mut streams);
+    drop(streams);
+    let start = Instant::now();
+    while client.stack().report().connections > 0 {
+        assert!(start.elapsed() < PATIENCE, "{} are left", client.stack().report().connections);
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_daemon_that_ends_resets_its_connections() {
+    for signal in ["TERM", "KILL"] {
+        let folder = Folder::new(&format!("end-{signal}"));
+        let mut daemon = Daemon::start(&folder, "");
+        let client = guest(&folder.file("vm3.sock"));
+        echo(&client, 7);
+        let listener = UnixListener::bind(folder.file("host_9")).unwrap();
+        let mut there = connect(&folder.file("host"), 7);
+        let mut here = Stream::connect(client.stack(), Addr { cid: 2, port: 9 }).unwrap();
+        let _program = listener.accept().unwrap();
+        there.write_all(b"ping").unwrap();
+        there.read_exact(&mut [0; 4]).unwrap();
+        let reader = thread::spawn(move || here.read(&mut [0; 1]));
+        thread::sleep(Duration::from_millis(50));
+        daemon.end(signal);
+        // A program that was connected by a socket sees its end, the guest a reset.
+        assert!(matches!(there.read(&mut [0; 1]), Ok(0) | Err(_)));
+        let start = Instant::now();
+        let error = reader.join().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(2), "{signal}: after {:?}", start.elapsed());
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset, "{signal}");
+        let refused = Stream::connect(client.stack(), Addr { cid: 2, port: 9 }).map(|_| ()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NotConnected, "{signal}: {refused}");
+    }
+}
+
+/// `ringroad vsock cat`, with its standard input and output.
+fn cat(socket: &Path, arguments: &[&str]) -> (Child, ChildStdin, BufReader<ChildStdout>) {
+    let mut command = ringroad();
+    command.args(["vsock", "cat"]).arg(socket).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let (stdin, stdout) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+    (child, stdin, stdout)
+}
+
+#[test]
+fn cat_talks_to_programs_of_the_host_and_to_other_guests() {
+    let folder = Folder::new("cat");
+    let _daemon = Daemon::start(&folder, "");
+    // To a program of the host that waits for it.
+    let listener = UnixListener::bind(folder.file("host_1024")).unwrap();
+    let (mut child, mut stdin, mut stdout) = cat(&folder.file("vm3.sock"), &["2:1024"]);
+    let (mut program, _) = listener.accept().unwrap();
+    stdin.write_all(b"hello\n").unwrap();
+    let mut line = String::new();
+    BufReader::new(&program).read_line(&mut line).unwrap();
+    assert_eq!(line, "hello\n");
+    program.write_all(b"good day\n").unwrap();
+    line.clear();
+    stdout.read_line(&mut line).unwrap();
+    assert_eq!(line, "good day\n");
+    // The end of its input is the end of what the program reads; then the program ends, and with it cat.
+    drop(stdin);
+    assert_eq!(program.read(&mut [0; 1]).unwrap(), 0);
+    program.write_all(b"the end\n").unwrap();
+    drop(program);
+    line.clear();
+    stdout.read_line(&mut line).unwrap();
+    assert_eq!(line, "the end\n");
+    assert!(child.wait().unwrap().success());
+
+    // From guest to guest, messages.
+    let (mut accepting, accepting_in, mut accepting_out) =
+        cat(&folder.file("vm4.sock"), &["--accept", "5", "--seqpacket"]);
+    let start = Instant::now();
+    let (mut connecting, mut connecting_in, _out) = loop {
+        let mut cat = cat(&folder.file("vm3.sock"), &["4:5", "--seqpacket"]);
+        thread::sleep(Duration::from_millis(200));
+        match cat.0.try_wait().unwrap() {
+            // The other one did not listen yet.
+            Some(_) if start.elapsed() < PATIENCE => continue,
+            Some(status) => panic!("it has ended: {status}"),
+            None => break cat,
+        }
+    };
+    connecting_in.write_all(b"one\ntwo\n").unwrap();
+    for expected in ["one\n", "two\n"] {
+        line.clear();
+        accepting_out.read_line(&mut line).unwrap();
+        assert_eq!(line, expected);
+    }
+    drop((connecting_in, accepting_in));
+    assert!(connecting.wait().unwrap().success() && accepting.wait().unwrap().success());
+
+    // To nobody.
+    let output = ringroad().args(["vsock", "cat"]).arg(folder.file("vm3.sock")).arg("2:77").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("cannot connect to 2:77: connection refused"), "{said}");
+}
