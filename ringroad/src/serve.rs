@@ -50,7 +50,7 @@ pub struct Args {
 pub fn run(args: Args) -> Outcome {
     let config = config::Config::load(&args.config)?;
     if args.check {
-        println!("{}: {}, right", args.config.display(), summary(&config));
+        println!("{}: {}, right", args.config.display(), summary(config.ports.len(), config.vsocks.len()));
         return Ok(ExitCode::SUCCESS);
     }
     ringroad_host::raise_file_limit();
@@ -61,7 +61,7 @@ pub fn run(args: Args) -> Outcome {
         ports.push(Running::start(port, &config, &worker)?);
     }
     let vsock = Arc::new(Mutex::new(Vsocks::start(&config)?));
-    log::info!("{}, ready", summary(&config));
+    log::info!("{}, ready", summary(config.ports.len(), config.vsocks.len()));
     let ports = Arc::new(Mutex::new(ports));
     if let Some(seconds) = args.stats {
         let (ports, vsock) = (ports.clone(), vsock.clone());
@@ -111,8 +111,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn summary(config: &config::Config) -> String {
-    match (config.ports.len(), config.vsocks.len()) {
+fn summary(ports: usize, vsocks: usize) -> String {
+    match (ports, vsocks) {
         (ports, 0) => format!("{ports} ports"),
         (0, vsocks) => format!("{vsocks} vsock devices"),
         (ports, vsocks) => format!("{ports} ports, {vsocks} vsock devices"),
@@ -209,7 +209,7 @@ fn reload(args: &Args, before: &config::Config, ports: &mut Vec<Running>, vsock:
         }
     }
     vsock.reload(&config);
-    log::info!("configuration read again: {}", summary(&config));
+    log::info!("configuration read again: {}", summary(ports.len(), vsock.devices.len()));
 }
 
 fn json(report: &PortReport) -> serde_json::Value {
