@@ -389,7 +389,8 @@ impl<R: Relay> Conn<R> {
         if room || op != Op::CreditUpdate && op != Op::CreditRequest {
             self.wake(inner);
         }
-        Verdict { room: room || verdict.room, ..verdict }
+        // Programs of this process were woken already.
+        Verdict { room: (room || verdict.room) && inner.relay.is_some(), ..verdict }
     }
 
     fn data(

@@ -280,6 +280,8 @@ pub struct ConnectionReport {
     pub unread: usize,
 }
 
+/// Bursts of packets that are taken from a peer at once.
+const BURSTS: usize = 4;
 /// Log lines about peers that do wrong, until the next second.
 const LINES: u32 = 10;
 /// The ports of programs that do not care begin here; below are those of well-known services.
@@ -415,7 +417,11 @@ impl<S: Side> Stack<S> {
         let mut any = false;
         if !self.led.load(Ordering::SeqCst) {
             let mut incoming = self.incoming.lock();
-            while self.take(&mut incoming, None) > 0 {
+            // Not all that a peer may send: others want to be served too.
+            for _ in 0..BURSTS {
+                if self.take(&mut incoming, None) == 0 {
+                    break;
+                }
                 any = true;
             }
         }
