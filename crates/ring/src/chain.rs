@@ -210,6 +210,8 @@ pub struct Chains {
     len: usize,
     /// There were other chains than those of one piece.
     long: bool,
+    /// A chain did not fit beside the others.
+    full: bool,
 }
 
 impl Chains {
@@ -220,27 +222,28 @@ impl Chains {
             list: vec![Chain::default(); chains].into(),
             len: 0,
             long: false,
+            full: false,
         }
     }
 
     /// Empties the burst for chains of this memory.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        (self.len, self.long) = (0, false);
+        (self.len, self.long, self.full) = (0, false, false);
         self.pieces.start(memory);
     }
 
     /// Empties the burst.
     #[inline]
     pub fn empty(&mut self) {
-        (self.len, self.long) = (0, false);
+        (self.len, self.long, self.full) = (0, false, false);
         self.pieces.truncate(0);
     }
 
     /// Empties the burst and lets its memory go.
     #[inline]
     pub fn clear(&mut self) {
-        (self.len, self.long) = (0, false);
+        (self.len, self.long, self.full) = (0, false, false);
         self.pieces.clear();
     }
 
@@ -281,6 +284,12 @@ impl Chains {
     #[inline(always)]
     pub fn room(&self) -> usize {
         self.list.len() - self.len
+    }
+
+    /// Whether a chain waits that has not fit beside the others, as it has too many pieces.
+    #[inline(always)]
+    pub fn is_full(&self) -> bool {
+        self.full
     }
 
     /// What the device reads of a chain.
@@ -392,6 +401,7 @@ impl Chains {
         if clipped {
             self.pieces.truncate(first);
             if self.len > 0 {
+                self.full = true;
                 return false;
             }
         }

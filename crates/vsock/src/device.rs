@@ -73,7 +73,7 @@ impl RxQueue {
         if ahead > count {
             return Ok(true);
         }
-        if self.chains.room() < BURST {
+        if self.chains.room() < BURST || self.chains.is_full() {
             // The list has come to its end: it begins again with what is not used yet.
             self.give();
             self.ring.untake(&mut self.chains, self.used);
@@ -87,11 +87,13 @@ impl RxQueue {
                     self.ring.disable_notification();
                 }
             }
-            // What is there already is good.
-            Err(_) if ahead > 0 => {}
+            // What is there already is good, and nothing will follow that it would have to be left for.
+            Err(_) if ahead > 0 => return Ok(true),
             Err(fault) => return Err(fault),
         }
-        Ok(self.chains.list().len() - self.used > count)
+        let ahead = self.chains.list().len() - self.used;
+        // Chains of so many pieces that no more fit into the list: the ring has more.
+        Ok(ahead > count || ahead > 0 && self.chains.is_full())
     }
 
     /// Room for payload in the `ahead`th chain from the next one on.
@@ -159,6 +161,8 @@ impl Link for RxQueue {
         let mut rooms = [0; BURST];
         while total < most && count < BURST && self.want(self.reserve + count)? {
             let room = match self.check(count) {
+                // That many are not there.
+                Ok(0) => break,
                 Ok(room) => room.min(MAX_PACKET).min(most - total),
                 Err(_) if count > 0 => break,
                 Err(fault) => return Err(fault.into()),
@@ -167,7 +171,9 @@ impl Link for RxQueue {
             total += room;
             count += 1;
             // A list that has begun anew would have lost its place.
-            if self.chains.list().len() - self.used <= self.reserve + count && self.chains.room() < BURST {
+            if self.chains.list().len() - self.used <= self.reserve + count
+                && (self.chains.room() < BURST || self.chains.is_full())
+            {
                 break;
             }
         }
