@@ -13,9 +13,9 @@ use crate::{
     sync::{AtomicUsize, Mutex, Ordering},
 };
 use ringroad_mem::Span;
-use ringroad_wire::vsock_hdr::VsockHdr;
+use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     io,
     sync::atomic::AtomicU64,
 };
@@ -30,6 +30,10 @@ const OVERHEAD: usize = 64;
 const PUBLISH: usize = 32 << 10;
 /// Answers to packets of no connection that may wait at once. A peer that provokes more gets no answer to the rest.
 const UNOWNED: usize = 1024;
+/// Together with resets of connections: a peer that takes nothing and has us reset one after the other hears no more of it.
+const RESETS: usize = 1 << 16;
+/// Forgotten packets that are passed over rather than looked for.
+const DEAD: usize = 256;
 
 /// The ring that packets go to.
 pub trait Link {
@@ -117,6 +121,10 @@ struct Flow<O> {
 struct Outbox<O> {
     control: VecDeque<(Option<O>, VsockHdr)>,
     unowned: usize,
+    /// Owners and operations in `control`: one of each says it all, as it is completed at the last moment.
+    pending: HashSet<(usize, u16)>,
+    /// How many of `control` are forgotten.
+    dead: usize,
     flows: HashMap<usize, Flow<O>>,
     turns: VecDeque<usize>,
 }
@@ -129,21 +137,46 @@ enum Turn<O> {
 
 impl<O: Owner> Outbox<O> {
     fn new() -> Self {
-        Outbox { control: VecDeque::new(), unowned: 0, flows: HashMap::new(), turns: VecDeque::new() }
+        Outbox {
+            control: VecDeque::new(),
+            unowned: 0,
+            pending: HashSet::new(),
+            dead: 0,
+            flows: HashMap::new(),
+            turns: VecDeque::new(),
+        }
     }
 
-    fn push(&mut self, owner: &O, packet: Packet) {
+    /// Adds a packet. Says whether it is one of its own: small ones of a stream are joined, as their number has no limit.
+    fn push(&mut self, owner: &O, packet: Packet) -> bool {
         let key = owner.key();
         let flow = self.flows.entry(key).or_insert_with(|| {
             self.turns.push_back(key);
             Flow { owner: owner.clone(), packets: VecDeque::new(), deficit: 0 }
         });
+        let data = |header: &VsockHdr| header.kind == TYPE_STREAM && header.op == Op::Data as u16;
+        if let Some(last) = flow.packets.back_mut()
+            && data(&last.header)
+            && data(&packet.header)
+            && last.data.len() + packet.data.len() <= MAX_PACKET
+        {
+            last.data.extend_from_slice(&packet.data);
+            return false;
+        }
         flow.packets.push_back(packet);
+        true
     }
 
     fn next(&mut self) -> Option<Turn<O>> {
-        if let Some((owner, header)) = self.control.pop_front() {
-            self.unowned -= usize::from(owner.is_none());
+        while let Some((owner, header)) = self.control.pop_front() {
+            match &owner {
+                Some(owner) if !self.pending.remove(&(owner.key(), header.op)) => {
+                    self.dead = self.dead.saturating_sub(1);
+                    continue;
+                }
+                Some(_) => {}
+                None => self.unowned -= 1,
+            }
             return Some(Turn::Control(owner, header));
         }
         let flow = self.flows.get_mut(self.turns.front()?)?;
@@ -315,8 +348,8 @@ impl<L: Link, O: Owner> Sender<L, O> {
             let packet = Packet { header: VsockHdr { flags, ..header }, data: payload.take(len), done: 0 };
             owner.queued().fetch_add(len, Ordering::Relaxed);
             let mut outbox = self.outbox.lock();
-            outbox.push(owner, packet);
-            self.waiting.fetch_add(1, Ordering::Release);
+            let packets = usize::from(outbox.push(owner, packet));
+            self.waiting.fetch_add(packets, Ordering::Release);
             effect.wake = true;
         }
         (whole - payload.len(), effect)
@@ -362,8 +395,8 @@ impl<L: Link, O: Owner> Sender<L, O> {
                 data.truncate(len);
                 owner.queued().fetch_add(len, Ordering::Relaxed);
                 let mut outbox = self.outbox.lock();
-                outbox.push(owner, Packet { header, data, done: 0 });
-                self.waiting.fetch_add(1, Ordering::Release);
+                let packets = usize::from(outbox.push(owner, Packet { header, data, done: 0 }));
+                self.waiting.fetch_add(packets, Ordering::Release);
                 effect.wake = true;
                 (Ok(Some(len)), effect)
             }
@@ -395,12 +428,17 @@ impl<L: Link, O: Owner> Sender<L, O> {
             }
         }
         let mut outbox = self.outbox.lock();
-        if owner.is_none() {
-            if outbox.unowned == UNOWNED {
+        let limit = if owner.is_none() { UNOWNED } else { RESETS };
+        // A reset is all that is left of its connection.
+        let owner = owner.filter(|_| header.op != Op::Reset as u16);
+        match owner {
+            Some(owner) if !outbox.pending.insert((owner.key(), header.op)) => return effect,
+            Some(_) => {}
+            None if outbox.unowned >= limit => {
                 self.dropped.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 return effect;
             }
-            outbox.unowned += 1;
+            None => outbox.unowned += 1,
         }
         outbox.control.push_back((owner.cloned(), header));
         self.waiting.fetch_add(1, Ordering::Release);
@@ -449,8 +487,17 @@ impl<L: Link, O: Owner> Sender<L, O> {
             match turn {
                 Turn::Control(owner, header) if !placed.all => {
                     let mut outbox = self.outbox.lock();
-                    outbox.unowned += usize::from(owner.is_none());
-                    outbox.control.push_front((owner, header));
+                    match &owner {
+                        // Another one has come meanwhile.
+                        Some(owner) if !outbox.pending.insert((owner.key(), header.op)) => {
+                            self.waiting.fetch_sub(1, Ordering::Release);
+                        }
+                        Some(_) => outbox.control.push_front((owner, header)),
+                        None => {
+                            outbox.unowned += 1;
+                            outbox.control.push_front((owner, header));
+                        }
+                    }
                 }
                 Turn::Control(..) => {
                     self.waiting.fetch_sub(1, Ordering::Release);
@@ -482,6 +529,24 @@ impl<L: Link, O: Owner> Sender<L, O> {
             outbox.turns.retain(|&other| other != key);
             self.waiting.fetch_sub(flow.packets.len(), Ordering::Release);
         }
+        let Outbox { control, pending, dead, .. } = &mut *outbox;
+        let count = (0..=Op::CreditRequest as u16).filter(|&op| pending.remove(&(key, op))).count();
+        self.waiting.fetch_sub(count, Ordering::Release);
+        *dead += count;
+        if *dead > DEAD || *dead == control.len() {
+            control.retain(|(owner, header)| {
+                owner.as_ref().is_none_or(|owner| pending.contains(&(owner.key(), header.op)))
+            });
+            *dead = 0;
+        }
+    }
+
+    /// How many packets of an owner wait, beside those without payload that go before all.
+    pub fn packets(&self, owner: &O) -> usize {
+        if !self.is_waiting() {
+            return 0;
+        }
+        self.outbox.lock().flows.get(&owner.key()).map_or(0, |flow| flow.packets.len())
     }
 
     /// Drops all that waits: the peer would not know what it is about.
@@ -489,7 +554,8 @@ impl<L: Link, O: Owner> Sender<L, O> {
         // Nobody moves anything meanwhile.
         let _link = self.link.lock();
         let mut outbox = self.outbox.lock();
-        let count = outbox.control.len() + outbox.flows.values().map(|flow| flow.packets.len()).sum::<usize>();
+        let count =
+            outbox.unowned + outbox.pending.len() + outbox.flows.values().map(|flow| flow.packets.len()).sum::<usize>();
         *outbox = Outbox::new();
         self.waiting.fetch_sub(count, Ordering::Release);
     }
