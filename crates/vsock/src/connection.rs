@@ -338,7 +338,10 @@ impl<R: Relay> Conn<R> {
             Kind::Stream => inner.inbox.unread() > 0,
             Kind::SeqPacket => inner.inbox.messages() > 0,
         };
-        unreported > 0 && (unreported >= self.buf_alloc / 2 || believed < low && (unreported >= low / 2 || !readable))
+        // It may be of a connection that is over: the ports may be another one's by now.
+        inner.phase == Phase::Open
+            && unreported > 0
+            && (unreported >= self.buf_alloc / 2 || believed < low && (unreported >= low / 2 || !readable))
     }
 
     /// The peer says how much room it has.

@@ -612,11 +612,13 @@ impl<S: Side> Stack<S> {
             return self.reject(header, format_args!("{wrong}"));
         };
         let _ = conn.end(&mut conn.lock(), Over::Reset);
-        let verdict = Verdict { reply: Some(Op::Reset), over: true, wrong: Some(wrong), room: false };
+        // A reset is never answered with one.
+        let reply = (header.op != Op::Reset as u16).then_some(Op::Reset);
+        let verdict = Verdict { reply, over: true, wrong: Some(wrong), room: false };
         self.carry_out(&conn, verdict);
     }
 
-    fn count_wrong(&self, key: &Key, why: impl std::fmt::Display) {
+    pub(crate) fn count_wrong(&self, key: &Key, why: impl std::fmt::Display) {
         self.counters.wrong.fetch_add(1, Ordering::Relaxed);
         if self.may_log() {
             log::warn!("{}: {} to port {}: {why}; connection reset", self.name, key.peer, key.port);
@@ -759,6 +761,10 @@ impl<S: Side> Stack<S> {
         let mut table = self.table.lock();
         table.serial += 1;
         let serial = table.serial;
+        if table.deadlines.len() > 2 * table.conns.len() + 1024 {
+            // Of connections that were over before their time.
+            table.deadlines.retain(|_, conn| conn.strong_count() > 0);
+        }
         table.deadlines.insert((until, serial), Arc::downgrade(conn));
     }
 
