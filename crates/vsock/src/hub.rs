@@ -1,9 +1,9 @@
 //! Guests that talk to each other: a packet of one goes from its ring straight into the other's, with one copy. What each
 //! connection may have under way is checked here, as the guests' word alone would let one fill our memory.
 
-use crate::{Addr, Owner, Payload, Side, Stack, connection::Wrong, stack::Who, sync::AtomicUsize};
+use crate::{Addr, Key, Owner, Payload, Side, Stack, connection::Wrong, stack::Who, sync::AtomicUsize};
 use parking_lot::Mutex;
-use ringroad_wire::vsock_hdr::{Op, VsockHdr};
+use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{
     collections::HashMap,
     sync::{
@@ -14,6 +14,8 @@ use std::{
 
 /// Room that a guest is believed to have for a connection, at most: what may wait in our memory if it does not take it.
 const ROOM: u32 = 1 << 20;
+/// Messages that wait in our memory, at most, however short they are.
+const MESSAGES: usize = 1 << 16;
 
 /// One direction of a connection between two guests.
 pub(crate) struct Crossing {
@@ -22,16 +24,21 @@ pub(crate) struct Crossing {
     fwd_cnt: AtomicU32,
     /// Bytes sent.
     tx_cnt: AtomicU32,
+    /// Flags of OP_SHUTDOWN that were passed on.
+    shut: AtomicU32,
     queued: AtomicUsize,
+    kind: u16,
 }
 
 impl Crossing {
-    fn new() -> Arc<Crossing> {
+    fn new(kind: u16) -> Arc<Crossing> {
         Arc::new(Crossing {
             buf_alloc: AtomicU32::new(0),
             fwd_cnt: AtomicU32::new(0),
             tx_cnt: AtomicU32::new(0),
+            shut: AtomicU32::new(0),
             queued: AtomicUsize::new(0),
+            kind,
         })
     }
 }
@@ -95,12 +102,7 @@ impl<S: Side> Hub<S> {
                 .collect()
         };
         for (from, to, crossing, stack) in over {
-            stack.sender.forget(&Who::Crossing(crossing));
-            // Of either kind: a reset is for the connection, whatever it carried.
-            for kind in [crate::Kind::Stream, crate::Kind::SeqPacket] {
-                let reset = VsockHdr { kind: kind.number(), ..header(from, to, Op::Reset) };
-                stack.effect(stack.sender.send_control(None, reset));
-            }
+            stack.reset_crossing(crossing, from, to);
         }
     }
 
@@ -115,11 +117,16 @@ impl<S: Side> Hub<S> {
             return false;
         }
         if op == Op::Request {
-            if members.crossings.len() >= self.limit || members.crossings.contains_key(&(from, to)) {
+            if members.crossings.contains_key(&(from, to)) {
+                drop(members);
+                self.cut(from, to, Wrong::SecondRequest);
+                return true;
+            }
+            if members.crossings.len() >= self.limit {
                 return false;
             }
-            members.crossings.insert((from, to), Crossing::new());
-            members.crossings.insert((to, from), Crossing::new());
+            members.crossings.insert((from, to), Crossing::new(packet.kind));
+            members.crossings.insert((to, from), Crossing::new(packet.kind));
         }
         let (Some(crossing), Some(back)) =
             (members.crossings.get(&(from, to)).cloned(), members.crossings.get(&(to, from)).cloned())
@@ -142,14 +149,27 @@ impl<S: Side> Hub<S> {
                 let under_way =
                     crossing.tx_cnt.load(Ordering::Relaxed).wrapping_sub(back.fwd_cnt.load(Ordering::Acquire));
                 let credit = back.buf_alloc.load(Ordering::Acquire).saturating_sub(under_way);
-                if len > credit {
-                    self.cut(from, to, Wrong::Credit { len, credit });
+                // The receiver's word alone would let the two of them fill our memory.
+                let room = ROOM.saturating_sub(crossing.queued.load(crate::sync::Ordering::Relaxed) as u32);
+                if len > credit.min(room) {
+                    self.cut(from, to, Wrong::Credit { len, credit: credit.min(room) });
+                    return true;
+                }
+                if stack.sender.packets(&who) >= MESSAGES {
+                    self.cut(from, to, Wrong::Messages { limit: MESSAGES as u32 });
                     return true;
                 }
                 crossing.tx_cnt.fetch_add(len, Ordering::Relaxed);
                 stack.sender.send(&who, header, payload, ROOM as usize).1
             }
-            Op::Shutdown => stack.sender.send(&who, header, &mut Payload::empty(), 0).1,
+            Op::Shutdown => {
+                let flags = packet.flags & (wire::SHUTDOWN_SEND | wire::SHUTDOWN_RECEIVE);
+                if flags & !crossing.shut.fetch_or(flags, Ordering::Relaxed) == 0 {
+                    // Nothing new.
+                    return true;
+                }
+                stack.sender.send(&who, header, &mut Payload::empty(), 0).1
+            }
             _ => {
                 if op == Op::Reset {
                     stack.sender.forget(&who);
@@ -163,23 +183,29 @@ impl<S: Side> Hub<S> {
 
     /// Ends a connection whose sender has broken its rules, for both.
     fn cut(&self, from: Addr, to: Addr, wrong: Wrong) {
-        log::warn!("vsock: {from} to {to}: {wrong}; connection reset");
         let (ends, crossings) = {
             let mut members = self.members.lock();
             let crossings = [members.crossings.remove(&(from, to)), members.crossings.remove(&(to, from))];
             ([(to, from, members.stack(from.cid)), (from, to, members.stack(to.cid))], crossings)
         };
+        if let Some(stack) = &ends[0].2 {
+            stack.count_wrong(&Key { port: to.port, peer: from }, wrong);
+        }
         for ((from, to, stack), crossing) in ends.into_iter().zip(crossings.into_iter().rev()) {
-            if let Some(stack) = stack {
-                if let Some(crossing) = crossing {
-                    stack.sender.forget(&Who::Crossing(crossing));
-                }
-                for kind in [crate::Kind::Stream, crate::Kind::SeqPacket] {
-                    let reset = VsockHdr { kind: kind.number(), ..header(from, to, Op::Reset) };
-                    stack.effect(stack.sender.send_control(None, reset));
-                }
+            if let (Some(stack), Some(crossing)) = (stack, crossing) {
+                stack.reset_crossing(crossing, from, to);
             }
         }
+    }
+}
+
+impl<S: Side> Stack<S> {
+    /// Tells the guest that its connection with another one is over.
+    fn reset_crossing(&self, crossing: Arc<Crossing>, from: Addr, to: Addr) {
+        let reset = VsockHdr { kind: crossing.kind, ..header(from, to, Op::Reset) };
+        let who = Who::Crossing(crossing);
+        self.sender.forget(&who);
+        self.effect(self.sender.send_control(Some(&who), reset));
     }
 }
 
