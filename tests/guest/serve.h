@@ -137,10 +137,11 @@ static void flush(struct conn *c) { // sends what is pending, as far as it goes
 }
 
 static void judge_source(struct conn *c) { // the answer of a sink, if there is one or must be one
-  char want[160];
+  char want[160], ok[32];
   sprintf(want, "%" PRIu64 " %s\n", c->total, hex(c->sha));
+  sprintf(ok, "%" PRIu64 " ok\n", c->total); // a sink that knows the stream may have compared all of it
   if (c->answer[0] || c->role == SOURCE_CLIENT)
-    if (strcmp(c->answer, want)) fail(c, "expected the answer '%s', got '%s'", want, c->answer);
+    if (strcmp(c->answer, want) && strcmp(c->answer, ok)) fail(c, "expected the answer '%s', got '%s'", want, c->answer);
   c->done = true;
 }
 
