@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Interop of a vsock device with real guests: Linux 7 under User-Mode Linux and Linux 6.1 under QEMU. As root:
 #
-#   tests/vsock-guests.sh [--quick] [--device ringroad|vhost-device-vsock] [--size MIB] [uml] [qemu]     (default: both)
+#   tests/vsock-guests.sh [--quick] [--device ringroad|vhost-device-vsock] [--size MIB] [PART...]      (default: all parts)
 #
-# For each guest it starts the device, boots the guest on it, and runs tests/guest/vsock.c (see there) in the guest and, over
-# the device's Unix sockets, on the host: connections each way, refused ones, echo, bulk each way by connections each way with
-# equal SHA-256 (1 GiB; 64 MiB with --quick), 500 connections at once, round trips, SOCK_SEQPACKET, and what becomes of a
-# connection whose other end or whose device is killed.
+# uml, qemu    for each of these guests it starts the device, boots the guest on it, and runs tests/guest/vsock.c (see there) in
+#              the guest and, over the device's Unix sockets, on the host: connections each way, refused ones, echo, bulk each way
+#              by connections each way with equal SHA-256 (1 GiB; 64 MiB with --quick), 500 connections at once, round trips,
+#              SOCK_SEQPACKET, and what becomes of a connection whose other end or whose device is killed; and once more with
+#              crates/host/examples/vsock_services.rs for the device: a million messages each way (QEMU: a tenth; --quick: 20000)
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
 #
 # ringroad is $RINGROAD, default target/release/ringroad. What a device is known not to do is not asked of it (see `lacks`).
-# $RINGROAD_PACKETS is a port of the device's host (CID 2) that answers SOCK_SEQPACKET as `vsock listen PORT packets` does;
-# $RINGROAD_VSOCK are lines of TOML for each [[vsock]] table. Without them, messages only go round inside the guest.
+# $RINGROAD_SERVICES, default examples/vsock_services beside it, comes of `cargo build --release --example vsock_services`.
+# $RINGROAD_VSOCK are lines of TOML for each [[vsock]] table. Of another device, parts uml and qemu are all there is.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -19,6 +20,7 @@ guests=$root/scripts/guests
 cache=$("$root/scripts/peers" where)
 vsock=$cache/vsock
 ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
+services=$(realpath -m "${RINGROAD_SERVICES:-$(dirname "$ringroad")/examples/vsock_services}")
 
 say() { echo "vsock-guests.sh: $*" >&2; }
 die() { say "$*"; exit 1; }
@@ -42,7 +44,10 @@ done
 [ ${#parts[@]} -gt 0 ] || parts=(uml qemu)
 [ "$(id -u)" = 0 ] || die "needs root (chroot); run it with sudo"
 case $device in
-  ringroad) [ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD" ;;
+  ringroad)
+    [ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+    [ -x "$services" ] || die "no program $services: 'cargo build --release -p ringroad-host --example vsock_services' makes it"
+    ;;
   vhost-device-vsock) ;;
   *) die "--device: expected ringroad or vhost-device-vsock, got '$device'" ;;
 esac
@@ -54,8 +59,9 @@ bytes=$((mib * 1048576))
 limit=20 long=$((60 + mib / 4)) # seconds for one command
 packets=20000
 [ -z "$quick" ] || packets=2000
-declare -A cid=([uml]=3 [qemu]=4)
-daemon='' listeners=() passed=0 failed=0 figure=''
+declare -A cid=([uml]=3 [qemu]=4) messages=([uml]=1000000 [qemu]=100000)
+[ -z "$quick" ] || messages=([uml]=20000 [qemu]=2000)
+daemon='' orders='' listeners=() passed=0 failed=0 figure=''
 
 # vhost-device-vsock 0.3.0 does not tell the host when a guest has shut down one direction, and closes both when the host has;
 # loses connections when Linux >= 6.6 sends packets that lie in several descriptors; says nothing to a guest that asks for a
@@ -95,6 +101,49 @@ TOML
     [ $((tries += 1)) -le 100 ] || { echo "no socket $state/$1.sock after 10 s"; return 1; }
     sleep 0.1
   done
+}
+
+start_services() { # KIND: vsock_services is the device; what it reads comes from $orders
+  local tries=0
+  rm -f "$state/$1.sock" "$state/orders"
+  mkfifo "$state/orders"
+  "$services" "${cid[$1]}" "$state/$1.sock" echo=1001 sink=1002 "source=1003:$bytes" packets=1004 \
+    <"$state/orders" >"$state/services.log" 2>"$state/device.log" &
+  daemon=$!
+  sleep infinity >"$state/orders" & # guests would inherit a descriptor of ours, and keep it open
+  orders=$!
+  until grep -q ^serving "$state/services.log"; do
+    running "$daemon" || { echo "vsock_services ended at once"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "no socket $state/$1.sock after 10 s"; return 1; }
+    sleep 0.1
+  done
+}
+
+order() { # WHAT: vsock_services does it, which it must say "ok" to
+  local tries=0 said line
+  said=$(wc -l <"$state/services.log")
+  echo "$1" >"$state/orders"
+  until line=$(tail -n "+$((said + 1))" "$state/services.log") && [ -n "$line" ]; do
+    running "$daemon" || { echo "vsock_services has ended"; return 1; }
+    [ $((tries += 1)) -le $((long * 10)) ] || { echo "no answer after $long s"; return 1; }
+    sleep 0.1
+  done
+  echo "$line"
+  [[ $line == "ok "* ]] || return 1
+  figure=${line#ok }
+}
+
+end_orders() { # the end of what it reads is the end of vsock_services
+  end_process "$orders"
+  orders=''
+  local tries=0 status=0
+  while running "$daemon"; do
+    [ $((tries += 1)) -le 100 ] || { echo "vsock_services did not end within 5 s"; return 1; }
+    sleep 0.05
+  done
+  wait "$daemon" || status=$?
+  daemon=''
+  [ $status = 0 ] || { echo "it ended with status $status"; return 1; }
 }
 
 end_process() { # PID: 3 s to end when asked to
@@ -145,6 +194,7 @@ cleanup() {
   set +e
   [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
   end_listeners
+  [ -z "$orders" ] || end_process "$orders"
   [ -z "$daemon" ] || end_process "$daemon"
   rm -rf "$state"
 }
@@ -299,9 +349,6 @@ part() { # KIND
     check "$kind round trips, from $from" connect $from "$kind" 1001 ping 64 2 || true
   done
   check "$kind messages round the guest" round_the_guest "$kind" || true
-  if [ -n "${RINGROAD_PACKETS:-}" ]; then
-    check "$kind messages to the host" connect guest "$kind" "$RINGROAD_PACKETS" packets $packets || true
-  fi
   check "$kind the host's program is killed" blocked "$kind" end_process "${listeners[0]}" || true
   end_listeners
   rm -f "$state/$kind.host_1001" # a socket that nobody listens on stays where it is
@@ -314,11 +361,34 @@ part() { # KIND
   fi
 }
 
-for kind in "${parts[@]}"; do
-  part "$kind"
+services_part() { # KIND: a program that is the host's end by itself
+  local kind=$1 limit=$long options=()
+  check "$kind services start" start_services "$kind" || return 0
+  check "$kind services boot" boot "$kind" || return 0
+  check "$kind services listeners" guest_listens "$kind" 1004 packets || return 0
+  check "$kind services echo, from guest" connect guest "$kind" 1001 echo $((bytes / 16)) || true
+  check "$kind services 500 connections at once, from guest" connect guest "$kind" 1001 echo 16384 --connections 500 || true
+  check "$kind services bulk guest sends" connect guest "$kind" 1002 source $bytes || true
+  check "$kind services bulk guest gets" connect guest "$kind" 1003 sink $bytes || true
+  check "$kind services messages, guest to host" connect guest "$kind" 1004 packets "${messages[$kind]}" || true
+  check "$kind services messages, host to guest" order "packets 1004 ${messages[$kind]}" || true
+  check "$kind services end" blocked "$kind" end_orders || true
+}
+
+end_part() { # whatever is left of a part
   end_listeners
+  if [ -n "$orders" ]; then end_process "$orders"; orders=''; fi
   if [ -n "$daemon" ]; then end_process "$daemon"; daemon=''; fi
-  [ ! -d "$RINGROAD_GUESTS/$kind" ] || "$guests" stop "$kind"
+  "$guests" stop --all
+}
+
+for name in "${parts[@]}"; do
+  part "$name"
+  end_part
+  if [ "$device" = ringroad ]; then
+    services_part "$name"
+    end_part
+  fi
 done
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]
