@@ -438,6 +438,10 @@ impl<'a> Loop<'a> {
                 (Err(_), None) => {
                     // The guest takes no more: a program that goes on writing should know.
                     let _ = socket.shutdown(Shutdown::Read);
+                    if entry.gone {
+                        // It had said all before that.
+                        stack.shut_relay(key, true);
+                    }
                 }
                 // Its program has said all, or is gone.
                 (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, entry.gone || failed.is_some()),
