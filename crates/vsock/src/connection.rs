@@ -442,8 +442,7 @@ impl<R: Relay> Conn<R> {
         let before = payload.len();
         if let Some(relay) = &mut inner.relay {
             if relay.deliver(payload).is_err() {
-                // Its program has gone. What it does not take is lost, as with any socket; the host closes the connection.
-                inner.deaf = true;
+                // Its program reads no more. What it does not take is lost, as with any socket; the host tells the peer.
                 payload.skip(payload.len());
             }
         } else if let Some(wanted) = wanted.filter(|wanted| wanted.key == self.key) {
@@ -455,13 +454,12 @@ impl<R: Relay> Conn<R> {
     /// The relay can take more: what was kept goes there. Says what is to be done.
     pub(crate) fn drain(&self, inner: &mut Inner<R>) -> Verdict {
         let mut passed = 0;
-        let Inner { inbox, relay: Some(relay), deaf, .. } = inner else { return Verdict::default() };
+        let Inner { inbox, relay: Some(relay), .. } = inner else { return Verdict::default() };
         while inbox.unread() > 0 {
             let front = inbox.front();
             let mut payload = Payload::bytes(front);
             let gone = relay.deliver(&mut payload).is_err();
             let count = if gone { front.len() } else { front.len() - payload.len() };
-            *deaf |= gone;
             inbox.consume(count);
             passed += count;
             if count == 0 {

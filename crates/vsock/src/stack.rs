@@ -57,7 +57,8 @@ pub trait Relay: Send + 'static {
     /// The peer has accepted it.
     fn opened(&mut self, key: Key);
 
-    /// Passes on what it can take without waiting.
+    /// Passes on what it can take without waiting. An error: it will never take more, and [`Stack::deafen_relay`] or
+    /// [`Stack::reset_relay`] will be called soon.
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()>;
 
     /// The peer sends no more.
@@ -1013,6 +1014,20 @@ impl<S: Side> Stack<S> {
     pub fn shut_relay(&self, key: Key, gone: bool) {
         if let Some(conn) = self.find(key) {
             self.shut(&conn, true, gone);
+        }
+    }
+
+    /// A relay's program reads no more: the peer is told.
+    pub fn deafen_relay(&self, key: Key) {
+        if let Some(conn) = self.find(key) {
+            self.shut(&conn, false, true);
+        }
+    }
+
+    /// A relay's socket was reset.
+    pub fn reset_relay(&self, key: Key) {
+        if let Some(conn) = self.find(key) {
+            self.abort(&conn);
         }
     }
 

@@ -1,6 +1,6 @@
 //! Sockets of the host behind connections of a guest. A connection owns the writing end of its socket; the worker reads.
 
-use super::worker::Shared;
+use super::worker::{Command, Shared};
 use crate::sys;
 use ringroad_vsock::{Key, Payload, Relay};
 use socket2::{Domain, SockAddr, SockRef, Socket, Type};
@@ -44,7 +44,10 @@ impl Relay for HostRelay {
                 Ok(sent) => payload.skip(sent),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.worker.send(Command::Failed(self.slot, is_reset(&self.socket, error.kind())));
+                    return Err(error);
+                }
             }
         }
         Ok(())
@@ -55,7 +58,7 @@ impl Relay for HostRelay {
     }
 
     fn close(&mut self, reset: bool) {
-        if reset && self.socket.domain().is_ok_and(|domain| domain != Domain::UNIX) {
+        if reset && is_tcp(&self.socket) {
             // A TCP connection is reset too.
             let _ = SockRef::from(&*self.socket).set_linger(Some(std::time::Duration::ZERO));
         }
@@ -71,6 +74,16 @@ pub(super) fn enlarge(socket: &Socket) {
 
 /// The usual net.core.wmem_max.
 const BUFFER: usize = 212_992;
+
+fn is_tcp(socket: &Socket) -> bool {
+    socket.domain().is_ok_and(|domain| domain != Domain::UNIX)
+}
+
+/// Whether an error says that the program has reset its connection. A Unix socket says so of a program that just ended with
+/// something unread.
+pub(super) fn is_reset(socket: &Socket, error: io::ErrorKind) -> bool {
+    error == io::ErrorKind::ConnectionReset && is_tcp(socket)
+}
 
 /// Connects to a Unix socket without waiting: where nobody accepts, that is an error.
 pub(super) fn connect_unix(path: &Path) -> io::Result<Socket> {

@@ -3,7 +3,7 @@
 use super::{
     HostSide,
     guest::Guest,
-    relay::{HostRelay, LINE, enlarge, parse},
+    relay::{HostRelay, LINE, enlarge, is_reset, parse},
 };
 use crate::sys;
 use parking_lot::Mutex;
@@ -52,6 +52,8 @@ pub(super) enum Command {
         socket: Arc<Socket>,
         connected: bool,
     },
+    /// A socket takes no more; `true`: it was reset.
+    Failed(u64, bool),
     /// A connection is over.
     Close(u64),
     Stop,
@@ -436,13 +438,14 @@ impl<'a> Loop<'a> {
                 (Ok(None), _) | (_, Some(io::ErrorKind::WouldBlock)) => {}
                 (Err(error), None) if error.kind() == io::ErrorKind::NotConnected => {}
                 (Err(_), None) => {
-                    // The guest takes no more: a program that goes on writing should know.
-                    let _ = socket.shutdown(Shutdown::Read);
                     if entry.gone {
                         // It had said all before that.
                         stack.shut_relay(key, true);
                     }
+                    // The guest takes no more: a program that goes on writing should know.
+                    let _ = socket.shutdown(Shutdown::Read);
                 }
+                (Err(_), Some(error)) if is_reset(socket, error) => stack.reset_relay(key),
                 // Its program has said all, or is gone.
                 (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, entry.gone || failed.is_some()),
             }
@@ -590,6 +593,14 @@ impl<'a> Loop<'a> {
                     }
                     self.slots.insert((guest, key), slot);
                     self.entries.insert(slot, Entry { guest, socket, state, gone: false, listed: false });
+                }
+                Command::Failed(slot, reset) => {
+                    if let Some(&Entry { guest, state: State::Relay { key }, .. }) = self.entries.get(&slot)
+                        && let Some(member) = self.members.get(&guest)
+                    {
+                        let stack = &member.guest.stack;
+                        if reset { stack.reset_relay(key) } else { stack.deafen_relay(key) }
+                    }
                 }
                 Command::Close(slot) => self.close(slot),
                 Command::Stop => return false,
