@@ -1,0 +1,200 @@
+//! Programs that end, half-close or do not read, at any point.
+
+use super::*;
+use std::{io::ErrorKind, net::Shutdown};
+
+#[test]
+fn bytes_are_equal_both_ways_whoever_has_asked() {
+    let rig = Rig::new();
+    let (first_program, first_guest) = rig.to_guest(1);
+    let (second_guest, second_program) = rig.to_host(2);
+    const TOTAL: usize = 48 << 20;
+    for (program, guest) in [(&first_program, &first_guest), (&second_program, &second_guest)] {
+        thread::scope(|scope| {
+            // Both directions at once.
+            scope.spawn(|| {
+                send(program, TOTAL).unwrap();
+                program.shutdown(Shutdown::Write).unwrap();
+            });
+            scope.spawn(|| {
+                send(guest, TOTAL).unwrap();
+                guest.shutdown(Shutdown::Write);
+            });
+            scope.spawn(|| assert_eq!(receive(program).unwrap(), TOTAL));
+            assert_eq!(receive(guest).unwrap(), TOTAL);
+        });
+    }
+    drop((first_program, first_guest, second_program, second_guest));
+    rig.nothing_is_left();
+}
+
+#[test]
+fn a_program_that_goes_before_it_is_answered() {
+    let rig = Rig::new();
+    let listener = rig.listen(1);
+    for round in 0..200 {
+        // Nothing said, half a line, a line for a port where somebody listens, one where nobody does.
+        let lines = [&b""[..], b"CONN", b"CONNECT 1\n", b"CONNECT 2\n", b"CONNECT 1\nlast words"];
+        let mut program = rig.program();
+        let line = lines[round % lines.len()];
+        program.write_all(line).unwrap();
+        drop(program);
+        if line.starts_with(b"CONNECT 1\n") {
+            let guest = accept(&listener);
+            let mut got = Vec::new();
+            // "OK" was written to a socket that nobody reads: a reset or the end.
+            match (&guest).read_to_end(&mut got) {
+                Ok(_) => assert_eq!(got, line[10..]),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
+            }
+        }
+    }
+    rig.nothing_is_left();
+    rig.all_is_well();
+}
+
+#[test]
+fn a_program_that_goes_after_it_was_answered() {
+    let rig = Rig::new();
+    let (program, guest) = rig.to_guest(1);
+    drop(program);
+    assert_eq!(at_once(|| (&guest).read(&mut [0; 8])).unwrap(), 0);
+    let error = at_once(|| send(&guest, 1 << 30)).expect_err("nobody reads that");
+    assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
+    drop(guest);
+    rig.nothing_is_left();
+}
+
+#[test]
+fn a_program_that_goes_in_mid_transfer() {
+    let rig = Rig::new();
+    // What it has sent arrives, though the guest only begins to read when it has gone.
+    for (port, total) in [(1, 1), (2, 100_000), (3, 3 << 20)] {
+        let (program, guest) = rig.to_guest(port);
+        let sender = thread::spawn(move || send(&program, total));
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!(receive(&guest).unwrap(), total);
+        sender.join().unwrap().unwrap();
+    }
+    // What it has not read is lost, and the guest hears of it.
+    let (program, guest) = rig.to_guest(4);
+    let sender = thread::spawn(move || send(&guest, 1 << 30));
+    (&program).read_exact(&mut vec![0; 1 << 20]).unwrap();
+    drop(program);
+    let error = at_once(|| sender.join().unwrap()).expect_err("nobody reads that");
+    assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
+    rig.nothing_is_left();
+}
+
+#[test]
+fn a_guest_that_goes_in_mid_transfer() {
+    let rig = Rig::new();
+    for (port, total) in [(1, 1), (2, 100_000), (3, 3 << 20)] {
+        let (program, guest) = rig.to_guest(port);
+        let sender = thread::spawn(move || send(&guest, total));
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!(receive(&program).unwrap(), total);
+        sender.join().unwrap().unwrap();
+    }
+    let (program, guest) = rig.to_guest(4);
+    let sender = thread::spawn(move || send(&program, 1 << 30));
+    (&guest).read_exact(&mut vec![0; 1 << 20]).unwrap();
+    drop(guest);
+    let error = at_once(|| sender.join().unwrap()).expect_err("nobody reads that");
+    assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
+    rig.nothing_is_left();
+}
+
+#[test]
+fn one_direction_may_end_before_the_other() {
+    let rig = Rig::new();
+    for port in 0..4 {
+        let (program, guest) = if port < 2 {
+            rig.to_guest(port)
+        } else {
+            let (guest, program) = rig.to_host(port);
+            (program, guest)
+        };
+        if port % 2 == 0 {
+            program.shutdown(Shutdown::Write).unwrap();
+            assert_eq!(receive(&guest).unwrap(), 0);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    send(&guest, 1 << 20).unwrap();
+                    guest.shutdown(Shutdown::Write);
+                });
+                assert_eq!(receive(&program).unwrap(), 1 << 20);
+            });
+        } else {
+            guest.shutdown(Shutdown::Write);
+            assert_eq!(receive(&program).unwrap(), 0);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    send(&program, 1 << 20).unwrap();
+                    program.shutdown(Shutdown::Write).unwrap();
+                });
+                assert_eq!(receive(&guest).unwrap(), 1 << 20);
+            });
+        }
+    }
+    rig.nothing_is_left();
+}
+
+#[test]
+fn a_program_that_reads_no_more_ends_who_writes_to_it() {
+    let rig = Rig::new();
+    let (program, guest) = rig.to_guest(1);
+    program.shutdown(Shutdown::Read).unwrap();
+    let error = at_once(|| send(&guest, 1 << 30)).expect_err("nobody reads that");
+    assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
+    drop((program, guest));
+
+    let (program, guest) = rig.to_guest(2);
+    guest.shutdown(Shutdown::Read);
+    let error = at_once(|| send(&program, 1 << 30)).expect_err("nobody reads that");
+    assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
+    drop((program, guest));
+    rig.nothing_is_left();
+}
+
+/// Writes until it would have to wait for `patience`; says how much that was.
+fn fill(mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> usize {
+    let mut total = 0;
+    loop {
+        let chunk: Vec<u8> = (total..total + 10_000).map(known).collect();
+        match write(&chunk) {
+            Ok(count) => total += count,
+            Err(error) => {
+                assert!(matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock), "{error}");
+                return total;
+            }
+        }
+        assert!(total < 64 << 20, "nobody reads, and there is no end of what is taken");
+    }
+}
+
+#[test]
+fn who_does_not_read_holds_up_nobody_else() {
+    let rig = Rig::new();
+    let (slow_program, guest) = rig.to_guest(1);
+    let (program, slow_guest) = rig.to_guest(2);
+    let wait = Duration::from_millis(300);
+    guest.set_timeout(Some(wait));
+    program.set_write_timeout(Some(wait)).unwrap();
+    let to_program = fill(|bytes| (&guest).write(bytes));
+    let to_guest = fill(|bytes| (&program).write(bytes));
+    // At least what a connection's buffer holds.
+    assert!(to_program >= 256 << 10 && to_guest >= 256 << 10, "{to_program}, {to_guest}");
+    for port in 10..30 {
+        let (program, guest) = rig.to_guest(port);
+        at_once(|| exchange(&program, &guest));
+    }
+    // All of it is still there.
+    guest.set_timeout(Some(PATIENCE));
+    guest.shutdown(Shutdown::Write);
+    program.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(receive(&slow_program).unwrap(), to_program);
+    assert_eq!(receive(&slow_guest).unwrap(), to_guest);
+    drop((program, guest, slow_program, slow_guest));
+    rig.nothing_is_left();
+}
