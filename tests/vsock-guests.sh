@@ -521,8 +521,8 @@ fio_part() {
 
 ping_pong() { # BYTES: fio of uml asks, fio of uml2 answers; leaves round trips, mean, p1, p50 and p99 in microseconds
   local common="--ioengine=net --protocol=vsock --port=8888 --pingpong=1 --bs=$1 --size=1g --time_based --minimal" out
-  in_guest uml2 "hostfs-usr; cd /tmp; (fio --name=pong --listen --rw=read --runtime=$((seconds + 5)) $common >/tmp/pong 2>&1 &) ; sleep 1" || return
-  out=$(limit=$((seconds + 20)) && in_guest uml "hostfs-usr; cd /tmp; fio --name=ping --hostname=${cid[uml2]} --rw=write --runtime=$seconds $common") ||
+  in_guest uml2 "hostfs-usr; cd /tmp; (fio --name=pong $common --listen --rw=read --runtime=$((seconds + 5)) >/tmp/pong 2>&1 &) ; sleep 1" || return
+  out=$(limit=$((seconds + 20)) && in_guest uml "hostfs-usr; cd /tmp; fio --name=ping $common --hostname=${cid[uml2]} --rw=write --runtime=$seconds") ||
     { echo "$out"; in_guest uml2 'cat /tmp/pong'; return 1; }
   echo "$out"
   figure=$(awk -F ';' '$3 == "ping" && $5 == 0 {
