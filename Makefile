@@ -16,6 +16,7 @@ bench: ## PvP against DPDK, where it is installed
 interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux guests under QEMU and UML
 	scripts/peers all
 	cargo build --release
+	cargo build --release -p ringroad-host --example vsock_services
 	tests/dpdk.sh
 	tests/guests.sh
 	tests/vsock-guests.sh

@@ -349,6 +349,19 @@ blocked() { # KIND, command…: a connection of the guest is blocked in a read; 
   figure=$out
 }
 
+writer_blocked() { # GUEST, command…: a connection of the guest is blocked in a write; the command must end that too
+  local kind=$1 tries=0 out
+  shift
+  in_guest "$kind" "rm -f /tmp/writer; vsock connect $peer 1002 source 1000000000 >/tmp/writer 2>&1 & sleep 1; cat /tmp/writer; test ! -s /tmp/writer" ||
+    { echo "it does not wait in a write"; return 1; }
+  "$@" || return
+  until out=$(in_guest "$kind" 'grep ^FAILED.connection /tmp/writer'); do
+    [ $((tries += 1)) -le 25 ] || { echo "5 s later the guest is still blocked in a write"; return 1; }
+    sleep 0.2
+  done
+  figure+=", ${out##* }"
+}
+
 # --- the parts ----------------------------------------------------------------------------------------------------------
 
 part() { # KIND
@@ -425,6 +438,12 @@ sees_end() { # GUEST, GUEST, command…: the first one reads from the other when
   blocked "$1" "${@:3}"
 }
 
+with_silent() { # GUEST, GUEST, command…: nobody reads in the first one, from which the other reads, and to which it writes
+  local peer=${cid[$1]}
+  in_guest "$1" 'killall -STOP vsock' || return
+  writer_blocked "$2" blocked "$2" "${@:3}"
+}
+
 again() { # GUEST: boots anew
   local begun=$SECONDS
   "$guests" reboot "$1" || return
@@ -448,7 +467,7 @@ siblings_part() {
   check "siblings, uml to uml3: no common group" no_way uml "${cid[uml3]}" || true
   check "siblings, uml3 to uml: no common group" no_way uml3 "${cid[uml]}" || true
   check "siblings, uml to nobody" no_way uml 99 || true
-  check "siblings, uml2 is killed" sees_end uml uml2 kill_guest uml2 || true
+  check "siblings, uml2 is killed" with_silent uml2 uml kill_guest uml2 || true
   check "siblings, uml to uml2, which is gone" no_way uml "${cid[uml2]}" || true
   check "siblings, uml2 again" again uml2 || return 0
   check "siblings, uml to uml2: echo after that" sibling_echo uml uml2 || true
@@ -472,12 +491,14 @@ restart_part() {
     check "restart $kind boot" boot "$kind" || return 0
     check "restart $kind listeners" listen_everywhere "$kind" || return 0
     check "restart $kind echo" connect guest "$kind" 1001 echo 10000 || true
+    kill -STOP "${listeners[1]}"
     if [ "$kind" = uml ]; then
-      check "restart uml the device is killed" reset_by uml kill_device || true
+      check "restart uml the device is killed" writer_blocked uml reset_by uml kill_device || true
       check "restart uml no device" no_device uml || true
     else
-      check "restart qemu the device is killed, and the driver taken off" reset_by qemu kill_and_unbind qemu || true
+      check "restart qemu the device is killed, and the driver taken off" writer_blocked qemu reset_by qemu kill_and_unbind qemu || true
     fi
+    kill -CONT "${listeners[1]}"
     check "restart $kind device start again" start_device "$kind" || return 0
     check "restart $kind boot again" again "$kind" || return 0
     check "restart $kind echo, from guest" connect guest "$kind" 1001 echo 10000 || true

@@ -66,9 +66,13 @@ impl Daemon {
         Daemon(child)
     }
 
-    fn end(&mut self, signal: &str) {
+    fn signal(&self, signal: &str) {
         let pid = self.0.id().to_string();
         assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+    }
+
+    fn end(&mut self, signal: &str) {
+        self.signal(signal);
         let start = Instant::now();
         while self.0.try_wait().unwrap().is_none() {
             assert!(start.elapsed() < PATIENCE, "it does not end");
@@ -200,6 +204,74 @@ fn a_daemon_that_ends_resets_its_connections() {
         let refused = Stream::connect(client.stack(), Addr { cid: 2, port: 9 }).map(|_| ()).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NotConnected, "{signal}: {refused}");
     }
+}
+
+#[test]
+fn a_daemon_that_is_killed_leaves_no_writer_waiting_and_may_come_again() {
+    let folder = Folder::new("again");
+    let mut daemon = Daemon::start(&folder, "");
+    let client = guest(&folder.file("vm3.sock"));
+    let listener = UnixListener::bind(folder.file("host_9")).unwrap();
+    let mut stream = Stream::connect(client.stack(), Addr { cid: 2, port: 9 }).unwrap();
+    let _program = listener.accept().unwrap();
+    // Nobody reads that.
+    let writer = thread::spawn(move || stream.write_all(&vec![0; 64 << 20]));
+    thread::sleep(Duration::from_millis(200));
+    assert!(!writer.is_finished());
+    daemon.end("KILL");
+    let start = Instant::now();
+    assert_eq!(writer.join().unwrap().unwrap_err().kind(), ErrorKind::ConnectionReset);
+    assert!(start.elapsed() < Duration::from_secs(2), "after {:?}", start.elapsed());
+    drop(client);
+
+    // The sockets of the dead one are still there.
+    assert!(folder.file("vm3.sock").exists() && folder.file("host").exists());
+    let _daemon = Daemon::start(&folder, "");
+    let client = guest(&folder.file("vm3.sock"));
+    echo(&client, 7);
+    let mut program = connect(&folder.file("host"), 7);
+    program.write_all(b"ping").unwrap();
+    program.read_exact(&mut [0; 4]).unwrap();
+}
+
+#[test]
+fn a_reload_ends_connections_of_devices_that_change_and_no_others() {
+    let folder = Folder::new("reload");
+    let daemon = Daemon::start(&folder, "");
+    let clients = [guest(&folder.file("vm3.sock")), guest(&folder.file("vm4.sock"))];
+    clients.iter().for_each(|client| echo(client, 7));
+    let listener = UnixListener::bind(folder.file("host_9")).unwrap();
+    let mut kept = Stream::connect(clients[0].stack(), Addr { cid: 2, port: 9 }).unwrap();
+    let (mut program, _) = listener.accept().unwrap();
+    let mut between = Stream::connect(clients[0].stack(), Addr { cid: 4, port: 7 }).unwrap();
+    between.write_all(b"ping").unwrap();
+    between.read_exact(&mut [0; 4]).unwrap();
+    let reader = thread::spawn(move || between.read(&mut [0; 1]));
+
+    // Guest 4 gets a socket of the host; guest 5 is new.
+    let config = folder.file("ringroad.toml");
+    let text = fs::read_to_string(&config).unwrap();
+    let path = |name: &str| folder.file(name).display().to_string();
+    let (four, five) = (path("host4"), path("vm5.sock"));
+    fs::write(&config, format!("{text}host = \"{four}\"\n[[vsock]]\ncid = 5\nsocket = \"{five}\"\n")).unwrap();
+    daemon.signal("HUP");
+    let error = reader.join().unwrap().expect_err("the other end is gone");
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    kept.write_all(b"ping").unwrap();
+    program.read_exact(&mut [0; 4]).unwrap();
+    program.write_all(b"pong").unwrap();
+    kept.read_exact(&mut [0; 4]).unwrap();
+    let start = Instant::now();
+    while clients[1].stack().is_running() || !folder.file("host4").exists() || !folder.file("vm5.sock").exists() {
+        assert!(start.elapsed() < PATIENCE, "guest 4 is disconnected, new sockets are there");
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(guest(&folder.file("vm5.sock")).stack().cid(), 5);
+    let client = guest(&folder.file("vm4.sock"));
+    echo(&client, 7);
+    let mut program = connect(&folder.file("host4"), 7);
+    program.write_all(b"ping").unwrap();
+    program.read_exact(&mut [0; 4]).unwrap();
 }
 
 /// `ringroad vsock cat`, with its standard input and output.
