@@ -518,3 +518,512 @@ impl<R: Relay> Conn<R> {
         Verdict::wrong(wrong)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::NoRelay;
+    use proptest::prelude::*;
+    use std::sync::atomic::AtomicUsize as Count;
+
+    const HEAP: u32 = 256 << 10;
+
+    fn conn_of<R: Relay>(kind: Kind, buf_alloc: u32, phase: Phase) -> Arc<Conn<R>> {
+        let key = Key { port: 5000, peer: Addr { cid: 3, port: 6000 } };
+        Arc::new(Conn::new(2, key, kind, buf_alloc, phase))
+    }
+
+    fn conn(buf_alloc: u32) -> Arc<Conn<NoRelay>> {
+        conn_of(Kind::Stream, buf_alloc, Phase::Open)
+    }
+
+    /// Both directions have carried so much already.
+    fn begin_at<R: Relay>(conn: &Conn<R>, count: u32) {
+        let mut inner = conn.lock();
+        (inner.tx_cnt, inner.peer_fwd_cnt, inner.rx_cnt) = (count, count, count);
+        conn.fwd_cnt.store(count, Ordering::Relaxed);
+        conn.reported.store(count, Ordering::Relaxed);
+    }
+
+    /// A packet from the peer, which has all the room that it said before.
+    fn receive<R: Relay>(conn: &Conn<R>, op: Op, flags: u32, bytes: &[u8]) -> Verdict {
+        let mut inner = conn.lock();
+        let (buf_alloc, fwd_cnt) = (inner.peer_buf_alloc, inner.peer_fwd_cnt);
+        let header = VsockHdr { len: bytes.len() as u32, flags, buf_alloc, fwd_cnt, ..VsockHdr::default() };
+        conn.receive(&mut inner, op, &header, &mut Payload::bytes(bytes), None)
+    }
+
+    fn data<R: Relay>(conn: &Conn<R>, len: usize) -> Verdict {
+        receive(conn, Op::Data, 0, &vec![7; len])
+    }
+
+    /// A program reads. Says whether the peer should be told.
+    fn read<R: Relay>(conn: &Conn<R>, len: usize) -> bool {
+        let mut inner = conn.lock();
+        let count = inner.inbox.read(&mut vec![0; len]);
+        assert_eq!(count, len);
+        conn.consumed(&inner, count)
+    }
+
+    /// A packet tells the peer of room; the count in it.
+    fn tell<R>(conn: &Arc<Conn<R>>) -> u32 {
+        let mut header = VsockHdr::default();
+        conn.stamp(&mut header);
+        assert_eq!(header.buf_alloc, conn.buf_alloc);
+        header.fwd_cnt
+    }
+
+    const STARTS: [u32; 7] = [0, 1, 1 << 31, u32::MAX - 150, u32::MAX - 99, u32::MAX - 1, u32::MAX];
+
+    #[test]
+    fn credit_goes_beyond_the_end_of_the_counters() {
+        for start in STARTS {
+            let conn = conn(1000);
+            begin_at(&conn, start);
+            let mut inner = conn.lock();
+            let announce = |inner: &mut _, buf_alloc, sent: u32| {
+                let fwd_cnt = start.wrapping_add(sent);
+                conn.announce(inner, &VsockHdr { buf_alloc, fwd_cnt, ..VsockHdr::default() });
+            };
+            assert_eq!(conn.credit(&inner), 0, "nothing was announced");
+            announce(&mut inner, 100, 0);
+            assert_eq!((conn.credit(&inner), conn.largest(&inner)), (100, 100));
+            conn.promise(&mut inner, 60);
+            assert_eq!(conn.credit(&inner), 40);
+            conn.take_back(&mut inner, 10);
+            assert_eq!(conn.credit(&inner), 50);
+            conn.promise(&mut inner, 50);
+            assert_eq!(conn.credit(&inner), 0);
+            announce(&mut inner, 100, 30);
+            assert_eq!(conn.credit(&inner), 30);
+            // Less room than there was, even less than is under way; then more.
+            announce(&mut inner, 50, 30);
+            assert_eq!(conn.credit(&inner), 0);
+            announce(&mut inner, u32::MAX, 30);
+            assert_eq!(conn.credit(&inner), u32::MAX as usize - 70);
+            announce(&mut inner, 100, 100);
+            assert_eq!(conn.credit(&inner), 100);
+            // It has received more than was sent, it says.
+            announce(&mut inner, 100, 101);
+            assert_eq!(conn.credit(&inner), 0);
+            assert_eq!(conn.traffic(), (100, 0));
+        }
+    }
+
+    #[test]
+    fn the_peers_credit_goes_beyond_the_end_of_the_counters() {
+        for start in STARTS {
+            let open = || {
+                let conn = conn(1000);
+                begin_at(&conn, start);
+                assert_eq!(data(&conn, 100).wrong, None);
+                assert_eq!(data(&conn, 800).wrong, None);
+                conn
+            };
+            assert_eq!(data(&open(), 101).wrong, Some(Wrong::Credit { len: 101, credit: 100 }));
+            let conn = open();
+            assert_eq!(data(&conn, 100).wrong, None);
+            read(&conn, 1000);
+            assert_eq!(tell(&conn), start.wrapping_add(1000));
+            assert_eq!(data(&conn, 1000).wrong, None);
+            assert_eq!(data(&conn, 1).wrong, Some(Wrong::Credit { len: 1, credit: 0 }));
+            assert_eq!(conn.lock().phase, Phase::Closed(Over::Reset));
+            assert_eq!(conn.lock().inbox.unread(), 1000, "what came before may still be read");
+            assert_eq!(conn.traffic(), (0, 2000));
+        }
+    }
+
+    #[test]
+    fn an_empty_message_counts_though_it_has_no_bytes() {
+        let conn = conn_of::<NoRelay>(Kind::SeqPacket, 4, Phase::Open);
+        for _ in 0..4 {
+            assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), Verdict::default());
+        }
+        assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), Verdict::wrong(Wrong::Messages { limit: 4 }));
+    }
+
+    /// A peer that sends and is read at once is told of room twice per buffer, not for each packet.
+    #[test]
+    fn small_reads_do_not_each_tell_of_room() {
+        for start in STARTS {
+            let conn = conn(HEAP);
+            begin_at(&conn, start);
+            let mut updates = 0;
+            for _ in 0..20 * HEAP / 100 {
+                assert_eq!(data(&conn, 100), Verdict::default());
+                if read(&conn, 100) {
+                    updates += 1;
+                    tell(&conn);
+                }
+            }
+            assert_eq!(updates, 20 * 2 - 1, "from {start} on");
+        }
+    }
+
+    #[test]
+    fn room_is_told_when_the_peer_believes_that_there_is_little() {
+        let conn = conn(HEAP);
+        let low = MAX_PACKET;
+        // So little is left that it may soon have to wait.
+        let _ = data(&conn, HEAP as usize - low + 1);
+        // Somebody here reads, and goes on reading: not for each few bytes.
+        assert!(!read(&conn, low / 2 - 1));
+        assert!(read(&conn, 1));
+        tell(&conn);
+        assert!(!read(&conn, 1000), "it knows of more again");
+
+        // The last byte: nobody here reads before more comes.
+        let conn = self::conn(HEAP);
+        let _ = data(&conn, HEAP as usize - low + 1);
+        read(&conn, HEAP as usize - low);
+        tell(&conn);
+        assert!(!read(&conn, 1), "there is plenty");
+        let conn = self::conn(100);
+        let _ = data(&conn, 51);
+        assert!(!read(&conn, 24));
+        assert!(read(&conn, 27));
+        // It is told once, whatever carries that.
+        tell(&conn);
+        assert!(!conn.consumed(&conn.lock(), 0));
+        // A question is always answered.
+        assert_eq!(receive(&conn, Op::CreditRequest, 0, &[]), Verdict::reply(Op::CreditUpdate));
+    }
+
+    proptest! {
+        /// Nobody waits for ever: a peer that believes that it must not send has left something to read here.
+        #[test]
+        fn no_peer_is_left_without_credit(
+            message in any::<bool>(),
+            buf_alloc in prop_oneof![1..40u32, Just(4096), Just(HEAP)],
+            start in prop_oneof![Just(0), Just(u32::MAX), any::<u32>()],
+            steps in proptest::collection::vec((0..4u8, any::<u32>()), 1..300),
+        ) {
+            let kind = if message { Kind::SeqPacket } else { Kind::Stream };
+            let conn = conn_of::<NoRelay>(kind, buf_alloc, Phase::Open);
+            begin_at(&conn, start);
+            let (mut sent, mut told, mut partial) = (start, start, 0);
+            for (step, size) in steps {
+                let credit = buf_alloc - sent.wrapping_sub(told);
+                let due = match step {
+                    0 | 1 if credit > 0 => {
+                        // Often all of it.
+                        let len = if size % 3 == 0 { credit } else { (1 + size % credit).min(1 + size % 999) };
+                        sent = sent.wrapping_add(len);
+                        partial += len;
+                        // No message is longer than the buffer.
+                        let end = size % 2 == 0 || partial == buf_alloc;
+                        let flags = if message && end { wire::SEQ_EOM } else { 0 };
+                        if end {
+                            partial = 0;
+                        }
+                        let verdict = receive(&conn, Op::Data, flags, &vec![0; len as usize]);
+                        prop_assert_eq!(verdict.wrong, None);
+                        verdict.reply == Some(Op::CreditUpdate)
+                    }
+                    // Another packet happens to go there.
+                    3 if size % 8 == 0 => true,
+                    _ => {
+                        let mut inner = conn.lock();
+                        let count = if message {
+                            inner.inbox.read_message(&mut []).map_or(0, |(len, _)| len)
+                        } else {
+                            inner.inbox.read(&mut vec![0; size as usize % 5000])
+                        };
+                        conn.consumed(&inner, count)
+                    }
+                };
+                if due {
+                    told = tell(&conn);
+                }
+                let inner = conn.lock();
+                let readable = if message { inner.inbox.messages() } else { inner.inbox.unread() } > 0;
+                let kept = sent.wrapping_sub(conn.fwd_cnt.load(Ordering::Relaxed));
+                prop_assert_eq!(kept as usize, inner.inbox.unread());
+                prop_assert!(sent != told.wrapping_add(buf_alloc) || readable || kept == buf_alloc);
+            }
+        }
+    }
+
+    #[test]
+    fn each_operation_in_each_phase() {
+        const OPS: [Op; 7] =
+            [Op::Request, Op::Response, Op::Reset, Op::Shutdown, Op::Data, Op::CreditUpdate, Op::CreditRequest];
+        let over = Verdict { over: true, ..Verdict::default() };
+        let early = |op| Verdict::wrong(Wrong::Early { op: op as u16 });
+        let second = Verdict::wrong(Wrong::SecondRequest);
+        let response = Verdict::wrong(Wrong::Response);
+        let nothing = Verdict::default();
+        let (shutdown, data) = (early(Op::Shutdown), early(Op::Data));
+        let (update, request) = (early(Op::CreditUpdate), early(Op::CreditRequest));
+        let answer = Verdict::reply(Op::CreditUpdate);
+        let (open, reset) = (Phase::Open, Phase::Closed(Over::Reset));
+        let refused = Phase::Closed(Over::Refused);
+        let rows = [
+            (
+                Phase::Connecting,
+                [second, nothing, over, shutdown, data, update, request],
+                [reset, open, refused, reset, reset, reset, reset],
+            ),
+            (Phase::Accepting, [second, response, over, shutdown, data, update, request], [reset; 7]),
+            (
+                open,
+                [second, response, over, nothing, nothing, nothing, answer],
+                [reset, reset, reset, open, open, open, open],
+            ),
+        ];
+        let closed = [Over::Done, Over::Refused, Over::Reset, Over::TimedOut].map(Phase::Closed);
+        let closed = closed.map(|phase| (phase, [nothing; 7], [phase; 7]));
+        for (phase, verdicts, after) in rows.into_iter().chain(closed) {
+            for ((op, verdict), after) in OPS.into_iter().zip(verdicts).zip(after) {
+                let conn = conn_of::<NoRelay>(Kind::Stream, 1000, phase);
+                assert_eq!(receive(&conn, op, 0, &[1]), verdict, "{op:?} when {phase:?}");
+                assert_eq!(conn.lock().phase, after, "{op:?} when {phase:?}");
+                if verdict.wrong.is_some() {
+                    assert_eq!((verdict.reply, verdict.over), (Some(Op::Reset), true));
+                }
+                let kept = (op == Op::Data && phase == open) as usize;
+                assert_eq!(conn.lock().inbox.unread(), kept, "{op:?} when {phase:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn who_waits_for_room_is_told_when_there_is_some() {
+        // A program is woken, the worker told of a socket that it may read from again.
+        for socket in [false, true] {
+            let (conn, _socket) = relayed(Phase::Open, 0);
+            if !socket {
+                conn.lock().relay = None;
+            }
+            let count = Arc::new(Count::new(0));
+            let counted = count.clone();
+            conn.lock().waker = Some(Arc::new(move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+            }));
+            let update = |buf_alloc, fwd_cnt| {
+                let header = VsockHdr { buf_alloc, fwd_cnt, ..VsockHdr::default() };
+                let verdict = conn.receive(&mut conn.lock(), Op::CreditUpdate, &header, &mut Payload::empty(), None);
+                (verdict.room, count.swap(0, Ordering::Relaxed))
+            };
+            assert_eq!(update(0, 0), (false, 0));
+            assert_eq!(update(100, 0), (socket, 1));
+            assert_eq!(update(200, 0), (false, 0), "there was room before");
+            conn.promise(&mut conn.lock(), 200);
+            assert_eq!(update(200, 0), (false, 0));
+            assert_eq!(update(200, 1), (socket, 1));
+            let _ = data(&conn, 1);
+            assert_eq!(count.swap(0, Ordering::Relaxed), 1);
+        }
+    }
+
+    const BOTH: u32 = wire::SHUTDOWN_SEND | wire::SHUTDOWN_RECEIVE;
+
+    fn shutdown<R: Relay>(conn: &Conn<R>, flags: u32) -> Verdict {
+        receive(conn, Op::Shutdown, flags, &[])
+    }
+
+    fn done() -> Verdict {
+        Verdict { reply: Some(Op::Reset), over: true, ..Verdict::default() }
+    }
+
+    #[test]
+    fn a_peer_that_sends_no_more_still_receives() {
+        let conn = conn(1000);
+        let _ = data(&conn, 10);
+        assert_eq!(shutdown(&conn, wire::SHUTDOWN_SEND), Verdict::default());
+        assert_eq!(shutdown(&conn, 0), Verdict::default(), "what was said is not taken back");
+        {
+            let inner = conn.lock();
+            assert_eq!((inner.phase, inner.peer_done, inner.peer_deaf), (Phase::Open, true, false));
+            assert_eq!(inner.inbox.unread(), 10);
+        }
+        assert_eq!(receive(&conn, Op::CreditRequest, 0, &[]), Verdict::reply(Op::CreditUpdate));
+        assert_eq!(data(&conn, 3), Verdict::wrong(Wrong::AfterShutdown { len: 3 }));
+    }
+
+    #[test]
+    fn a_peer_that_receives_no_more_still_sends() {
+        let conn = conn(1000);
+        assert_eq!(shutdown(&conn, wire::SHUTDOWN_RECEIVE), Verdict::default());
+        assert_eq!(data(&conn, 3), Verdict::default());
+        let inner = conn.lock();
+        assert_eq!((inner.phase, inner.peer_done, inner.peer_deaf), (Phase::Open, false, true));
+        assert_eq!(inner.inbox.unread(), 3);
+    }
+
+    #[test]
+    fn a_peer_that_is_done_hears_the_last_word_when_all_is_read() {
+        for parts in [&[BOTH][..], &[wire::SHUTDOWN_SEND, wire::SHUTDOWN_RECEIVE], &[wire::SHUTDOWN_RECEIVE, BOTH]] {
+            // Nothing is left to read.
+            let conn = conn(1000);
+            let (last, first) = parts.split_last().unwrap();
+            first.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
+            assert_eq!(shutdown(&conn, *last), done());
+            assert_eq!(conn.lock().phase, Phase::Closed(Over::Done));
+            assert_eq!(conn.maybe_over(&mut conn.lock()), Verdict::default(), "it is said once");
+
+            // Something is.
+            let conn = self::conn(1000);
+            let _ = data(&conn, 10);
+            parts.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
+            read(&conn, 9);
+            assert_eq!(conn.maybe_over(&mut conn.lock()), Verdict::default());
+            read(&conn, 1);
+            assert_eq!(conn.maybe_over(&mut conn.lock()), done());
+
+            // Something is, but nobody will.
+            let conn = self::conn(1000);
+            let _ = data(&conn, 10);
+            conn.lock().deaf = true;
+            first.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
+            assert_eq!(shutdown(&conn, *last), done());
+        }
+        // An empty message is something too.
+        let conn = conn_of::<NoRelay>(Kind::SeqPacket, 1000, Phase::Open);
+        let _ = receive(&conn, Op::Data, wire::SEQ_EOM, &[]);
+        assert_eq!(shutdown(&conn, BOTH), Verdict::default());
+        assert_eq!(conn.lock().inbox.read_message(&mut []), Some((0, false)));
+        assert_eq!(conn.maybe_over(&mut conn.lock()), done());
+    }
+
+    #[test]
+    fn a_reset_is_in_order_when_either_end_was_done() {
+        let ended = |prepare: &dyn Fn(&Arc<Conn<NoRelay>>)| {
+            let conn = conn(1000);
+            let _ = data(&conn, 5);
+            prepare(&conn);
+            assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { over: true, ..Verdict::default() });
+            let inner = conn.lock();
+            assert_eq!(inner.inbox.unread(), 5, "what came before may still be read");
+            inner.phase
+        };
+        let (done, reset) = (Phase::Closed(Over::Done), Phase::Closed(Over::Reset));
+        let ours = |done, deaf| move |conn: &Arc<Conn<NoRelay>>| (conn.lock().done, conn.lock().deaf) = (done, deaf);
+        assert_eq!(ended(&|_| {}), reset);
+        assert_eq!(ended(&|conn| assert!(!shutdown(conn, BOTH).over)), done);
+        assert_eq!(ended(&|conn| assert!(!shutdown(conn, wire::SHUTDOWN_SEND).over)), reset);
+        assert_eq!(ended(&|conn| assert!(!shutdown(conn, wire::SHUTDOWN_RECEIVE).over)), reset);
+        assert_eq!(ended(&ours(true, true)), done);
+        assert_eq!(ended(&ours(true, false)), reset);
+        assert_eq!(ended(&ours(false, true)), reset);
+    }
+
+    #[test]
+    fn an_end_that_receives_no_more_gives_the_room_back() {
+        let conn = conn(1000);
+        conn.lock().deaf = true;
+        assert_eq!(data(&conn, 499), Verdict::default());
+        assert_eq!(data(&conn, 1), Verdict::reply(Op::CreditUpdate));
+        assert_eq!(tell(&conn), 500);
+        assert_eq!(conn.lock().inbox.unread(), 0);
+    }
+
+    /// A socket of the host that takes so many bytes at once, and what it was told.
+    #[derive(Default)]
+    struct Socket {
+        takes: usize,
+        gone: bool,
+        opened: usize,
+        got: usize,
+        finished: bool,
+        closed: Option<bool>,
+    }
+
+    type Shared = Arc<Mutex<Socket>>;
+
+    impl Relay for Shared {
+        fn opened(&mut self, _: Key) {
+            self.lock().opened += 1;
+        }
+
+        fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()> {
+            let mut socket = self.lock();
+            if socket.gone {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            let count = payload.take(socket.takes).len();
+            socket.takes -= count;
+            socket.got += count;
+            Ok(())
+        }
+
+        fn finish(&mut self) {
+            self.lock().finished = true;
+        }
+
+        fn close(&mut self, reset: bool) {
+            self.lock().closed = Some(reset);
+        }
+    }
+
+    fn relayed(phase: Phase, takes: usize) -> (Arc<Conn<Shared>>, Shared) {
+        let conn = conn_of(Kind::Stream, 1000, phase);
+        let socket = Arc::new(Mutex::new(Socket { takes, ..Socket::default() }));
+        conn.lock().relay = Some(socket.clone());
+        (conn, socket)
+    }
+
+    #[test]
+    fn a_socket_gets_the_end_after_all_bytes() {
+        let (conn, socket) = relayed(Phase::Open, 100);
+        assert_eq!(data(&conn, 300), Verdict::default());
+        assert_eq!((socket.lock().got, conn.lock().inbox.unread()), (100, 200));
+        let _ = shutdown(&conn, wire::SHUTDOWN_SEND);
+        assert!(!socket.lock().finished);
+        socket.lock().takes = 150;
+        assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
+        assert!(!socket.lock().finished);
+        socket.lock().takes = 500;
+        assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
+        assert_eq!(socket.lock().got, 300);
+        assert!(socket.lock().finished);
+        assert_eq!(socket.lock().closed, None);
+        assert_eq!(shutdown(&conn, wire::SHUTDOWN_RECEIVE), done());
+        assert_eq!(socket.lock().closed, Some(false));
+        assert!(conn.lock().relay.is_none());
+    }
+
+    #[test]
+    fn a_socket_that_takes_more_lets_the_peer_go_on() {
+        let (conn, socket) = relayed(Phase::Open, 0);
+        assert_eq!(data(&conn, 1000), Verdict::default());
+        socket.lock().takes = 100;
+        assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
+        socket.lock().takes = 400;
+        assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
+        assert_eq!(tell(&conn), 500);
+        // The end is the last word, in place of news of room.
+        assert_eq!(shutdown(&conn, BOTH), Verdict::default());
+        socket.lock().takes = 1000;
+        assert_eq!(conn.drain(&mut conn.lock()), done());
+        assert_eq!(socket.lock().closed, Some(false));
+    }
+
+    #[test]
+    fn bytes_for_a_socket_that_is_gone_are_lost() {
+        let (conn, socket) = relayed(Phase::Open, 0);
+        assert_eq!(data(&conn, 600), Verdict::default());
+        socket.lock().gone = true;
+        assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
+        assert_eq!(tell(&conn), 600);
+        assert!(conn.lock().deaf);
+        assert_eq!(data(&conn, 600), Verdict::reply(Op::CreditUpdate));
+        assert_eq!((conn.lock().inbox.unread(), socket.lock().got), (0, 0));
+        assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { over: true, ..Verdict::default() });
+        assert_eq!(socket.lock().closed, Some(true));
+    }
+
+    #[test]
+    fn a_socket_hears_that_it_is_connected_or_not() {
+        let (conn, socket) = relayed(Phase::Connecting, 0);
+        conn.lock().deadline = Some(Instant::now());
+        assert!(receive(&conn, Op::Response, 0, &[]).room);
+        assert_eq!(socket.lock().opened, 1);
+        assert_eq!(socket.lock().closed, None);
+        assert_eq!(conn.lock().deadline, None);
+        let (conn, socket) = relayed(Phase::Connecting, 0);
+        assert!(receive(&conn, Op::Reset, 0, &[]).over);
+        assert_eq!(socket.lock().opened, 0);
+        assert_eq!(socket.lock().closed, Some(true));
+    }
+}

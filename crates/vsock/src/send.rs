@@ -208,6 +208,7 @@ impl<O: Owner> Outbox<O> {
 }
 
 /// What has become of a packet or several.
+#[derive(Default)]
 struct Placed {
     packets: u64,
     bytes: usize,
@@ -224,7 +225,7 @@ fn place<L: Link, O: Owner>(
     most: usize,
     control: bool,
 ) -> Result<Placed, Broken> {
-    let mut placed = Placed { packets: 0, bytes: 0, all: false, notify: false };
+    let mut placed = Placed::default();
     let mut since = 0;
     while placed.bytes < most || placed.packets == 0 {
         let room = match link.room(control) {
@@ -472,7 +473,8 @@ impl<L: Link, O: Owner> Sender<L, O> {
                 Ok(result) => result,
                 Err(broken) => {
                     effect.broken = Some(broken);
-                    break;
+                    // It goes back, and waits with all the rest.
+                    (Placed::default(), None)
                 }
             };
             effect.and(placed.notify);
@@ -512,7 +514,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
                     }
                 }
             }
-            if nothing && !link.await_room() {
+            if nothing && (effect.broken.is_some() || !link.await_room()) {
                 break;
             }
         }

@@ -1,4 +1,5 @@
 //! Driver and device against each other: programs on both ends, workers that sleep, every kind of ring.
+#![cfg(not(loom))]
 
 mod common;
 
