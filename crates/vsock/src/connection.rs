@@ -1006,7 +1006,6 @@ mod tests {
         socket.lock().gone = true;
         assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
         assert_eq!(tell(&conn), 600);
-        assert!(conn.lock().deaf);
         assert_eq!(data(&conn, 600), Verdict::reply(Op::CreditUpdate));
         assert_eq!((conn.lock().inbox.unread(), socket.lock().got), (0, 0));
         assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { over: true, ..Verdict::default() });

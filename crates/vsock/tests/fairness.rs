@@ -281,9 +281,9 @@ fn control_is_never_behind_data() {
         let before = ring.packets().len();
         // Of connections and of none, as many as there is room for, or fewer or more.
         for _ in 0..step % 4 {
-            let owner = (controls % 2 == 0).then_some(&conns[0]);
+            let owner = (controls % 2 == 0).then(|| Conn::new(100 + controls));
             let header = VsockHdr { dst_port: controls, op: Op::CreditUpdate as u16, ..VsockHdr::default() };
-            assert!(sender.send_control(owner, header).wake);
+            assert!(sender.send_control(owner.as_ref(), header).wake);
             controls += 1;
         }
         ring.give(2);
@@ -299,6 +299,41 @@ fn control_is_never_behind_data() {
     let control = ring.packets().into_iter().filter(|packet| packet.control).map(|packet| packet.serial);
     assert!(control.eq(0..controls), "control keeps its order");
     assert!(!sender.is_waiting());
+}
+
+#[test]
+fn control_that_waits_is_not_said_twice() {
+    let ring = Ring::default();
+    let sender = sender(&ring, true);
+    let conns = [Conn::new(1), Conn::new(2)];
+    let control = |conn: &Conn, op| sender.send_control(Some(conn), conn.header(0, op)).wake;
+    let said = |count| {
+        ring.give(count);
+        flush(&sender);
+        assert!(!sender.is_waiting());
+        assert_eq!(ring.packets().len(), count);
+        assert!(std::mem::take(&mut ring.0.lock().unwrap().packets).iter().all(|packet| packet.control));
+    };
+    let all = || {
+        assert!(conns.iter().all(|conn| control(conn, Op::CreditUpdate)));
+        assert!(control(&conns[0], Op::CreditRequest));
+        assert!(!control(&conns[0], Op::CreditUpdate));
+    };
+    all();
+    // Taken out and brought back, it waits still.
+    flush(&sender);
+    assert!(!control(&conns[0], Op::CreditUpdate));
+    said(3);
+    // It may be said again when it has been, or was forgotten.
+    all();
+    sender.forget(&conns[0]);
+    assert!(control(&conns[0], Op::CreditUpdate));
+    said(2);
+    all();
+    sender.clear();
+    assert!(!sender.is_waiting());
+    all();
+    said(3);
 }
 
 #[test]
@@ -390,14 +425,13 @@ fn one_of(sender: &Sender<Ring, Conn>, id: u32) -> Vec<usize> {
 fn answers_to_nobody_are_dropped_when_too_many_wait() {
     let ring = Ring::default();
     let sender = sender(&ring, true);
-    let conn = Conn::new(1);
     let answer = || sender.send_control(None, VsockHdr::default()).wake;
     assert!((0..UNOWNED).all(|_| answer()));
     assert!(!answer());
     assert!(!answer());
     assert_eq!(sender.ways().dropped, 2);
     // Connections' own are not.
-    assert!((0..100).all(|_| sender.send_control(Some(&conn), VsockHdr::default()).wake));
+    assert!((1..=100).all(|id| sender.send_control(Some(&Conn::new(id)), VsockHdr::default()).wake));
     // As many as have gone may come, whatever was taken out and brought back.
     ring.give(300);
     flush(&sender);
@@ -497,7 +531,7 @@ fn reserves(link: impl Link, inlet: &mut impl Inlet) {
         assert!(!send(&sender, &conn, serial as u32, 100), "{serial} went directly");
     }
     assert!(send(&sender, &conn, 0, 100));
-    assert!((0..RESERVE + 1).all(|_| sender.send_control(Some(&conn), conn.header(0, Op::CreditUpdate)).wake));
+    assert!((0..RESERVE + 1).all(|_| sender.send_control(None, conn.header(0, Op::CreditUpdate)).wake));
     flush(&sender);
     assert_eq!(sender.ways(), Ways { direct: room as u64, queued: RESERVE as u64, dropped: 0 });
     let (controls, bytes) = take_all(inlet);

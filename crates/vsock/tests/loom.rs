@@ -482,6 +482,33 @@ fn control_goes_before_data() {
     seen.assert(&[0, 1, 2, 3]);
 }
 
+/// Control that a connection has waiting is not said twice, also when the worker brings it back and another one has come.
+#[test]
+fn control_is_said_once() {
+    let seen = Seen::default();
+    let seen_in = seen.clone();
+    check(None, move || {
+        let world = World::new(true, 0, 0);
+        let conn = Conn::new(1);
+        world.send_control(Some(&conn), 0);
+        let thread = {
+            let conn = conn.clone();
+            world.spawn(move |world| {
+                world.ring().turn();
+                world.send_control(Some(&conn), 1);
+            })
+        };
+        world.work();
+        thread.join().unwrap();
+        world.settle(&[&conn]);
+        let list = world.ring().list();
+        assert_eq!(list.len(), 1, "{list:?}");
+        seen_in.add(list[0].serial);
+    });
+    // The second one stays only if it came while the worker had the first one.
+    seen.assert(&[0, 1]);
+}
+
 /// Data leave the last buffer for control, which does not wait for more of them.
 #[test]
 fn control_has_room_of_its_own() {
@@ -559,6 +586,7 @@ fn forget(room: usize, sends: bool, preemptions: Option<usize>) {
         world.send(&one, 0);
         world.send(&other, 0);
         world.send(&one, 1);
+        world.send_control(Some(&one), 0);
         world.give(room);
         let mut threads = vec![{
             let one = one.clone();
@@ -569,7 +597,10 @@ fn forget(room: usize, sends: bool, preemptions: Option<usize>) {
         }];
         if sends {
             let one = one.clone();
-            threads.push(world.spawn(move |world| world.send(&one, 2)));
+            threads.push(world.spawn(move |world| {
+                world.send(&one, 2);
+                world.send_control(Some(&one), 1);
+            }));
         }
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -584,12 +615,12 @@ fn forget(room: usize, sends: bool, preemptions: Option<usize>) {
 
 #[test]
 fn a_connection_is_forgotten_while_there_is_room() {
-    forget(4, false, None);
+    forget(5, false, None);
 }
 
 #[test]
 fn a_connection_is_forgotten_that_still_sends() {
-    forget(4, true, Some(3));
+    forget(5, true, Some(3));
 }
 
 #[test]
