@@ -1100,8 +1100,11 @@ impl<S: Side> Drop for Poller<'_, S> {
             incoming.pollers == 0 && incoming.inlet.as_mut().is_some_and(Inlet::enable_notification)
         };
         if more {
-            // The worker takes what came in between.
+            // The worker takes what came in between; or who waits in its place, without a notification so far.
             self.0.host.wake();
+            if self.0.led.load(Ordering::SeqCst) {
+                self.0.host.unwait();
+            }
         }
     }
 }

@@ -320,3 +320,22 @@ fn who_never_closes_is_reset_after_a_while() {
     (&b).read_to_end(&mut all).unwrap();
     assert_eq!(all, b"unread");
 }
+
+#[test]
+fn readers_that_look_and_readers_that_wait_leave_nothing_lying() {
+    // One waits for packets itself, while others look at the ring and turn notifications off: when the last of them stops
+    // looking, the one that waits must hear of what came in between.
+    for direct in [false, true] {
+        let settings = settings(direct, Duration::from_micros(20));
+        let pair = Pair::new(Setup { settings, ..Setup::default() });
+        let ends: Vec<_> = (0..4).map(|port| connect(&pair.host, &pair.guest, port)).collect();
+        thread::scope(|scope| {
+            for (a, b) in &ends {
+                scope.spawn(move || pour(a, b, 4_000_000));
+            }
+        });
+        drop(ends);
+        soon("all are over", || pair.host.report().connections + pair.guest.report().connections == 0);
+        pair.assert_whole();
+    }
+}
