@@ -461,7 +461,7 @@ impl<S: Side> Listener<S> {
 
     /// The same, at most so long.
     pub fn accept_within(&self, timeout: Option<Duration>) -> io::Result<Stream<S>> {
-        self.expect(Kind::Stream)?;
+        self.check(Kind::Stream)?;
         self.next(timeout).map(Stream)
     }
 
@@ -472,11 +472,11 @@ impl<S: Side> Listener<S> {
 
     /// The same, at most so long.
     pub fn accept_messages_within(&self, timeout: Option<Duration>) -> io::Result<SeqPacket<S>> {
-        self.expect(Kind::SeqPacket)?;
+        self.check(Kind::SeqPacket)?;
         self.next(timeout).map(SeqPacket)
     }
 
-    fn expect(&self, kind: Kind) -> io::Result<()> {
+    fn check(&self, kind: Kind) -> io::Result<()> {
         if kind == self.kind {
             return Ok(());
         }

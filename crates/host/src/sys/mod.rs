@@ -134,14 +134,20 @@ pub(crate) fn read_message(fd: BorrowedFd<'_>, target: &[Span<'_>], overflow: &[
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Writes spans to a socket, as much as it takes without waiting; says how much.
-pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Span<'a>>) -> io::Result<usize> {
+/// The first spans, as many as a system call takes, as it wants them.
+fn pieces<'a>(spans: impl Iterator<Item = Span<'a>>) -> ([libc::iovec; IOVECS], usize) {
     let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; IOVECS];
     let mut count = 0;
     for (place, span) in list.iter_mut().zip(spans) {
         *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
         count += 1;
     }
+    (list, count)
+}
+
+/// Writes spans to a socket, as much as it takes without waiting; says how much.
+pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Span<'a>>) -> io::Result<usize> {
+    let (mut list, count) = pieces(spans);
     // SAFETY: the entries describe spans, whose bounds were checked when they were made and whose memory lives for `'a`; the
     // kernel only reads them, and answers EFAULT where a peer has truncated the file.
     let result = unsafe {
@@ -155,12 +161,7 @@ pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Spa
 
 /// Reads from a socket into spans what there is without waiting; says how much. 0: there will be no more.
 pub(crate) fn receive_spans(fd: BorrowedFd<'_>, spans: &[Span<'_>]) -> io::Result<usize> {
-    let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; IOVECS];
-    let mut count = 0;
-    for (place, span) in list.iter_mut().zip(spans) {
-        *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
-        count += 1;
-    }
+    let (mut list, count) = pieces(spans.iter().copied());
     // SAFETY: spans are writable memory of their length, which their lifetimes keep mapped; the kernel answers EFAULT where a
     // peer has truncated the file.
     let result = unsafe {

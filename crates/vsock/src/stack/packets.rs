@@ -1,0 +1,123 @@
+//! What becomes of a packet that comes, and answers to those that belong to no connection.
+
+use super::*;
+
+impl<S: Side> Stack<S> {
+    /// A packet from the peer. Nothing in it is known to be right.
+    pub(super) fn receive(&self, header: &VsockHdr, mut payload: Payload<'_>, wanted: Option<&mut Wanted<'_>>) {
+        let there = payload.len();
+        payload.truncate(header.len as usize);
+        if self.peer.is_some_and(|peer| peer != header.src_cid) {
+            return self.reject(header, format_args!("source context identifier {}", header.src_cid));
+        }
+        if header.dst_cid != self.cid {
+            if let Some(hub) = self.hub.get()
+                && there >= header.len as usize
+                && hub.carry(header, &mut payload)
+            {
+                return;
+            }
+            return self.reject(header, format_args!("no way to context identifier {}", header.dst_cid));
+        }
+        let key = Key { port: header.dst_port, peer: Addr { cid: header.src_cid, port: header.src_port } };
+        let conn = self.table.lock().conns.get(&key).cloned();
+        let Some(kind) = Kind::new(header.kind).filter(|&kind| self.has(kind)) else {
+            return self.fail(conn, header, Wrong::Type { kind: header.kind });
+        };
+        let Some(op) = Op::new(header.op) else {
+            return self.fail(conn, header, Wrong::Operation { op: header.op });
+        };
+        let Some(conn) = conn else {
+            return match op {
+                Op::Request => self.request(key, kind, header),
+                // The last word about a connection that is not there any more.
+                Op::Reset => {}
+                // So are those that were under way when it ended.
+                _ => self.answer(header, Op::Reset),
+            };
+        };
+        if kind != conn.kind {
+            return self.fail(Some(conn), header, Wrong::Type { kind: header.kind });
+        }
+        if op == Op::Data && there < header.len as usize {
+            return self.fail(Some(conn), header, Wrong::Short { len: header.len, there });
+        }
+        let verdict = conn.receive(&mut conn.lock(), op, header, &mut payload, wanted);
+        self.carry_out(&conn, verdict);
+    }
+
+    /// Does what a connection has decided.
+    pub(crate) fn carry_out(&self, conn: &Arc<Conn<S::Relay>>, verdict: Verdict) {
+        if verdict == Verdict::default() {
+            return;
+        }
+        if let Some(wrong) = verdict.wrong {
+            self.count_wrong(&conn.key, wrong);
+        }
+        if verdict.over {
+            self.remove(conn);
+        }
+        if let Some(op) = verdict.reply {
+            self.send_control(conn, op);
+        }
+        if verdict.room && !verdict.over {
+            self.host.room(conn.key);
+        }
+    }
+
+    /// A packet that breaks the rules: its connection is over, if it has one.
+    pub(super) fn fail(&self, conn: Option<Arc<Conn<S::Relay>>>, header: &VsockHdr, wrong: Wrong) {
+        let Some(conn) = conn else {
+            return self.reject(header, format_args!("{wrong}"));
+        };
+        let _ = conn.end(&mut conn.lock(), Over::Reset);
+        // A reset is never answered with one.
+        let reply = (header.op != Op::Reset as u16).then_some(Op::Reset);
+        let verdict = Verdict { reply, over: true, wrong: Some(wrong), room: false };
+        self.carry_out(&conn, verdict);
+    }
+
+    pub(crate) fn count_wrong(&self, key: &Key, why: impl std::fmt::Display) {
+        self.counters.wrong.fetch_add(1, Ordering::Relaxed);
+        if self.may_log() {
+            log::warn!("{}: {} to port {}: {why}; connection reset", self.name, key.peer, key.port);
+        }
+    }
+
+    pub(super) fn reject(&self, header: &VsockHdr, why: std::fmt::Arguments<'_>) {
+        self.counters.wrong.fetch_add(1, Ordering::Relaxed);
+        if self.may_log() {
+            let VsockHdr { src_cid, src_port, dst_cid, dst_port, .. } = header;
+            log::warn!(
+                "{}: a packet from {src_cid}:{src_port} to {dst_cid}:{dst_port}: {why}; answered with a reset",
+                self.name
+            );
+        }
+        if header.op != Op::Reset as u16 {
+            self.answer(header, Op::Reset);
+        }
+    }
+
+    pub(super) fn may_log(&self) -> bool {
+        self.lines.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |lines| lines.checked_sub(1)).is_ok()
+    }
+
+    /// Answers a packet that belongs to no connection.
+    pub(super) fn answer(&self, header: &VsockHdr, op: Op) {
+        let answer = VsockHdr {
+            src_cid: header.dst_cid,
+            dst_cid: header.src_cid,
+            src_port: header.dst_port,
+            dst_port: header.src_port,
+            kind: header.kind,
+            op: op as u16,
+            ..VsockHdr::default()
+        };
+        self.effect(self.sender.send_control(None, answer));
+    }
+
+    pub(crate) fn send_control(&self, conn: &Arc<Conn<S::Relay>>, op: Op) {
+        let who = Who::Conn(conn.clone());
+        self.effect(self.sender.send_control(Some(&who), conn.header(op)));
+    }
+}
