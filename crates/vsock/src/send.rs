@@ -17,6 +17,7 @@ use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     io,
+    ops::DerefMut,
     sync::atomic::AtomicU64,
 };
 
@@ -304,6 +305,16 @@ impl<L: Link, O: Owner> Sender<L, O> {
         self.waiting.load(Ordering::Acquire) > 0
     }
 
+    /// The ring, if a sender may use it now: nobody else is at it, and nothing waits to go before.
+    fn free(&self) -> Option<impl DerefMut<Target = Option<L>> + '_> {
+        if !self.direct || self.is_waiting() {
+            return None;
+        }
+        let guard = self.link.try_lock()?;
+        // Only now is it certain: nobody moves anything while the ring is ours.
+        if self.is_waiting() { None } else { Some(guard) }
+    }
+
     /// Which way packets went so far.
     pub fn ways(&self) -> Ways {
         use std::sync::atomic::Ordering::Relaxed;
@@ -321,11 +332,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
     pub fn send(&self, owner: &O, header: VsockHdr, payload: &mut Payload<'_>, room: usize) -> (usize, Effect) {
         let whole = payload.len();
         let mut effect = Effect::default();
-        if self.direct
-            && !self.is_waiting()
-            && let Some(mut guard) = self.link.try_lock()
-            // Only now is it certain: nobody moves anything while the ring is ours.
-            && !self.is_waiting()
+        if let Some(mut guard) = self.free()
             && let Some(link) = &mut *guard
         {
             match place(link, Some(owner), header, payload, usize::MAX, false) {
@@ -367,10 +374,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
         copy: &mut dyn FnMut(&mut [u8]) -> io::Result<usize>,
     ) -> (io::Result<Option<usize>>, Effect) {
         let mut effect = Effect::default();
-        if self.direct
-            && !self.is_waiting()
-            && let Some(mut guard) = self.link.try_lock()
-            && !self.is_waiting()
+        if let Some(mut guard) = self.free()
             && let Some(link) = &mut *guard
         {
             match link.fill(header, &mut |header| owner.stamp(header), most, read) {
@@ -408,10 +412,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
     /// Sends a packet without payload whose place among the others does not matter, before them.
     pub fn send_control(&self, owner: Option<&O>, header: VsockHdr) -> Effect {
         let mut effect = Effect::default();
-        if self.direct
-            && !self.is_waiting()
-            && let Some(mut guard) = self.link.try_lock()
-            && !self.is_waiting()
+        if let Some(mut guard) = self.free()
             && let Some(link) = &mut *guard
         {
             match place(link, owner, header, &mut Payload::empty(), 0, true) {
