@@ -9,15 +9,17 @@
 #              the guest and, over the device's Unix sockets, on the host: connections each way, refused ones, echo, bulk each way
 #              by connections each way with equal SHA-256 (1 GiB; 64 MiB with --quick), 500 connections at once, round trips,
 #              SOCK_SEQPACKET, and what becomes of a connection whose other end or whose device is killed; and once more with
-#              crates/host/examples/vsock_services.rs for the device: a million messages each way (QEMU: a tenth; --quick: 20000)
+#              crates/host/examples/vsock_services.rs for the device: a million messages each way (--quick: 20000, QEMU 2000)
 # siblings     guests of one device process that may talk to each other: two of UML, UML and QEMU; who may not; one is killed
 # restart      the device is killed and started again: what guests see, and what brings them back
-# fio          fio's ping-pong between two UML guests, S seconds (2) for each size
+# fio          fio's ping-pong between two UML guests, each on a CPU of its own, S seconds (2) for each size
+# stream       64 KiB at a time for S seconds, five times each way, between a program in a UML guest and one on the host; the guest
+#              is on one CPU, the device and that program on another
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
 #
 # ringroad is $RINGROAD, default target/release/ringroad. What a device is known not to do is not asked of it (see `lacks`).
 # $RINGROAD_SERVICES, default examples/vsock_services beside it, comes of `cargo build --release --example vsock_services`.
-# $RINGROAD_VSOCK are lines of TOML for each [[vsock]] table. Of another device, parts uml and qemu are all there is.
+# $RINGROAD_VSOCK are lines of TOML for each [[vsock]] table. Of another device, parts uml, qemu and stream are all there is.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -39,7 +41,7 @@ while [ $# -gt 0 ]; do
       case $1 in --device) device=$2 ;; --size) mib=$2 ;; *) seconds=$2 ;; esac
       shift
       ;;
-    uml | qemu | siblings | restart | fio) parts+=("$1") ;;
+    uml | qemu | siblings | restart | fio | stream) parts+=("$1") ;;
     *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
   esac
   shift
@@ -47,7 +49,7 @@ done
 [ -n "$mib" ] || { [ -n "$quick" ] && mib=64 || mib=1024; }
 [[ $mib =~ ^[1-9][0-9]*$ ]] || die "--size: expected a whole number of MiB above 0, got '$mib'"
 [[ $seconds =~ ^[1-9][0-9]*$ ]] || die "--seconds: expected a whole number above 0, got '$seconds'"
-[ ${#parts[@]} -gt 0 ] || { [ "$device" = ringroad ] && parts=(uml qemu siblings restart fio) || parts=(uml qemu); }
+[ ${#parts[@]} -gt 0 ] || { [ "$device" = ringroad ] && parts=(uml qemu siblings restart fio stream) || parts=(uml qemu stream); }
 [ "$(id -u)" = 0 ] || die "needs root (chroot); run it with sudo"
 case $device in
   ringroad)
@@ -66,9 +68,9 @@ peer=2 # whom guests connect to
 limit=20 long=$((60 + mib / 4)) # seconds for one command
 packets=20000
 [ -z "$quick" ] || packets=2000
-declare -A cid=([uml]=3 [qemu]=4 [uml2]=5 [uml3]=6) groups=() messages=([uml]=1000000 [qemu]=100000)
+declare -A cid=([uml]=3 [qemu]=4 [uml2]=5 [uml3]=6) groups=() messages=([uml]=1000000 [qemu]=1000000)
 [ -z "$quick" ] || messages=([uml]=20000 [qemu]=2000)
-daemon='' orders='' listeners=() passed=0 failed=0 figure=''
+on_cpu=() daemon='' orders='' listeners=() passed=0 failed=0 figure=''
 
 # vhost-device-vsock 0.3.0 does not tell the host when a guest has shut down one direction, and closes both when the host has;
 # loses connections when Linux >= 6.6 sends packets that lie in several descriptors; says nothing to a guest that asks for a
@@ -99,10 +101,10 @@ groups = [${groups[$name]:-}]
 ${RINGROAD_VSOCK:-}
 TOML
     done >"$state/ringroad.toml"
-    "$ringroad" serve -c "$state/ringroad.toml" >"$state/device.log" 2>&1 &
+    "${on_cpu[@]}" "$ringroad" serve -c "$state/ringroad.toml" >"$state/device.log" 2>&1 &
   else
     rm -f "$state/$1.sock" "$state/$1.host"
-    setsid chroot "$cache/forky" vhost-device-vsock --guest-cid "${cid[$1]}" --socket "$state/$1.sock" --uds-path "$state/$1.host" \
+    setsid "${on_cpu[@]}" chroot "$cache/forky" vhost-device-vsock --guest-cid "${cid[$1]}" --socket "$state/$1.sock" --uds-path "$state/$1.host" \
       >"$state/device.log" 2>&1 &
   fi
   daemon=$!
@@ -286,9 +288,10 @@ refused() { # host|guest, KIND, PORT: it has no way there, which it must be told
   figure="$ms ms"
 }
 
-boot() { # GUEST: its kind, with a number perhaps
-  local begun=${EPOCHREALTIME//[.,]/} us
-  "$guests" boot "${1%%[0-9]*}" none --name "$1" --vsock "$state/$1.sock" || return
+boot() { # GUEST: its kind, with a number perhaps; a CPU for it
+  local begun=${EPOCHREALTIME//[.,]/} us pin=()
+  [ "$(nproc)" = 1 ] || [ -z "${2:-}" ] || pin=(taskset -c "$2")
+  "${pin[@]}" "$guests" boot "${1%%[0-9]*}" none --name "$1" --vsock "$state/$1.sock" || return
   us=$((${EPOCHREALTIME//[.,]/} - begun))
   figure="$((us / 1000000)).$((us / 100000 % 10)) s"
 }
@@ -528,8 +531,8 @@ fio_part() {
   local size options=() rows=()
   groups=([uml]='"g"' [uml2]='"g"')
   check "fio device start" start_device uml uml2 || return 0
-  check "fio uml boot" boot uml || return 0
-  check "fio uml2 boot" boot uml2 || return 0
+  check "fio uml boot" boot uml 0 || return 0
+  check "fio uml2 boot" boot uml2 1 || return 0
   for size in 64 512 4096; do
     check "fio ping-pong of $size bytes" ping_pong "$size" && rows+=("$size $figure")
   done
@@ -551,6 +554,47 @@ ping_pong() { # BYTES: fio of uml asks, fio of uml2 answers; leaves round trips,
     if ($47 > 0) printf "%d %.1f %s %s %s", $47 * 1024 / '"$1"', $57, at[1], at[50], at[99] }' <<<"$out")
   in_guest uml2 'killall -q -KILL fio; true'
   [ -n "$figure" ]
+}
+
+stream_part() {
+  local options=()
+  [ "$(nproc)" = 1 ] || on_cpu=(taskset -c 1)
+  check "stream device start" start_device uml || return 0
+  check "stream boot" boot uml 0 || return 0
+  lacks bulk-from-guest uml || check "stream to the host" five_times pour_to_host || true
+  check "stream to the guest" five_times pour_to_guest || true
+  on_cpu=()
+}
+
+five_times() { # COMMAND, which leaves Gb/s in $rate: the least, the median and the greatest of them
+  local rate rates=()
+  while [ ${#rates[@]} -lt 5 ]; do "$1" && rates+=("$rate") || return; done
+  mapfile -t rates < <(printf '%s\n' "${rates[@]}" | sort -n)
+  figure="${rates[0]} – ${rates[2]} – ${rates[4]} Gb/s"
+}
+
+rate_of() { # what a drain has said
+  echo "$1"
+  rate=$(sed -n 's/^ok drain .* \([0-9.]*\) Gb.s$/\1/p' <<<"$1")
+  [ -n "$rate" ]
+}
+
+pour_to_host() {
+  local tries=0 pid
+  "${on_cpu[@]}" "$vsock" drain "$state/uml.host_1005" >"$state/drain" 2>&1 &
+  pid=$!
+  listeners+=("$pid")
+  until grep -q listening "$state/drain"; do [ $((tries += 1)) -le 50 ] || return 1; sleep 0.1; done
+  limit=$((seconds + 10)) in_guest uml "vsock pour $peer 1005 $seconds" || return
+  timeout 10 tail --pid="$pid" -f /dev/null || { echo "the end of the stream did not come"; return 1; }
+  rate_of "$(cat "$state/drain")"
+}
+
+pour_to_guest() {
+  in_guest uml 'rm -f /tmp/drain; vsock drain 1005 --background >/tmp/drain; cat /tmp/drain' || return
+  timeout $((seconds + 10)) "${on_cpu[@]}" "$vsock" pour "$state/uml.host" 1005 "$seconds" || return
+  # shellcheck disable=SC2016 # for the guest's shell
+  rate_of "$(in_guest uml 'for i in $(seq 50); do grep -q -e ok -e FAILED /tmp/drain && break; usleep 100000; done; cat /tmp/drain')"
 }
 
 end_part() { # whatever is left of a part

@@ -8,6 +8,8 @@
 //   vsock connect CID PORT packets COUNT                     sends COUNT messages (SOCK_SEQPACKET), wants "COUNT ok" back
 //   vsock connect CID PORT hold N                            N connections, each echoes 8 bytes, now and when stdin ends
 //   vsock ping CID PORT BYTES SECONDS                        round trips to an echo, one at a time
+//   vsock pour CID PORT SECONDS                              sends zeros, 64 KiB at a time, until the time is over
+//   vsock drain PORT                                         serves one connection: reads it to its end, says how fast that was
 //   vsock wait-reset CID PORT                                says "connected", blocks in a read, says how that ends
 //   vsock cid | digest BYTES | layout COUNT                  the local CID; figures of the stream and of the messages
 //
@@ -98,23 +100,28 @@ static bool whole(int fd, uint8_t *buffer, size_t n, bool out) { // sends or rec
 
 // --- commands ------------------------------------------------------------------------------------------------------------
 
+static int listener(const char *port) { // says so, and goes to the background if it should
+  union address at;
+  socklen_t length;
+  int fd = new_socket(strchr(port, '/') ? port : "4294967295", port, &at, &length); // VMADDR_CID_ANY
+  if (at.any.sa_family == AF_UNIX) unlink(port);
+  if (bind(fd, &at.any, length) || listen(fd, 1024)) die("listen on %s: %s", port, reason());
+  printf("listening %s\n", port);
+  if (background) {
+    pid_t pid = fork();
+    if (pid) exit(pid < 0);
+    setsid();
+  }
+  return fd;
+}
+
 static int listen_on(const char *port, const char *what, const char *bytes) {
   enum role role = !strcmp(what, "echo") ? ECHO : !strcmp(what, "sink") ? SINK : !strcmp(what, "source") ? SOURCE : PACKETS;
   if (role == PACKETS && strcmp(what, "packets")) die("listen: expected echo, sink, source or packets, got '%s'", what);
   uint64_t total = role == SOURCE || bytes ? number(bytes, 1) : 0;
-  union address at;
-  socklen_t length;
   if (role == PACKETS) socket_type = SOCK_SEQPACKET;
-  int fd = new_socket(strchr(port, '/') ? port : "4294967295", port, &at, &length); // VMADDR_CID_ANY
-  if (at.any.sa_family == AF_UNIX) unlink(port);
-  if (bind(fd, &at.any, length) || listen(fd, 1024)) die("listen on %s: %s", port, reason());
+  int fd = listener(port);
   fcntl(fd, F_SETFL, O_NONBLOCK); // who asked may be gone before accept()
-  printf("listening %s\n", port);
-  if (background) {
-    pid_t pid = fork();
-    if (pid) return pid < 0;
-    setsid();
-  }
   serve(fd, role, total);
   return 0;
 }
@@ -198,6 +205,27 @@ static int ping(const char *cid, const char *port, size_t n, double seconds) {
   return 0;
 }
 
+static int pour(const char *cid, const char *port, double seconds) {
+  int fd = dial(cid, port);
+  double begun = now();
+  memset(buffer, 0, CHUNK);
+  while (now() - begun < seconds)
+    if (!whole(fd, buffer, CHUNK, true)) die("send: %s", reason());
+  return 0;
+}
+
+static int drain(const char *port) {
+  int fd = accept(listener(port), NULL, NULL);
+  double begun = now(), bytes = 0;
+  ssize_t n;
+  if (fd < 0) die("accept: %s", reason());
+  while ((n = recv(fd, buffer, CHUNK, 0)) > 0) bytes += n;
+  double seconds = now() - begun;
+  if (n < 0 || bytes < CHUNK) die("recv after %.0f bytes: %s", bytes, reason());
+  printf("ok drain %.0f bytes %.3f seconds %.2f Gb/s\n", bytes, seconds, bytes * 8e-9 / seconds);
+  return 0;
+}
+
 static int wait_reset(const char *cid, const char *port) {
   uint8_t byte;
   int fd = dial(cid, port);
@@ -270,6 +298,8 @@ int main(int argc, char **argv) {
     if (!strcmp(what, "hold")) return hold(a[1], a[2], number(a[4], 1));
   }
   if (!strcmp(command, "ping") && a[2]) return ping(a[1], a[2], number(a[3], 1), number(a[4], 1));
+  if (!strcmp(command, "pour") && a[2]) return pour(a[1], a[2], number(a[3], 1));
+  if (!strcmp(command, "drain") && a[1]) return drain(a[1]);
   if (!strcmp(command, "wait-reset") && a[2]) return wait_reset(a[1], a[2]);
   die("unknown command: the comment in tests/guest/vsock.c tells them");
 }

@@ -85,6 +85,14 @@ pub(crate) fn peek(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
+/// Whether what was written to a socket has not been read at its other end.
+pub(crate) fn is_unread(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: SIOCOUTQ, which Linux defines as the same number as TIOCOUTQ, stores an int there.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCOUTQ, &mut bytes) };
+    if result == 0 { Ok(bytes > 0) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Makes reading from and writing to a descriptor return instead of waiting.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: flags of an open descriptor are read and written; no memory is involved.

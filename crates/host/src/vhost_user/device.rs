@@ -1,5 +1,6 @@
 //! What a session needs of the device behind it. There are two: `net.rs`, a port of the switch, and vsock.
 
+use super::Call;
 use ringroad_mem::Table;
 use ringroad_ring::Addresses;
 use std::{fs::File, sync::Arc};
@@ -41,7 +42,7 @@ pub(crate) trait Device: Clone + Send + 'static {
 
     /// Sets a vring's call or err descriptor. A queue that runs notifies its driver once: the one that is replaced may have
     /// owed it that.
-    fn set_fd(&self, index: usize, file: Option<File>, err: bool);
+    fn set_fd(&self, index: usize, call: Option<Call>, err: bool);
 
     /// Counts what the frontend has done wrong, and says so on the vring's err descriptor.
     fn count_fault(&self, index: Option<usize>);

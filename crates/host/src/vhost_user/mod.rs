@@ -3,6 +3,7 @@
 //! [`VhostPort`] is what the switch sees of a guest, `net` makes it a [`Device`]; `session` is one connection's protocol with
 //! any device; `server` has the thread that waits for connections; [`Connection`] is the other side: a driver that connects to any vhost-user network device.
 
+mod call;
 mod device;
 mod frontend;
 mod net;
@@ -10,6 +11,7 @@ mod port;
 mod server;
 mod session;
 
+pub(crate) use call::Call;
 pub(crate) use device::{Device, Ring};
 pub(crate) use frontend::Handshake;
 pub use frontend::{ConnectError, Connection, Connector, Notifier};

@@ -1,6 +1,7 @@
 //! A guest's network device as what is behind a vhost-user socket: its queues go to the gates of a port of the switch.
 
 use super::{
+    Call,
     device::{Device, Ring},
     port::{Slot, VhostPort},
     server::{Role, Socket, SocketError},
@@ -172,12 +173,12 @@ impl Device for NetDevice {
         stop_slot(&self.port().tx[pair], TxQueue::base)
     }
 
-    fn set_fd(&self, index: usize, file: Option<File>, err: bool) {
+    fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
         let port = self.port();
         if index.is_multiple_of(2) {
-            set_slot_fd(&port.rx[index / 2], file, err);
+            set_slot_fd(&port.rx[index / 2], call, err);
         } else {
-            set_slot_fd(&port.tx[index / 2], file, err);
+            set_slot_fd(&port.tx[index / 2], call, err);
         }
     }
 
@@ -224,13 +225,13 @@ fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
     slot.base
 }
 
-fn set_slot_fd<Q>(gate: &Gate<Slot<Q>>, file: Option<File>, err: bool) {
+fn set_slot_fd<Q>(gate: &Gate<Slot<Q>>, call: Option<Call>, err: bool) {
     let mut slot = gate.enter();
     if err {
-        slot.err = file;
+        slot.err = call;
         return;
     }
-    slot.call = file;
+    slot.call = call;
     if slot.queue.is_some() {
         slot.notify();
     }

@@ -1,17 +1,14 @@
 //! A guest as a port of the switch: its queues, where they are running, behind a gate each.
 
+use super::Call;
 use crate::gate::{Gate, Lease};
 use parking_lot::MutexGuard;
 use ringroad_mem::{Span, Table};
 use ringroad_net::{Burst, Counters, RxQueue, Sink, Source, TxQueue};
 use ringroad_ring::Fault;
-use std::{
-    fs::File,
-    io::Write,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 use vmm_sys_util::eventfd::EventFd;
 
@@ -21,9 +18,9 @@ pub(crate) struct Slot<Q> {
     /// Where to go on when it is started again.
     pub base: u32,
     /// Notifies the driver.
-    pub call: Option<File>,
+    pub call: Option<Call>,
     /// Tells the frontend that the queue has stopped by a fault.
-    pub err: Option<File>,
+    pub err: Option<Call>,
     /// The fault that stopped it.
     pub fault: Option<Fault>,
     /// The frontend will not kick: its worker has to look by itself, for ever.
@@ -37,11 +34,9 @@ impl<Q> Default for Slot<Q> {
 }
 
 impl<Q> Slot<Q> {
-    /// Adds one to an eventfd, or to whatever the frontend has sent in its place. It does not wait; a peer that does not
-    /// take its notifications misses them.
-    fn signal(file: &Option<File>) {
-        if let Some(file) = file {
-            let _ = (&*file).write(&1u64.to_ne_bytes());
+    fn signal(call: &Option<Call>) {
+        if let Some(call) = call {
+            call.signal();
         }
     }
 

@@ -1,7 +1,7 @@
 //! One connection of a frontend: what it has told us so far, and the queues that run by it. Called by `server.rs` through
 //! the `vhost` crate, message by message. Everything in here may be wrong; what is, is refused with a log line.
 
-use super::device::{Device, Ring};
+use super::{Call, Device, Ring};
 use crate::sys;
 use ringroad_mem::{Region, Table};
 use ringroad_ring::{Addresses, SetupError, bits};
@@ -166,7 +166,7 @@ impl<D: Device> Session<D> {
         {
             return self.refuse_vring(index, error);
         }
-        self.device.set_fd(index, file, err);
+        self.device.set_fd(index, file.map(Call::new), err);
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     sys,
-    vhost_user::{Device, Ring, Role, Socket, SocketError, bind},
+    vhost_user::{Call, Device, Ring, Role, Socket, SocketError, bind},
 };
 use parking_lot::Mutex;
 use ringroad_mem::Table;
@@ -18,7 +18,7 @@ use ringroad_vsock::{
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
     fs::{self, File},
-    io::{self, Read, Write},
+    io::{self, Read},
     net::SocketAddr,
     os::fd::{AsFd, AsRawFd},
     path::{Path, PathBuf},
@@ -90,8 +90,8 @@ struct Notifiers {
     /// The guest has sent something.
     kick: Mutex<Option<Arc<File>>>,
     unwait: EventFd,
-    calls: [Mutex<Option<File>>; VRINGS],
-    errs: [Mutex<Option<File>>; VRINGS],
+    calls: [Mutex<Option<Call>>; VRINGS],
+    errs: [Mutex<Option<Call>>; VRINGS],
     faults: [AtomicU32; VRINGS],
 }
 
@@ -107,14 +107,14 @@ impl Notifiers {
     }
 
     fn call(&self, vring: usize) {
-        if let Some(file) = &*self.calls[vring].lock() {
-            let _ = { file }.write(&1u64.to_ne_bytes());
+        if let Some(call) = &*self.calls[vring].lock() {
+            call.signal();
         }
     }
 
     fn err(&self, vring: usize) {
-        if let Some(file) = &*self.errs[vring].lock() {
-            let _ = { file }.write(&1u64.to_ne_bytes());
+        if let Some(err) = &*self.errs[vring].lock() {
+            err.signal();
         }
     }
 }
@@ -438,12 +438,12 @@ impl Device for VsockDevice {
         base
     }
 
-    fn set_fd(&self, index: usize, file: Option<File>, err: bool) {
+    fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
         let notifiers = &self.guest.notifiers;
         if err {
-            *notifiers.errs[index].lock() = file;
+            *notifiers.errs[index].lock() = call;
         } else {
-            *notifiers.calls[index].lock() = file;
+            *notifiers.calls[index].lock() = call;
             notifiers.call(index);
         }
     }

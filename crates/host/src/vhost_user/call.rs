@@ -1,0 +1,195 @@
+//! Descriptors by which a frontend is notified: SET_VRING_CALL and SET_VRING_ERR.
+
+use crate::sys;
+use parking_lot::Mutex;
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{self, Write},
+    os::{
+        fd::{AsFd, AsRawFd},
+        unix::fs::FileTypeExt,
+    },
+    sync::{
+        Arc, LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    timerfd::TimerFd,
+};
+
+/// How long a socket has to be read: longer than User-Mode Linux takes to as a rule, much shorter than its tick of 10 ms.
+const PATIENCE: Duration = Duration::from_micros(100);
+
+/// An eventfd, or whatever the frontend has sent in its place.
+///
+/// User-Mode Linux sends a socket, and has it raise a signal. One that comes just before its idle loop sleeps is forgotten until
+/// the next tick of its timer (Linux 7.2: `os_idle_sleep` looks for pending timer signals only). So that it need not wait for
+/// that, a socket that has not been read a moment later is written to once more.
+pub(crate) struct Call {
+    file: File,
+    reminder: Option<Box<Reminder>>,
+}
+
+impl Call {
+    pub(crate) fn new(file: File) -> Call {
+        let is_socket = file.metadata().is_ok_and(|data| data.file_type().is_socket());
+        let reminder = if is_socket { Reminder::new(&file).map(Box::new).ok() } else { None };
+        Call { file, reminder }
+    }
+
+    /// Adds one to it. It does not wait; a peer that does not take its notifications misses them.
+    pub(crate) fn signal(&self) {
+        write(&self.file);
+        if let Some(reminder) = &self.reminder {
+            let _ = reminder.timer.lock().reset(PATIENCE, None);
+        }
+    }
+}
+
+fn write(mut file: &File) {
+    let _ = file.write(&1u64.to_ne_bytes());
+}
+
+/// A socket's timer, which runs from its last notification on.
+struct Reminder {
+    key: u64,
+    timer: Mutex<TimerFd>,
+    clock: Arc<Clock>,
+}
+
+impl Reminder {
+    fn new(file: &File) -> io::Result<Reminder> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let clock = Clock::get()?;
+        let timer = TimerFd::new()?;
+        let key = NEXT.fetch_add(1, Ordering::Relaxed);
+        clock.files.lock().insert(key, file.try_clone()?);
+        let reminder = Reminder { key, timer: Mutex::new(timer), clock };
+        // Edge-triggered, so that nobody need read it. It is closed, and no longer waited for, before its key is.
+        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, key);
+        reminder.clock.epoll.ctl(ControlOperation::Add, reminder.timer.lock().as_raw_fd(), event)?;
+        Ok(reminder)
+    }
+}
+
+impl Drop for Reminder {
+    fn drop(&mut self) {
+        self.clock.files.lock().remove(&self.key);
+    }
+}
+
+/// The thread that reminds. There is none until a frontend has sent a socket.
+struct Clock {
+    epoll: Epoll,
+    files: Mutex<HashMap<u64, File>>,
+}
+
+impl Clock {
+    fn get() -> io::Result<Arc<Clock>> {
+        static CLOCK: LazyLock<io::Result<Arc<Clock>>> = LazyLock::new(|| {
+            let clock = Arc::new(Clock { epoll: Epoll::new()?, files: Mutex::default() });
+            let running = clock.clone();
+            thread::Builder::new().name("call-again".into()).spawn(move || running.run())?;
+            Ok(clock)
+        });
+        CLOCK.as_ref().map(Arc::clone).map_err(|error| error.kind().into())
+    }
+
+    fn run(&self) {
+        let mut events = [EpollEvent::default(); 16];
+        loop {
+            let count = self.epoll.wait(-1, &mut events).unwrap_or(0);
+            for event in &events[..count] {
+                // Nothing here waits, so that nobody waits for the lock.
+                if let Some(file) = self.files.lock().get(&event.data())
+                    && sys::is_unread(file.as_fd()).unwrap_or(false)
+                {
+                    write(file);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        io::Read,
+        os::{fd::OwnedFd, unix::net::UnixStream},
+        time::Instant,
+    };
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    fn socket() -> (Call, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        (Call::new(OwnedFd::from(ours).into()), theirs)
+    }
+
+    #[test]
+    fn an_eventfd_is_written_to_once() {
+        let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
+        let call = Call::new(File::from(sys::borrow(&eventfd).try_clone_to_owned().unwrap()));
+        call.signal();
+        thread::sleep(20 * PATIENCE);
+        assert_eq!(eventfd.read().unwrap(), 1);
+        assert!(call.reminder.is_none());
+    }
+
+    #[test]
+    fn a_socket_that_nobody_reads_is_written_to_twice() {
+        let (call, theirs) = socket();
+        call.signal();
+        let (mut bytes, start) = ([0; 64], Instant::now());
+        let peek = |bytes: &mut [u8]| sys::peek(theirs.as_fd(), bytes).unwrap_or(0);
+        while peek(&mut bytes) < 16 {
+            assert!(start.elapsed() < Duration::from_secs(5), "no second notification");
+            thread::yield_now();
+        }
+        thread::sleep(20 * PATIENCE);
+        assert_eq!(peek(&mut bytes), 16, "nor a third one");
+        assert_eq!(bytes[..16], [1u64, 1].map(u64::to_ne_bytes).concat());
+    }
+
+    #[test]
+    fn a_socket_that_is_read_is_left_alone() {
+        // Whether we were in time is only known afterwards.
+        let in_time = (0..1000).any(|_| {
+            let (call, mut theirs) = socket();
+            let start = Instant::now();
+            call.signal();
+            assert_eq!(theirs.read(&mut [0; 64]).unwrap(), 8);
+            let in_time = start.elapsed() < PATIENCE;
+            thread::sleep(10 * PATIENCE);
+            assert!(!in_time || theirs.read(&mut [0; 64]).is_err());
+            in_time
+        });
+        assert!(in_time, "a thousand times too late");
+    }
+
+    #[test]
+    fn what_is_gone_is_forgotten() {
+        let (call, theirs) = socket();
+        let clock = call.reminder.as_ref().unwrap().clock.clone();
+        let key = call.reminder.as_ref().unwrap().key;
+        assert!(clock.files.lock().contains_key(&key));
+        drop(call);
+        assert!(!clock.files.lock().contains_key(&key));
+        assert_eq!({ &theirs }.read(&mut [0; 64]).unwrap(), 0, "the end: nobody has it open");
+    }
+
+    #[test]
+    fn a_socket_that_is_full_makes_nobody_wait() {
+        let (call, theirs) = socket();
+        (0..100_000).for_each(|_| call.signal());
+        drop(theirs);
+        call.signal();
+    }
+}
