@@ -4,7 +4,7 @@
 use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, SetupError};
-use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
+use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{io, marker::PhantomData, sync::Arc};
 
 /// Chains that are taken at once.
@@ -255,6 +255,7 @@ impl Inlet for TxQueue {
         self.chains.start(&self.memory);
         self.ring.take(&self.memory, &mut self.chains, BURST)?;
         let (mut given, mut fault) = (0, None);
+        let mut run = Run::default();
         let count = self.chains.list().len();
         for (index, chain) in self.chains.list().iter().enumerate() {
             let (id, len, needed) = (chain.id, chain.readable_len(), wire::SIZE as u32);
@@ -274,12 +275,14 @@ impl Inlet for TxQueue {
             let mut header = [0; wire::SIZE];
             payload.read(&mut header);
             let large = payload.len() >= LARGE;
-            each(VsockHdr::from_bytes(&header), payload);
+            run.add(VsockHdr::from_bytes(&header), payload, &mut each);
             if large || index + 1 == count {
+                run.pass(&mut each);
                 self.ring.give(&self.chains.list()[given..=index]);
                 given = index + 1;
             }
         }
+        run.pass(&mut each);
         // Its memory is not kept longer than needed.
         self.chains.empty();
         match fault {
@@ -294,6 +297,72 @@ impl Inlet for TxQueue {
 
     fn disable_notification(&mut self) {
         self.ring.disable_notification();
+    }
+}
+
+/// Packets that follow each other. Small ones of one stream are received as one: what they carry goes to a socket of the host
+/// by one system call, to another guest in one packet.
+#[derive(Default)]
+struct Run<'a> {
+    packet: Option<(VsockHdr, Payload<'a>)>,
+    /// What the packet carries, if it is several, and how many spans that is.
+    joined: Option<([Span<'a>; SPANS], usize)>,
+}
+
+impl<'a> Run<'a> {
+    /// Adds a packet. Those that it does not follow are passed on.
+    fn add(&mut self, header: VsockHdr, payload: Payload<'a>, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
+        if !self.join(&header, &payload) {
+            self.pass(each);
+            self.packet = Some((header, payload));
+        }
+    }
+
+    /// Adds a packet that goes on with the stream of the one before it. `false`: it does not.
+    fn join(&mut self, header: &VsockHdr, payload: &Payload<'a>) -> bool {
+        let Some((packet, held)) = &mut self.packet else { return false };
+        let len = packet.len.saturating_add(header.len);
+        let next = VsockHdr { len: packet.len, buf_alloc: packet.buf_alloc, fwd_cnt: packet.fwd_cnt, ..*header };
+        let is_stream = header.op == Op::Data as u16 && header.kind == wire::TYPE_STREAM;
+        // What is not as long as it says is for the connection to judge.
+        let whole = |header: &VsockHdr, payload: &Payload<'_>| header.len > 0 && payload.len() >= header.len as usize;
+        if next != *packet || !is_stream || len > MAX_PACKET as u32 || !whole(header, payload) {
+            return false;
+        }
+        if self.joined.is_none() {
+            if !whole(packet, held) {
+                return false;
+            }
+            held.truncate(packet.len as usize);
+        }
+        let mut payload = payload.clone();
+        payload.truncate(header.len as usize);
+        let (spans, count) = self.joined.get_or_insert_with(|| ([Span::empty(); SPANS], 0));
+        let held = (*count == 0).then(|| held.rest()).into_iter().flatten();
+        let mut end = *count;
+        for span in held.chain(payload.rest()).filter(|span| !span.is_empty()) {
+            let Some(place) = spans.get_mut(end) else {
+                // Too many pieces. Those that were counted stay.
+                if *count == 0 {
+                    self.joined = None;
+                }
+                return false;
+            };
+            *place = span;
+            end += 1;
+        }
+        *count = end;
+        *packet = VsockHdr { len, ..*header };
+        true
+    }
+
+    /// Passes on what there is.
+    fn pass(&mut self, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
+        let Some((header, payload)) = self.packet.take() else { return };
+        match self.joined.take() {
+            Some((spans, count)) => each(header, Payload::spans(&spans[..count])),
+            None => each(header, payload),
+        }
     }
 }
 
@@ -345,5 +414,125 @@ impl Events {
     /// The driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use ringroad_mem::Region;
+
+    /// Packets with so many bytes there, in pieces of at most so many, and what comes of them.
+    fn run(packets: &[(VsockHdr, usize, usize)]) -> Vec<(VsockHdr, Vec<u8>)> {
+        let region = Region::private(1 << 20, 0).unwrap();
+        let mut at = 0;
+        let spans: Vec<Vec<Span<'_>>> = packets
+            .iter()
+            .enumerate()
+            .map(|(index, &(_, there, piece))| {
+                let whole = region.span(at, there).unwrap();
+                whole.write(&content(index, there));
+                at += there;
+                let mut spans = Vec::new();
+                let mut rest = whole;
+                while !rest.is_empty() {
+                    spans.push(rest.first(piece));
+                    rest = rest.skip(piece);
+                }
+                spans
+            })
+            .collect();
+        let mut got = Vec::new();
+        let mut each = |header: VsockHdr, mut payload: Payload<'_>| {
+            got.push((header, payload.take(header.len as usize)));
+        };
+        let mut run = Run::default();
+        for ((header, ..), spans) in packets.iter().zip(&spans) {
+            run.add(*header, Payload::spans(spans), &mut each);
+        }
+        run.pass(&mut each);
+        run.pass(&mut each);
+        got
+    }
+
+    fn content(index: usize, len: usize) -> Vec<u8> {
+        (0..len).map(|byte| (byte * 7 + index * 31) as u8).collect()
+    }
+
+    fn data(port: u32, len: u32, fwd_cnt: u32) -> VsockHdr {
+        VsockHdr { src_port: port, kind: wire::TYPE_STREAM, op: Op::Data as u16, len, fwd_cnt, ..VsockHdr::default() }
+    }
+
+    #[test]
+    fn small_packets_of_one_stream_are_received_as_one() {
+        let packets = [(data(1, 10, 5), 10, 10), (data(1, 20, 6), 25, 3), (data(1, 30, 7), 30, 30)];
+        let all = [content(0, 10), content(1, 20), content(2, 30)].concat();
+        assert_eq!(
+            run(&packets),
+            [(data(1, 60, 7), all)],
+            "with the last word about credit, without what follows a payload"
+        );
+    }
+
+    #[test]
+    fn others_are_received_one_by_one() {
+        let first = (data(1, 10, 0), 10, 10);
+        let message = |header| VsockHdr { kind: wire::TYPE_SEQPACKET, ..header };
+        let update = VsockHdr { op: Op::CreditUpdate as u16, len: 0, ..data(1, 0, 0) };
+        for (second, third) in [
+            (data(2, 10, 0), data(1, 10, 0)),
+            (message(data(1, 10, 0)), message(data(1, 10, 0))),
+            (VsockHdr { flags: 1, ..data(1, 10, 0) }, data(1, 10, 0)),
+            (update, data(1, 10, 0)),
+            (data(1, 0, 0), data(1, 10, 0)),
+            // Shorter than it says.
+            (data(1, 11, 0), data(1, 11, 0)),
+            (data(1, MAX_PACKET as u32 - 9, 0), data(1, u32::MAX, 0)),
+        ] {
+            let there = |header: VsockHdr| (header, if header.len < 11 { header.len as usize } else { 10 }, 10);
+            let packets = [first, there(second), there(third)];
+            let headers: Vec<_> = run(&packets).into_iter().map(|(header, _)| header).collect();
+            assert_eq!(headers, packets.map(|(header, ..)| header));
+        }
+    }
+
+    #[test]
+    fn a_packet_in_too_many_pieces_begins_anew() {
+        for (pieces, count) in [([SPANS, 1], 2), ([SPANS - 1, 1], 1), ([1, SPANS], 2), ([SPANS + 5, 1], 2)] {
+            let packets = pieces.map(|pieces| (data(1, pieces as u32, 0), pieces, 1));
+            assert_eq!(run(&packets).len(), count, "{pieces:?}");
+        }
+        let packets = [SPANS / 2; 5].map(|pieces| (data(1, pieces as u32, 0), pieces, 1));
+        assert_eq!(run(&packets).iter().map(|(header, _)| header.len).collect::<Vec<_>>(), [64, 64, 32]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_stream_keeps_its_bytes_and_their_order(
+            packets in proptest::collection::vec((0..3u32, 0..3000u32, 1..2000usize, 0..10u8), 0..40)
+        ) {
+            let packets: Vec<_> = packets
+                .into_iter()
+                .map(|(port, len, piece, special)| {
+                    let mut header = data(port, len, 0);
+                    match special {
+                        0 => header.kind = wire::TYPE_SEQPACKET,
+                        1 => header.op = Op::CreditUpdate as u16,
+                        _ => {}
+                    }
+                    (header, len as usize, piece)
+                })
+                .collect();
+            let got = run(&packets);
+            let stream = |port: u32, list: &mut dyn Iterator<Item = (VsockHdr, Vec<u8>)>| -> Vec<u8> {
+                list.filter(|(header, _)| header.src_port == port).flat_map(|(_, bytes)| bytes).collect()
+            };
+            for port in 0..3 {
+                let sent = &mut packets.iter().enumerate().map(|(index, p)| (p.0, content(index, p.1)));
+                prop_assert_eq!(stream(port, sent), stream(port, &mut got.iter().cloned()));
+            }
+            prop_assert!(got.iter().all(|(header, bytes)| header.len as usize == bytes.len() && bytes.len() <= MAX_PACKET));
+        }
     }
 }

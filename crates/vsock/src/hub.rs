@@ -8,7 +8,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Weak,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicU32, AtomicUsize as Count, Ordering},
     },
 };
 
@@ -43,6 +43,24 @@ impl Crossing {
     }
 }
 
+/// One of the connections that a guest has asked for and that are not over.
+struct Ticket(Arc<Count>);
+
+impl Ticket {
+    /// None: the guest has as many as it may have.
+    fn of(count: &Arc<Count>, limit: usize) -> Option<Ticket> {
+        let next = |count| (count < limit).then_some(count + 1);
+        count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
+        Some(Ticket(count.clone()))
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl Owner for Arc<Crossing> {
     fn key(&self) -> usize {
         Arc::as_ptr(self) as usize
@@ -62,32 +80,36 @@ impl Owner for Arc<Crossing> {
 struct Member<S: Side> {
     stack: Weak<Stack<S>>,
     groups: Vec<String>,
+    asked: Arc<Count>,
 }
 
 struct Members<S: Side> {
     guests: HashMap<u64, Member<S>>,
     /// By sender and receiver.
-    crossings: HashMap<(Addr, Addr), Arc<Crossing>>,
+    crossings: HashMap<(Addr, Addr), Entry>,
 }
+
+/// A direction of a connection; in that of its asker, the ticket.
+type Entry = (Arc<Crossing>, Option<Ticket>);
 
 /// The guests that may talk to each other.
 pub struct Hub<S: Side> {
     members: Mutex<Members<S>>,
-    /// Connections between guests, at most.
+    /// Connections that each guest may ask others for at once.
     limit: usize,
 }
 
 impl<S: Side> Hub<S> {
-    /// Nobody yet. `connections`: how many there may be at once.
+    /// Nobody yet. `connections`: how many each guest may ask others for at once, so that none uses up what others need.
     pub fn new(connections: usize) -> Arc<Hub<S>> {
         let members = Mutex::new(Members { guests: HashMap::new(), crossings: HashMap::new() });
-        Arc::new(Hub { members, limit: 2 * connections })
+        Arc::new(Hub { members, limit: connections })
     }
 
     /// A guest that may talk to all with which it has a group in common.
     pub fn join(self: &Arc<Self>, stack: &Arc<Stack<S>>, groups: Vec<String>) {
         stack.join(self.clone());
-        let member = Member { stack: Arc::downgrade(stack), groups };
+        let member = Member { stack: Arc::downgrade(stack), groups, asked: Arc::default() };
         self.members.lock().guests.insert(stack.peer().unwrap_or_default(), member);
     }
 
@@ -98,7 +120,7 @@ impl<S: Side> Hub<S> {
             let over: Vec<_> = members.crossings.extract_if(|(from, to), _| from.cid == cid || to.cid == cid).collect();
             over.into_iter()
                 .filter(|((from, _), _)| from.cid == cid)
-                .filter_map(|((from, to), crossing)| Some((from, to, crossing, members.stack(to.cid)?)))
+                .filter_map(|((from, to), (crossing, _))| Some((from, to, crossing, members.stack(to.cid)?)))
                 .collect()
         };
         for (from, to, crossing, stack) in over {
@@ -122,15 +144,14 @@ impl<S: Side> Hub<S> {
                 self.cut(from, to, Wrong::SecondRequest);
                 return true;
             }
-            if members.crossings.len() >= self.limit {
+            let ticket = members.guests.get(&from.cid).and_then(|guest| Ticket::of(&guest.asked, self.limit));
+            if ticket.is_none() {
                 return false;
             }
-            members.crossings.insert((from, to), Crossing::new(packet.kind));
-            members.crossings.insert((to, from), Crossing::new(packet.kind));
+            members.crossings.insert((from, to), (Crossing::new(packet.kind), ticket));
+            members.crossings.insert((to, from), (Crossing::new(packet.kind), None));
         }
-        let (Some(crossing), Some(back)) =
-            (members.crossings.get(&(from, to)).cloned(), members.crossings.get(&(to, from)).cloned())
-        else {
+        let (Some(crossing), Some(back)) = (members.crossing(from, to), members.crossing(to, from)) else {
             // The last word about a connection that is not there any more needs no answer.
             return op == Op::Reset;
         };
@@ -192,7 +213,7 @@ impl<S: Side> Hub<S> {
             stack.count_wrong(&Key { port: to.port, peer: from }, wrong);
         }
         for ((from, to, stack), crossing) in ends.into_iter().zip(crossings.into_iter().rev()) {
-            if let (Some(stack), Some(crossing)) = (stack, crossing) {
+            if let (Some(stack), Some((crossing, _))) = (stack, crossing) {
                 stack.reset_crossing(crossing, from, to);
             }
         }
@@ -223,6 +244,10 @@ fn header(from: Addr, to: Addr, op: Op) -> VsockHdr {
 impl<S: Side> Members<S> {
     fn stack(&self, cid: u64) -> Option<Arc<Stack<S>>> {
         self.guests.get(&cid)?.stack.upgrade()
+    }
+
+    fn crossing(&self, from: Addr, to: Addr) -> Option<Arc<Crossing>> {
+        self.crossings.get(&(from, to)).map(|(crossing, _)| crossing.clone())
     }
 
     /// The guest `to`, if `from` may talk to it.

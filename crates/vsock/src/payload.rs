@@ -3,6 +3,7 @@
 use ringroad_mem::Span;
 
 /// What is left of a packet's payload, or of what a program sends.
+#[derive(Clone)]
 pub struct Payload<'a> {
     /// Private bytes come first; usually there are either these or spans.
     bytes: &'a [u8],

@@ -1419,7 +1419,7 @@ fn two_guests_cannot_fill_our_memory_together() {
 }
 
 #[test]
-fn guests_have_so_many_connections_with_each_other_and_no_more() {
+fn a_guest_asks_others_for_so_many_connections_and_no_more() {
     let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 3);
     for port in 0..5 {
         let request = across((&a, port), Op::Request, (&b, 6));
@@ -1427,6 +1427,11 @@ fn guests_have_so_many_connections_with_each_other_and_no_more() {
         assert_eq!(a.exchange(request, &[]), expected);
     }
     assert_eq!(b.receive().len(), 3);
+    // Which is not at the cost of the other one.
+    for port in 0..3 {
+        assert_eq!(b.exchange(across((&b, 20 + port), Op::Request, (&a, 5)), &[]), []);
+    }
+    assert_eq!(a.receive().len(), 3);
     assert_eq!(b.exchange(across((&b, 6), Op::Reset, (&a, 1)), &[]), []);
     assert_eq!(
         a.receive(),

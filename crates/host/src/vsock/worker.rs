@@ -147,7 +147,7 @@ pub struct VsockWorker {
 
 impl VsockWorker {
     /// Starts the thread, on a CPU or any. It looks for `poll` after the last packet before it sleeps. `connections`: how many
-    /// there may be between guests.
+    /// each guest may have with others that it has asked for.
     pub fn start(cpu: Option<usize>, poll: Duration, connections: usize) -> io::Result<VsockWorker> {
         let shared = Arc::new(Shared {
             epoll: Epoll::new()?,
