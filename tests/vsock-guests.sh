@@ -13,8 +13,8 @@
 # siblings     guests of one device process that may talk to each other: two of UML, UML and QEMU; who may not; one is killed
 # restart      the device is killed and started again: what guests see, and what brings them back
 # fio          fio's ping-pong between two UML guests, each on a CPU of its own, S seconds (2) for each size
-# stream       64 KiB at a time for S seconds, five times each way, between a program in a UML guest and one on the host; the guest
-#              is on one CPU, the device and that program on another
+# stream       64 KiB at a time for S seconds, five times each way, between a program in a UML guest and one on the host (the guest
+#              is on one CPU, the device and that program on another), and from a second guest (on the device's CPU) to the first
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
 #
 # ringroad is $RINGROAD, default target/release/ringroad. What a device is known not to do is not asked of it (see `lacks`).
@@ -559,10 +559,19 @@ ping_pong() { # BYTES: fio of uml asks, fio of uml2 answers; leaves round trips,
 stream_part() {
   local options=()
   [ "$(nproc)" = 1 ] || on_cpu=(taskset -c 1)
-  check "stream device start" start_device uml || return 0
+  if [ "$device" = ringroad ]; then
+    groups=([uml]='"g"' [uml2]='"g"')
+    check "stream device start" start_device uml uml2 || return 0
+  else
+    check "stream device start" start_device uml || return 0
+  fi
   check "stream boot" boot uml 0 || return 0
   lacks bulk-from-guest uml || check "stream to the host" five_times pour_to_host || true
   check "stream to the guest" five_times pour_to_guest || true
+  if [ "$device" = ringroad ]; then
+    check "stream boot of another guest" boot uml2 1 || return 0
+    check "stream from guest to guest" five_times pour_to_sibling || true
+  fi
   on_cpu=()
 }
 
@@ -591,8 +600,16 @@ pour_to_host() {
 }
 
 pour_to_guest() {
+  into_guest timeout $((seconds + 10)) "${on_cpu[@]}" "$vsock" pour "$state/uml.host" 1005 "$seconds"
+}
+
+pour_to_sibling() {
+  limit=$((seconds + 10)) into_guest in_guest uml2 "vsock pour ${cid[uml]} 1005 $seconds"
+}
+
+into_guest() { # COMMAND, which pours
   in_guest uml 'rm -f /tmp/drain; vsock drain 1005 --background >/tmp/drain; cat /tmp/drain' || return
-  timeout $((seconds + 10)) "${on_cpu[@]}" "$vsock" pour "$state/uml.host" 1005 "$seconds" || return
+  "$@" || return
   # shellcheck disable=SC2016 # for the guest's shell
   rate_of "$(in_guest uml 'for i in $(seq 50); do grep -q -e ok -e FAILED /tmp/drain && break; usleep 100000; done; cat /tmp/drain')"
 }
