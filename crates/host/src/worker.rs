@@ -5,7 +5,7 @@ use crate::{
     port::{Kind, Port},
     sys,
 };
-use ringroad_switch::{Fdb, Schedule, Switch};
+use ringroad_switch::{Fdb, Gather, Schedule, Switch};
 use std::{
     fs::File,
     io,
@@ -32,6 +32,8 @@ pub struct WorkerConfig {
     pub addresses: usize,
     /// Seconds for which an address is remembered.
     pub ageing: u32,
+    /// For how long it leaves the only queue that it polls alone between bursts that are not full.
+    pub gather: Gather,
 }
 
 /// A queue of a port, by their numbers.
@@ -215,7 +217,7 @@ impl<'a> Loop<'a> {
         Loop {
             shared,
             switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
-            schedule: Schedule::default(),
+            schedule: Schedule::new(config.gather),
             known: Vec::new(),
             ports: Vec::new(),
             start: Instant::now(),

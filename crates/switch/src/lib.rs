@@ -7,8 +7,10 @@
 
 mod fdb;
 mod forward;
+mod gather;
 mod schedule;
 
 pub use fdb::Fdb;
 pub use forward::{Mode, Port, Switch};
+pub use gather::Gather;
 pub use schedule::{Poll, Schedule};

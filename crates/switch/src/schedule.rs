@@ -1,6 +1,7 @@
 //! Which queues a worker looks at, and when it may sleep. A state machine over time; the loop around it, with the clock,
 //! epoll and the notifications, is in `host`.
 
+use crate::gather::{Gather, Pauses};
 use std::time::{Duration, Instant};
 
 /// How long a queue is polled after its last frame before its worker waits for a notification instead.
@@ -24,15 +25,24 @@ struct Active<K> {
 /// The queues that are being polled, in turn. `K` names a queue.
 pub struct Schedule<K> {
     active: Vec<Active<K>>,
+    gather: Gather,
+    alone: Option<Alone<K>>,
 }
 
-impl<K: Copy + Eq> Default for Schedule<K> {
-    fn default() -> Self {
-        Schedule { active: Vec::new() }
-    }
+/// The only queue that is being polled.
+struct Alone<K> {
+    key: K,
+    pauses: Pauses,
+    /// It is left alone until then.
+    until: Option<Instant>,
 }
 
 impl<K: Copy + Eq> Schedule<K> {
+    /// No queues yet. `gather`: for how long the only one there is to poll is left alone between bursts that are not full.
+    pub fn new(gather: Gather) -> Self {
+        Schedule { active: Vec::new(), gather, alone: None }
+    }
+
     /// The queue has, or may have, something to do. Says whether that is news, so that its notifications can be turned
     /// off.
     pub fn wake(&mut self, key: K, poll: Poll) -> bool {
@@ -71,11 +81,25 @@ impl<K: Copy + Eq> Schedule<K> {
     ) -> bool {
         let mut any = false;
         let mut index = 0;
+        let mut alone = Self::alone(&self.active, self.gather, &mut self.alone);
+        if let Some(alone) = &mut alone
+            && let Some(until) = alone.until
+        {
+            if now() < until {
+                return false;
+            }
+            alone.until = None;
+        }
         while let Some(active) = self.active.get_mut(index) {
             index += 1;
-            if work(active.key) > 0 {
+            let worked = work(active.key);
+            if worked > 0 {
                 active.empty = None;
                 any = true;
+                if let Some(alone) = &mut alone {
+                    let pause = alone.pauses.after(worked, &now);
+                    alone.until = (!pause.is_zero()).then(|| now() + pause);
+                }
                 continue;
             }
             let Poll::For(budget) = active.poll else { continue };
@@ -93,6 +117,16 @@ impl<K: Copy + Eq> Schedule<K> {
         }
         any
     }
+
+    /// The only queue, if there is just one. Others have their turn while one is left alone: with them there is no need to wait.
+    #[inline]
+    fn alone<'a>(active: &[Active<K>], gather: Gather, alone: &'a mut Option<Alone<K>>) -> Option<&'a mut Alone<K>> {
+        let &[Active { key, .. }] = active else { return None };
+        if alone.as_ref().is_none_or(|alone| alone.key != key) {
+            *alone = Some(Alone { key, pauses: Pauses::new(gather), until: None });
+        }
+        alone.as_mut()
+    }
 }
 
 #[cfg(test)]
@@ -102,7 +136,7 @@ mod tests {
 
     #[test]
     fn event_driven_sleeps_at_once() {
-        let mut schedule = Schedule::default();
+        let mut schedule = Schedule::new(Gather::Off);
         let now = Instant::now();
         assert!(schedule.wake(1, Poll::For(Duration::ZERO)));
         assert!(!schedule.wake(1, Poll::For(Duration::ZERO)));
@@ -117,7 +151,7 @@ mod tests {
 
     #[test]
     fn polls_for_its_budget_after_the_last_frame() {
-        let mut schedule = Schedule::default();
+        let mut schedule = Schedule::new(Gather::Off);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
         let slept = Cell::new(0);
@@ -145,7 +179,7 @@ mod tests {
 
     #[test]
     fn unlimited_never_sleeps_and_all_get_their_turn() {
-        let mut schedule = Schedule::default();
+        let mut schedule = Schedule::new(Gather::Off);
         let now = Instant::now();
         for key in 0..5 {
             schedule.wake(key, if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) });

@@ -39,6 +39,9 @@ pub struct Common {
     /// The CPU of the device
     #[arg(long, default_value_t = 1)]
     pub device_cpu: usize,
+    /// For how long our device leaves a queue alone whose driver is slower: auto, off, 8us (`workers.gather`)
+    #[arg(long, default_value = "auto")]
+    pub gather: String,
     /// Write the rows as JSON to a file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -83,7 +86,8 @@ impl Common {
     /// apart from others of the folder.
     pub fn ours(&self, folder: &Folder, name: &str, poll: &str, ports: &[&str]) -> Result<Device, String> {
         let (config, log) = (folder.file(&format!("{name}.toml")), folder.file(&format!("{name}.log")));
-        let mut text = format!("[workers]\ncpus = [{}]\npoll = {poll}\n", self.device_cpu);
+        let mut text =
+            format!("[workers]\ncpus = [{}]\npoll = {poll}\ngather = \"{}\"\n", self.device_cpu, self.gather);
         let mut sockets = Vec::new();
         for (number, port) in ports.iter().enumerate() {
             let socket = folder.file(&format!("{name}-{number}.sock"));

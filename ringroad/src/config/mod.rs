@@ -18,7 +18,7 @@ use std::time::Duration;
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Mode, Poll};
+use ringroad_switch::{Gather, Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use thiserror::Error;
 use toml::Spanned;
@@ -31,6 +31,8 @@ const MAX_SOCKET: usize = 107;
 /// Bytes that the name of a network interface may have: IFNAMSIZ less its closing zero.
 const MAX_INTERFACE: usize = 15;
 const MAX_POLL: Duration = Duration::from_secs(10);
+/// Microseconds.
+const MAX_GATHER: u64 = 100;
 
 /// All that a configuration file says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +54,8 @@ pub struct Workers {
     pub cpus: Vec<usize>,
     /// How long a worker polls before it sleeps.
     pub poll: Poll,
+    /// For how long a worker leaves a queue alone whose driver is slower than it is.
+    pub gather: Gather,
 }
 
 /// What the switch remembers.
@@ -182,7 +186,7 @@ impl Config {
 
 impl Default for Workers {
     fn default() -> Workers {
-        Workers { cpus: Vec::new(), poll: Poll::For(Duration::ZERO) }
+        Workers { cpus: Vec::new(), poll: Poll::For(Duration::ZERO), gather: Gather::Auto }
     }
 }
 
@@ -195,10 +199,12 @@ impl Default for SwitchConfig {
 fn workers(root: &Section) -> Result<Workers, ConfigError> {
     let default = Workers::default();
     let Some(table) = root.section("workers", "workers.")? else { return Ok(default) };
-    table.only(&["model", "cpus", "poll"], &[])?;
+    table.only(&["model", "cpus", "poll", "gather"], &[])?;
     table.one_of("model", &[("shared", Some(())), ("per-device", None), ("per-queue", None), ("dynamic", None)])?;
     let poll = table.poll()?.unwrap_or(default.poll);
-    let Some(list) = table.get("cpus") else { return Ok(Workers { poll, ..default }) };
+    let expected = "\"auto\", \"off\" or \"<N>us\" (at most 100 us)";
+    let gather = table.text("gather", expected, parse_gather)?.unwrap_or(default.gather);
+    let Some(list) = table.get("cpus") else { return Ok(Workers { poll, gather, ..default }) };
     let expected = "a list of at most one CPU (this version has one worker)";
     let cpus = list.get_ref().as_array().ok_or_else(|| table.wrong("cpus", list, expected))?;
     if let Some(second) = cpus.get(1) {
@@ -206,7 +212,7 @@ fn workers(root: &Section) -> Result<Workers, ConfigError> {
         return Err(table.error("cpus", second.span().start, &message));
     }
     let cpus = cpus.iter().map(|cpu| table.integer("cpus", cpu, 0..=1023).map(|cpu| cpu as usize));
-    Ok(Workers { poll, cpus: cpus.collect::<Result<_, _>>()? })
+    Ok(Workers { poll, gather, cpus: cpus.collect::<Result<_, _>>()? })
 }
 
 fn switch(root: &Section) -> Result<SwitchConfig, ConfigError> {
@@ -378,6 +384,14 @@ fn parse_poll(text: &str) -> Option<Poll> {
     }
     let time = amount(text, "us").map(Duration::from_micros).or(amount(text, "ms").map(Duration::from_millis))?;
     (time <= MAX_POLL).then_some(Poll::For(time))
+}
+
+fn parse_gather(text: &str) -> Option<Gather> {
+    match text {
+        "auto" => Some(Gather::Auto),
+        "off" => Some(Gather::Off),
+        _ => amount(text, "us").filter(|&time| time <= MAX_GATHER).map(|time| Gather::For(Duration::from_micros(time))),
+    }
 }
 
 /// A port's name, if it is one to call the port by.
@@ -609,6 +623,7 @@ mod tests {
 model = "shared"
 cpus = [1]
 poll = "50us"
+gather = "8us"
 [switch]
 ageing = "60s"
 entries = 1_000
@@ -651,7 +666,8 @@ interface = "rr0"
     #[test]
     fn example() {
         let config = parse(EXAMPLE);
-        assert_eq!(config.workers, Workers { cpus: vec![1], poll: Poll::For(Duration::from_micros(50)) });
+        let (poll, gather) = (Poll::For(Duration::from_micros(50)), Gather::For(Duration::from_micros(8)));
+        assert_eq!(config.workers, Workers { cpus: vec![1], poll, gather });
         assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(60), entries: 1000 });
         let vm1 = Port {
             name: "vm1".into(),
@@ -682,7 +698,7 @@ interface = "rr0"
     #[test]
     fn defaults() {
         let config = parse(&vm1(""));
-        assert_eq!(config.workers, Workers { cpus: vec![], poll: Poll::For(Duration::ZERO) });
+        assert_eq!(config.workers, Workers { cpus: vec![], poll: Poll::For(Duration::ZERO), gather: Gather::Auto });
         assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 });
         let port = &config.ports[0];
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
@@ -792,6 +808,10 @@ interface = "rr0"
             (vm1("[workers]\ncpus = [1024]"), "6: key `workers.cpus`: expected 0 to 1023, found 1024"),
             (vm1("[workers]\ncpus = [\"1\"]"), "6: key `workers.cpus`: expected 0 to 1023, found \"1\""),
             (vm1("[workers]\ncpus = [-1]"), "6: key `workers.cpus`: expected 0 to 1023, found -1"),
+            (
+                vm1("[workers]\ngather = \"101us\""),
+                "6: key `workers.gather`: expected \"auto\", \"off\" or \"<N>us\" (at most 100 us), found \"101us\"",
+            ),
             (
                 vm1("[workers]\npoll = 50"),
                 "6: key `workers.poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\", found 50",

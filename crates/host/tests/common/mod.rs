@@ -7,7 +7,7 @@ use ringroad_host::{
 };
 use ringroad_mem::{Region, Span};
 use ringroad_net::{Config, Driver, DriverConfig, Features, bits};
-use ringroad_switch::{Mode, Poll};
+use ringroad_switch::{Gather, Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     fs,
@@ -173,7 +173,7 @@ pub fn worker() -> Worker {
         log::set_logger(&LOG).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
     });
-    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300 }).unwrap()
+    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto }).unwrap()
 }
 
 /// The configuration space of all ports here.

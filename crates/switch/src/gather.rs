@@ -1,0 +1,272 @@
+//! Leaving a queue alone for some microseconds, so that its driver writes undisturbed and frames come many at once.
+//!
+//! A worker that is faster than the driver looks at each line of the ring while the driver is still writing to it, and takes
+//! frames as they come, one by one: each look costs the driver a line. A driver that is left alone sends more. But one that waits
+//! for its frames to come back only waits longer. Which of the two it is can only be measured: so under load, now and then, each
+//! of a few pauses is tried in turn, and the shortest of the best ones holds for a while.
+
+use ringroad_ring::BURST;
+use std::time::{Duration, Instant};
+
+/// For how long a queue is left alone after a burst that was not full, while it is all that its worker has to look at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Gather {
+    /// Not at all.
+    Off,
+    /// Always for this long.
+    For(Duration),
+    /// For as long as brings the most frames, up to 10 µs: found by trying.
+    #[default]
+    Auto,
+}
+
+const fn us(count: u64) -> Duration {
+    Duration::from_micros(count)
+}
+
+/// What is tried.
+const PAUSES: [Duration; 6] = [Duration::ZERO, us(2), us(4), us(6), us(8), us(10)];
+/// How long each of them is tried, and how often.
+const EPOCH: Duration = us(500);
+const TRIALS: usize = 4;
+/// How long a pause that was found to be best holds.
+const HOLD: Duration = Duration::from_millis(500);
+/// When none was better, the next trials are later and later.
+const WAIT: Duration = Duration::from_millis(100);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// A stretch of time.
+#[derive(Clone, Copy, Default)]
+struct Count {
+    frames: u64,
+    bursts: u64,
+    time: Duration,
+}
+
+impl Count {
+    /// Frames a nanosecond.
+    fn rate(&self) -> f64 {
+        self.frames as f64 / self.time.as_nanos().max(1) as f64
+    }
+
+    /// A frame a microsecond, and no gaps: else there is nothing to gain.
+    fn is_load(&self) -> bool {
+        self.time < 4 * EPOCH && self.rate() > 1e-3
+    }
+
+    /// The worker is faster than the driver.
+    fn is_sparse(&self) -> bool {
+        self.frames < self.bursts * (BURST as u64 * 3 / 4)
+    }
+}
+
+enum State {
+    /// `rate` is what the pause has promised.
+    Holding { until: Option<Instant>, rate: f64 },
+    /// Those up to `most`, up and down and up again.
+    Trying { trial: usize, most: usize, counts: [Count; PAUSES.len()] },
+}
+
+/// Finds the pause for one queue.
+pub(crate) struct Pauses {
+    how: Gather,
+    /// Index of the pause that is made now.
+    which: usize,
+    start: Option<Instant>,
+    count: Count,
+    state: State,
+    wait: Duration,
+}
+
+impl Pauses {
+    pub(crate) fn new(how: Gather) -> Pauses {
+        let state = State::Holding { until: None, rate: 0.0 };
+        Pauses { how, which: 0, start: None, count: Count::default(), state, wait: WAIT }
+    }
+
+    /// Says for how long to leave the queue alone after a burst of so many frames.
+    #[inline]
+    pub(crate) fn after(&mut self, frames: usize, now: impl Fn() -> Instant) -> Duration {
+        match self.how {
+            Gather::Off => return Duration::ZERO,
+            Gather::For(pause) => return if frames < BURST { pause } else { Duration::ZERO },
+            Gather::Auto => {}
+        }
+        self.count.frames += frames as u64;
+        self.count.bursts += 1;
+        // The clock costs as much as a frame.
+        if self.which > 0 || self.count.bursts.is_multiple_of(16) {
+            self.look(now());
+        }
+        if frames < BURST { PAUSES[self.which] } else { Duration::ZERO }
+    }
+
+    fn look(&mut self, now: Instant) {
+        let start = *self.start.get_or_insert(now);
+        let time = now.saturating_duration_since(start);
+        if time < EPOCH {
+            return;
+        }
+        let count = Count { time, ..self.count };
+        (self.start, self.count) = (Some(now), Count::default());
+        match &mut self.state {
+            _ if !count.is_load() => self.hold(0, None, 0.0),
+            State::Holding { until, rate } => {
+                let broken = self.which > 0 && count.rate() < 0.75 * *rate;
+                let over = until.is_none_or(|until| until <= now);
+                if broken {
+                    self.hold(0, None, 0.0);
+                } else if over && (self.which > 0 || count.is_sparse()) {
+                    self.state = State::Trying { trial: 0, most: PAUSES.len() - 1, counts: Default::default() };
+                    self.which = 0;
+                }
+            }
+            State::Trying { trial, most, counts } => {
+                let tried = &mut counts[self.which];
+                tried.frames += count.frames;
+                tried.time += count.time;
+                if tried.rate() < 0.9 * counts[0].rate() {
+                    // Longer ones will not be better.
+                    *most = (*most).min(self.which - 1);
+                    self.which = *most;
+                    *trial |= 1;
+                } else if trial.is_multiple_of(2) && self.which < *most {
+                    self.which += 1;
+                } else if !trial.is_multiple_of(2) && self.which > 0 {
+                    self.which -= 1;
+                } else {
+                    *trial += 1;
+                }
+                if *trial >= TRIALS || *most == 0 {
+                    let counts = *counts;
+                    self.decide(&counts, now);
+                }
+            }
+        }
+    }
+
+    fn decide(&mut self, counts: &[Count; PAUSES.len()], now: Instant) {
+        let best = counts.iter().map(Count::rate).fold(0.0, f64::max);
+        // Frames come later for it, and rates vary by themselves: it must be worth it.
+        let which = if best < 1.05 * counts[0].rate() {
+            0
+        } else {
+            counts.iter().position(|count| count.rate() >= 0.99 * best).unwrap_or_default()
+        };
+        if which > 0 {
+            self.wait = WAIT;
+            self.hold(which, Some(now + HOLD), counts[which].rate());
+        } else {
+            self.hold(0, Some(now + self.wait), 0.0);
+            self.wait = (2 * self.wait).min(LONGEST_WAIT);
+        }
+    }
+
+    fn hold(&mut self, which: usize, until: Option<Instant>, rate: f64) {
+        self.which = which;
+        self.state = State::Holding { until, rate };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Lets a driver run for so long: it has sent so many frames when it was left alone for a time, and the worker's burst takes
+    /// 1 µs and 20 ns a frame. Says how many frames there were, and the part of time in pauses.
+    fn run(
+        pauses: &mut Pauses,
+        clock: &Cell<Instant>,
+        time: Duration,
+        sends: impl Fn(Duration) -> usize,
+    ) -> (u64, f64) {
+        let (start, mut paused, mut frames) = (clock.get(), Duration::ZERO, 0);
+        let mut alone = us(1);
+        while clock.get() - start < time {
+            let there = sends(alone).clamp(1, BURST);
+            frames += there as u64;
+            let work = us(1) + Duration::from_nanos(20 * there as u64);
+            clock.set(clock.get() + work);
+            let pause = pauses.after(there, || clock.get());
+            clock.set(clock.get() + pause);
+            paused += pause;
+            alone = work + pause;
+        }
+        (frames, paused.as_secs_f64() / time.as_secs_f64())
+    }
+
+    /// Undisturbed it needs 60 ns a frame, and 150 ns for the first eight.
+    fn limits(alone: Duration) -> usize {
+        let ns = alone.as_nanos() as usize;
+        if ns < 1200 { ns / 150 } else { 8 + (ns - 1200) / 60 }
+    }
+
+    /// It has 16 frames, which come back before it sends them again.
+    fn waits(_: Duration) -> usize {
+        16
+    }
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_driver_that_limits_is_left_alone() {
+        let clock = Cell::new(Instant::now());
+        let (off, _) = run(&mut Pauses::new(Gather::Off), &clock, SECOND, limits);
+        let mut pauses = Pauses::new(Gather::Auto);
+        let (frames, paused) = run(&mut pauses, &clock, SECOND, limits);
+        assert!(frames > off * 3 / 2 && paused > 0.3, "{frames} instead of {off}, {paused}");
+        let fixed = PAUSES.map(|pause| run(&mut Pauses::new(Gather::For(pause)), &clock, SECOND, limits).0);
+        let best = *fixed.iter().max().unwrap();
+        assert!(frames > best * 95 / 100, "{frames}, and one of {fixed:?}");
+    }
+
+    #[test]
+    fn a_driver_that_waits_is_tried_less_and_less() {
+        let clock = Cell::new(Instant::now());
+        let mut pauses = Pauses::new(Gather::Auto);
+        let (_, paused) = run(&mut pauses, &clock, SECOND, waits);
+        assert!(paused > 0.0 && paused < 0.01, "{paused}");
+        let (_, paused) = run(&mut pauses, &clock, 60 * SECOND, waits);
+        assert!(paused > 0.0 && paused < 1e-4, "{paused}");
+    }
+
+    #[test]
+    fn a_driver_that_begins_to_wait_is_noticed_at_once() {
+        let clock = Cell::new(Instant::now());
+        let mut pauses = Pauses::new(Gather::Auto);
+        run(&mut pauses, &clock, SECOND, limits);
+        let (_, paused) = run(&mut pauses, &clock, Duration::from_millis(2), waits);
+        assert!(paused > 0.0);
+        let (_, paused) = run(&mut pauses, &clock, SECOND, waits);
+        assert!(paused < 0.01, "{paused}");
+        run(&mut pauses, &clock, SECOND, limits);
+        assert!(pauses.which > 0);
+    }
+
+    #[test]
+    fn there_is_no_pause_without_load_or_with_full_bursts() {
+        let clock = Cell::new(Instant::now());
+        for (frames, gap) in [(3, us(10)), (BURST, us(1))] {
+            let mut pauses = Pauses::new(Gather::Auto);
+            for _ in 0..1_000_000 {
+                clock.set(clock.get() + gap);
+                assert_eq!(pauses.after(frames, || clock.get()), Duration::ZERO);
+            }
+        }
+        // What held before does not hold after a silence.
+        let mut pauses = Pauses::new(Gather::Auto);
+        run(&mut pauses, &clock, SECOND, limits);
+        assert!(pauses.which > 0);
+        clock.set(clock.get() + SECOND);
+        assert_eq!(pauses.after(1, || clock.get()), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_fixed_pause_is_made_after_what_is_not_full() {
+        let mut pauses = Pauses::new(Gather::For(us(5)));
+        assert_eq!(pauses.after(BURST - 1, || unreachable!()), us(5));
+        assert_eq!(pauses.after(BURST, || unreachable!()), Duration::ZERO);
+        assert_eq!(Pauses::new(Gather::Off).after(1, || unreachable!()), Duration::ZERO);
+    }
+}
