@@ -294,3 +294,50 @@ impl<S: Side> Stack<S> {
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{DeviceSide, NoRelay};
+
+    struct Nobody;
+
+    impl Host<NoRelay> for Nobody {
+        fn notify(&self, _: Queue) {}
+
+        fn wake(&self) {}
+
+        fn broken(&self, _: Queue, _: Broken) {}
+
+        fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
+            Door::Shut
+        }
+
+        fn room(&self, _: Key) {}
+    }
+
+    #[test]
+    fn ports_begin_anew_where_they_end_and_those_in_use_are_passed_over() {
+        let settings = Settings { connections: 8, ..Settings::default() };
+        let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(Nobody));
+        stack.set_kinds(&[Kind::Stream]);
+        let ask =
+            |peer| stack.request_connection(Addr { cid: 3, port: peer }, Kind::Stream, None).map(|conn| conn.key.port);
+        let last = || stack.table.lock().next_port = u32::MAX - 2;
+        let _listener = stack.add_listener(FIRST_PORT, Kind::Stream).unwrap();
+        last();
+        // The last number is no port, the first one has a listener.
+        let ports: Vec<_> = (0..4).map(|_| ask(80).unwrap()).collect();
+        assert_eq!(ports, [u32::MAX - 2, u32::MAX - 1, FIRST_PORT + 1, FIRST_PORT + 2]);
+        last();
+        assert_eq!(ask(80).unwrap(), FIRST_PORT + 3, "all before are in use");
+        last();
+        assert_eq!(ask(81).unwrap(), u32::MAX - 2, "not for another peer's port");
+        assert_eq!((ask(80).unwrap(), ask(80).unwrap()), (FIRST_PORT + 4, FIRST_PORT + 5));
+        assert_eq!(
+            ask(80).unwrap_err().kind(),
+            io::ErrorKind::QuotaExceeded,
+            "there are no more connections than that"
+        );
+    }
+}
