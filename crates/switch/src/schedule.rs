@@ -208,4 +208,27 @@ mod tests {
         schedule.forget(|key| key == 2);
         assert!(schedule.is_empty());
     }
+
+    #[test]
+    fn only_a_queue_alone_is_left_alone() {
+        let mut schedule = Schedule::new(Gather::For(Duration::from_micros(5)));
+        let start = Instant::now();
+        let looks = |schedule: &mut Schedule<i32>, us, frames| {
+            let looks = Cell::new(0);
+            let work = |_| {
+                looks.set(looks.get() + 1);
+                frames
+            };
+            schedule.round(|| start + Duration::from_micros(us), work, |_| true);
+            looks.get()
+        };
+        schedule.wake(1, Poll::Unlimited);
+        assert_eq!([0, 4, 5, 9].map(|us| looks(&mut schedule, us, 3)), [1, 0, 1, 0]);
+        // Nothing there, or more than fits into a burst: it is looked at again.
+        assert_eq!([10, 10].map(|us| looks(&mut schedule, us, 0)), [1, 1]);
+        assert_eq!([11, 11].map(|us| looks(&mut schedule, us, ringroad_ring::BURST)), [1, 1]);
+        assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [1, 0]);
+        schedule.wake(2, Poll::Unlimited);
+        assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [2, 2]);
+    }
 }
