@@ -8,7 +8,7 @@ use ringroad_host::{
 };
 use ringroad_mem::Region;
 use ringroad_net::{Config, Features};
-use ringroad_switch::{Mode, Poll};
+use ringroad_switch::{Gather, Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     fs::File,
@@ -34,7 +34,7 @@ struct Target {
 
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let socket = std::env::temp_dir().join(format!("ringroad-fuzz-{}.sock", std::process::id()));
-    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300 }).unwrap();
+    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap();
     let config = VhostConfig {
         name: "fuzz".into(),
         socket: socket.clone(),
