@@ -122,8 +122,8 @@ fn summary(ports: usize, vsocks: usize) -> String {
 fn start_worker(config: &config::Config) -> Result<Worker, Box<dyn std::error::Error>> {
     let cpu = config.workers.cpus.first().copied();
     let (addresses, ageing) = (config.switch.entries, config.switch.ageing.as_secs() as u32);
-    let gather = config.workers.gather;
-    Worker::start(WorkerConfig { cpu, addresses, ageing, gather }).map_err(|error| match cpu {
+    let config::Workers { gather, turn, .. } = config.workers;
+    Worker::start(WorkerConfig { cpu, addresses, ageing, gather, turn }).map_err(|error| match cpu {
         Some(cpu) => format!("cannot run a worker on CPU {cpu} (key `workers.cpus`): {error}").into(),
         None => format!("cannot start a worker: {error}").into(),
     })

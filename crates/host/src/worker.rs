@@ -34,6 +34,8 @@ pub struct WorkerConfig {
     pub ageing: u32,
     /// For how long it leaves the only queue that it polls alone between bursts that are not full.
     pub gather: Gather,
+    /// How many full bursts it carries from a queue before the others have their turn.
+    pub turn: usize,
 }
 
 /// A queue of a port, by their numbers.
@@ -217,7 +219,7 @@ impl<'a> Loop<'a> {
         Loop {
             shared,
             switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
-            schedule: Schedule::new(config.gather),
+            schedule: Schedule::new(config.gather, config.turn),
             known: Vec::new(),
             ports: Vec::new(),
             start: Instant::now(),

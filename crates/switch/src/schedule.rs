@@ -2,6 +2,7 @@
 //! epoll and the notifications, is in `host`.
 
 use crate::gather::{Gather, Pauses};
+use ringroad_ring::BURST;
 use std::time::{Duration, Instant};
 
 /// How long a queue is polled after its last frame before its worker waits for a notification instead.
@@ -26,6 +27,7 @@ struct Active<K> {
 pub struct Schedule<K> {
     active: Vec<Active<K>>,
     gather: Gather,
+    turn: usize,
     alone: Option<Alone<K>>,
 }
 
@@ -39,8 +41,10 @@ struct Alone<K> {
 
 impl<K: Copy + Eq> Schedule<K> {
     /// No queues yet. `gather`: for how long the only one there is to poll is left alone between bursts that are not full.
-    pub fn new(gather: Gather) -> Self {
-        Schedule { active: Vec::new(), gather, alone: None }
+    /// `turn`: the bursts of one queue before the others have theirs, while all of them are full. What a queue touches is in
+    /// the cache by then; after the turns of many others it is not.
+    pub fn new(gather: Gather, turn: usize) -> Self {
+        Schedule { active: Vec::new(), gather, turn, alone: None }
     }
 
     /// The queue has, or may have, something to do. Says whether that is news, so that its notifications can be turned
@@ -69,7 +73,7 @@ impl<K: Copy + Eq> Schedule<K> {
         self.active.is_empty()
     }
 
-    /// Looks at each active queue once. `work` does a burst of it and says how much that was; `sleep` turns its
+    /// Gives each active queue its turn. `work` does a burst of it and says how much that was; `sleep` turns its
     /// notifications on and says whether it may be left alone (there was nothing in between). Says whether any work was
     /// done; `now` is asked only when a queue is found empty.
     #[inline]
@@ -93,6 +97,9 @@ impl<K: Copy + Eq> Schedule<K> {
         while let Some(active) = self.active.get_mut(index) {
             index += 1;
             let worked = work(active.key);
+            if worked >= BURST && alone.is_none() {
+                let _ = (1..self.turn).take_while(|_| work(active.key) >= BURST).count();
+            }
             if worked > 0 {
                 active.empty = None;
                 any = true;
@@ -136,7 +143,7 @@ mod tests {
 
     #[test]
     fn event_driven_sleeps_at_once() {
-        let mut schedule = Schedule::new(Gather::Off);
+        let mut schedule = Schedule::new(Gather::Off, 1);
         let now = Instant::now();
         assert!(schedule.wake(1, Poll::For(Duration::ZERO)));
         assert!(!schedule.wake(1, Poll::For(Duration::ZERO)));
@@ -151,7 +158,7 @@ mod tests {
 
     #[test]
     fn polls_for_its_budget_after_the_last_frame() {
-        let mut schedule = Schedule::new(Gather::Off);
+        let mut schedule = Schedule::new(Gather::Off, 1);
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
         let slept = Cell::new(0);
@@ -179,7 +186,7 @@ mod tests {
 
     #[test]
     fn unlimited_never_sleeps_and_all_get_their_turn() {
-        let mut schedule = Schedule::new(Gather::Off);
+        let mut schedule = Schedule::new(Gather::Off, 1);
         let now = Instant::now();
         for key in 0..5 {
             schedule.wake(key, if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) });
@@ -211,7 +218,7 @@ mod tests {
 
     #[test]
     fn only_a_queue_alone_is_left_alone() {
-        let mut schedule = Schedule::new(Gather::For(Duration::from_micros(5)));
+        let mut schedule = Schedule::new(Gather::For(Duration::from_micros(5)), 4);
         let start = Instant::now();
         let looks = |schedule: &mut Schedule<i32>, us, frames| {
             let looks = Cell::new(0);
@@ -226,9 +233,33 @@ mod tests {
         assert_eq!([0, 4, 5, 9].map(|us| looks(&mut schedule, us, 3)), [1, 0, 1, 0]);
         // Nothing there, or more than fits into a burst: it is looked at again.
         assert_eq!([10, 10].map(|us| looks(&mut schedule, us, 0)), [1, 1]);
-        assert_eq!([11, 11].map(|us| looks(&mut schedule, us, ringroad_ring::BURST)), [1, 1]);
+        assert_eq!([11, 11].map(|us| looks(&mut schedule, us, BURST)), [1, 1]);
         assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [1, 0]);
         schedule.wake(2, Poll::Unlimited);
         assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [2, 2]);
+    }
+
+    #[test]
+    fn a_turn_ends_with_a_burst_that_is_not_full() {
+        let mut schedule = Schedule::new(Gather::Off, 4);
+        let now = Instant::now();
+        (0..3).for_each(|key| assert!(schedule.wake(key, Poll::Unlimited)));
+        // The first one has more than its turn, the second one less, the third one nothing.
+        let mut left = [6 * BURST, BURST + 1, 0];
+        let mut order = Vec::new();
+        let mut round = || {
+            order.clear();
+            let work = |key: usize| {
+                let frames = left[key].min(BURST);
+                left[key] -= frames;
+                order.push(key);
+                frames
+            };
+            let any = schedule.round(|| now, work, |_| true);
+            (any, order.clone())
+        };
+        assert_eq!(round(), (true, vec![0, 0, 0, 0, 1, 1, 2]));
+        assert_eq!(round(), (true, vec![0, 0, 0, 1, 2]));
+        assert_eq!(round(), (false, vec![0, 1, 2]));
     }
 }

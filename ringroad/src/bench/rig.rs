@@ -42,6 +42,9 @@ pub struct Common {
     /// For how long our device leaves a queue alone whose driver is slower: auto, off, 8us (`workers.gather`)
     #[arg(long, default_value = "auto")]
     pub gather: String,
+    /// How many full bursts our device carries from a queue before others have their turn (`workers.turn`)
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=64))]
+    pub turn: u64,
     /// Write the rows as JSON to a file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -86,8 +89,9 @@ impl Common {
     /// apart from others of the folder.
     pub fn ours(&self, folder: &Folder, name: &str, poll: &str, ports: &[&str]) -> Result<Device, String> {
         let (config, log) = (folder.file(&format!("{name}.toml")), folder.file(&format!("{name}.log")));
+        let Common { device_cpu, gather, turn, .. } = self;
         let mut text =
-            format!("[workers]\ncpus = [{}]\npoll = {poll}\ngather = \"{}\"\n", self.device_cpu, self.gather);
+            format!("[workers]\ncpus = [{device_cpu}]\npoll = {poll}\ngather = \"{gather}\"\nturn = {turn}\n");
         let mut sockets = Vec::new();
         for (number, port) in ports.iter().enumerate() {
             let socket = folder.file(&format!("{name}-{number}.sock"));

@@ -56,6 +56,8 @@ pub struct Workers {
     pub poll: Poll,
     /// For how long a worker leaves a queue alone whose driver is slower than it is.
     pub gather: Gather,
+    /// How many full bursts of a queue are carried before the others have their turn.
+    pub turn: usize,
 }
 
 /// What the switch remembers.
@@ -186,7 +188,7 @@ impl Config {
 
 impl Default for Workers {
     fn default() -> Workers {
-        Workers { cpus: Vec::new(), poll: Poll::For(Duration::ZERO), gather: Gather::Auto }
+        Workers { cpus: Vec::new(), poll: Poll::For(Duration::ZERO), gather: Gather::Auto, turn: 4 }
     }
 }
 
@@ -199,12 +201,13 @@ impl Default for SwitchConfig {
 fn workers(root: &Section) -> Result<Workers, ConfigError> {
     let default = Workers::default();
     let Some(table) = root.section("workers", "workers.")? else { return Ok(default) };
-    table.only(&["model", "cpus", "poll", "gather"], &[])?;
+    table.only(&["model", "cpus", "poll", "gather", "turn"], &[])?;
     table.one_of("model", &[("shared", Some(())), ("per-device", None), ("per-queue", None), ("dynamic", None)])?;
     let poll = table.poll()?.unwrap_or(default.poll);
     let expected = "\"auto\", \"off\" or \"<N>us\" (at most 100 us)";
     let gather = table.text("gather", expected, parse_gather)?.unwrap_or(default.gather);
-    let Some(list) = table.get("cpus") else { return Ok(Workers { poll, gather, ..default }) };
+    let turn = table.number("turn", 1..=64)?.map_or(default.turn, |bursts| bursts as usize);
+    let Some(list) = table.get("cpus") else { return Ok(Workers { poll, gather, turn, ..default }) };
     let expected = "a list of at most one CPU (this version has one worker)";
     let cpus = list.get_ref().as_array().ok_or_else(|| table.wrong("cpus", list, expected))?;
     if let Some(second) = cpus.get(1) {
@@ -212,7 +215,7 @@ fn workers(root: &Section) -> Result<Workers, ConfigError> {
         return Err(table.error("cpus", second.span().start, &message));
     }
     let cpus = cpus.iter().map(|cpu| table.integer("cpus", cpu, 0..=1023).map(|cpu| cpu as usize));
-    Ok(Workers { poll, gather, cpus: cpus.collect::<Result<_, _>>()? })
+    Ok(Workers { poll, gather, turn, cpus: cpus.collect::<Result<_, _>>()? })
 }
 
 fn switch(root: &Section) -> Result<SwitchConfig, ConfigError> {
@@ -624,6 +627,7 @@ model = "shared"
 cpus = [1]
 poll = "50us"
 gather = "8us"
+turn = 1
 [switch]
 ageing = "60s"
 entries = 1_000
@@ -667,7 +671,7 @@ interface = "rr0"
     fn example() {
         let config = parse(EXAMPLE);
         let (poll, gather) = (Poll::For(Duration::from_micros(50)), Gather::For(Duration::from_micros(8)));
-        assert_eq!(config.workers, Workers { cpus: vec![1], poll, gather });
+        assert_eq!(config.workers, Workers { cpus: vec![1], poll, gather, turn: 1 });
         assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(60), entries: 1000 });
         let vm1 = Port {
             name: "vm1".into(),
@@ -698,7 +702,8 @@ interface = "rr0"
     #[test]
     fn defaults() {
         let config = parse(&vm1(""));
-        assert_eq!(config.workers, Workers { cpus: vec![], poll: Poll::For(Duration::ZERO), gather: Gather::Auto });
+        let workers = Workers { cpus: vec![], poll: Poll::For(Duration::ZERO), gather: Gather::Auto, turn: 4 };
+        assert_eq!(config.workers, workers);
         assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 });
         let port = &config.ports[0];
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
@@ -808,6 +813,7 @@ interface = "rr0"
             (vm1("[workers]\ncpus = [1024]"), "6: key `workers.cpus`: expected 0 to 1023, found 1024"),
             (vm1("[workers]\ncpus = [\"1\"]"), "6: key `workers.cpus`: expected 0 to 1023, found \"1\""),
             (vm1("[workers]\ncpus = [-1]"), "6: key `workers.cpus`: expected 0 to 1023, found -1"),
+            (vm1("[workers]\nturn = 0"), "6: key `workers.turn`: expected 1 to 64, found 0"),
             (
                 vm1("[workers]\ngather = \"101us\""),
                 "6: key `workers.gather`: expected \"auto\", \"off\" or \"<N>us\" (at most 100 us), found \"101us\"",

@@ -173,7 +173,7 @@ pub fn worker() -> Worker {
         log::set_logger(&LOG).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
     });
-    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto }).unwrap()
+    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap()
 }
 
 /// The configuration space of all ports here.
