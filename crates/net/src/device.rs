@@ -165,10 +165,17 @@ impl TxQueue {
     }
 }
 
-/// Fetches the first lines of a buffer that will be written.
+/// Fetches the first lines of a buffer that will be written. `apart`: the one with the virtio-net header is only read.
 #[inline(always)]
-fn fetch_for<const LINES: usize>(target: Span<'_>, writing: bool) {
-    if writing { target.prefetch_write::<LINES>() } else { target.prefetch::<LINES>() }
+fn fetch_target(target: Span<'_>, writing: bool, apart: bool) {
+    match (writing, apart) {
+        (true, true) => {
+            target.prefetch::<1>();
+            target.skip(vnet_hdr::SIZE).prefetch_write::<1>();
+        }
+        (true, false) => target.prefetch_write::<FETCH>(),
+        (false, _) => target.prefetch::<FETCH>(),
+    }
 }
 
 /// Fetches the first buffer of a chain.
@@ -204,12 +211,7 @@ fn place_part<'b, const APART: bool>(
     let mut count = 0;
     for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
         if let Some(&later) = later.get(count) {
-            if APART {
-                later.prefetch::<1>();
-                fetch_for::<1>(later.skip(vnet_hdr::SIZE), prefetch_write);
-            } else {
-                fetch_for::<FETCH>(later, prefetch_write);
-            }
+            fetch_target(later, prefetch_write, APART);
         }
         let Some((frame, source)) = frame else { break };
         let total = frame.total();
@@ -357,7 +359,7 @@ impl RxQueue {
     #[inline(always)]
     fn prefetch(&self, index: usize) {
         if let Some(piece) = self.chains.first_piece(index) {
-            fetch_for::<FETCH>(piece, self.tuning.prefetch_write);
+            fetch_target(piece, self.tuning.prefetch_write, piece.ends_line(vnet_hdr::SIZE));
         }
     }
 
