@@ -147,8 +147,8 @@ impl Pauses {
 
     fn decide(&mut self, counts: &[Count; PAUSES.len()], now: Instant) {
         let best = counts.iter().map(Count::rate).fold(0.0, f64::max);
-        // Frames come later for it, and rates vary by themselves: it must be worth it.
-        let which = if best < 1.05 * counts[0].rate() {
+        // Frames come later for it, and rates vary by themselves (by a hundredth): it must be worth it.
+        let which = if best < 1.02 * counts[0].rate() {
             0
         } else {
             counts.iter().position(|count| count.rate() >= 0.99 * best).unwrap_or_default()
