@@ -28,7 +28,7 @@ const fn us(count: u64) -> Duration {
 const PAUSES: [Duration; 6] = [Duration::ZERO, us(2), us(4), us(6), us(8), us(10)];
 /// How long each of them is tried, and how often.
 const EPOCH: Duration = us(500);
-const TRIALS: usize = 4;
+const TRIALS: usize = 8;
 /// How long a pause that was found to be best holds.
 const HOLD: Duration = Duration::from_millis(500);
 /// When none was better, the next trials are later and later.
@@ -147,12 +147,8 @@ impl Pauses {
 
     fn decide(&mut self, counts: &[Count; PAUSES.len()], now: Instant) {
         let best = counts.iter().map(Count::rate).fold(0.0, f64::max);
-        // Frames come later for it, and rates vary by themselves (by a hundredth): it must be worth it.
-        let which = if best < 1.02 * counts[0].rate() {
-            0
-        } else {
-            counts.iter().position(|count| count.rate() >= 0.99 * best).unwrap_or_default()
-        };
+        // Frames come later for it, and rates vary by themselves, by a hundredth.
+        let which = counts.iter().position(|count| count.rate() >= 0.99 * best).unwrap_or_default();
         if which > 0 {
             self.wait = WAIT;
             self.hold(which, Some(now + HOLD), counts[which].rate());
