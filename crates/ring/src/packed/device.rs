@@ -110,11 +110,12 @@ impl Device {
         let writes = self.receives && self.tuning.prefetch_write;
         self.ring.prefetch(self.next_available.slot, expected, writes);
         if self.receives {
-            // And what comes after them, for the next burst: receive buffers were made available long ago. In a transmit
-            // queue the driver may be just about to write there.
+            // And what comes after them, for the next burst: receive buffers were made available long ago. But for a quarter of
+            // the ring only: beyond, the driver may be just about to refill, as in a transmit queue in any case.
             let mut next = self.next_available;
             next.advance(expected, self.ring.size);
-            self.ring.prefetch(next.slot, expected, writes);
+            let more = expected.min((self.ring.size / 4).saturating_sub(self.outstanding as u16 + expected));
+            self.ring.prefetch(next.slot, more, writes);
         }
         let mut taken = 0;
         while taken < count {
