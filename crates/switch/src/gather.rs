@@ -84,6 +84,7 @@ impl Tries {
     }
 }
 
+#[allow(clippy::large_enum_variant, reason = "one per worker, and nothing is allocated while frames come")]
 enum State {
     /// `rate` is what the pause has promised. `doubted`: the last look has found much less.
     Holding { until: Option<Instant>, rate: f64, doubted: bool },
