@@ -5,6 +5,7 @@
 
 mod gate;
 mod port;
+mod quota;
 #[allow(unsafe_code, reason = "the second of the two rooms with unsafe code: system calls")]
 mod sys;
 mod tap;
@@ -13,6 +14,7 @@ pub mod vsock;
 mod worker;
 
 pub use port::{Port, PortReport};
+pub use quota::Quota;
 pub use sys::{Signal, cpu_time, pin_current_thread, raise_file_limit, signal};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

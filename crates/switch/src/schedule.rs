@@ -14,6 +14,9 @@ pub enum Poll {
     Unlimited,
 }
 
+/// Bursts of a turn, if nothing else is said: as much as a ring of 256 holds.
+pub const TURN: usize = 4;
+
 /// A queue that the worker looks at without being told.
 #[derive(Clone, Copy)]
 struct Active<K> {
@@ -75,7 +78,7 @@ impl<K: Copy + Eq> Schedule<K> {
 
     /// Gives each active queue its turn. `work` does a burst of it and says how much that was; `sleep` turns its
     /// notifications on and says whether it may be left alone (there was nothing in between). Says whether any work was
-    /// done; `now` is asked only when a queue is found empty.
+    /// done. `now` is asked when a queue is found empty, and when there is only one.
     #[inline]
     pub fn round(
         &mut self,
@@ -98,7 +101,11 @@ impl<K: Copy + Eq> Schedule<K> {
             index += 1;
             let worked = work(active.key);
             if worked >= BURST && alone.is_none() {
-                let _ = (1..self.turn).take_while(|_| work(active.key) >= BURST).count();
+                for _ in 1..self.turn {
+                    if work(active.key) < BURST {
+                        break;
+                    }
+                }
             }
             if worked > 0 {
                 active.empty = None;
