@@ -87,6 +87,8 @@ pub struct Region {
     map: usize,
     map_len: usize,
     watch: Option<&'static Watch>,
+    /// Device and inode of the file that a peer has handed over.
+    identity: (u64, u64),
 }
 
 // SAFETY: the mapping belongs to no thread; all access goes through spans and words.
@@ -106,6 +108,7 @@ impl Region {
             return Err(overflow);
         }
         let meta = file.metadata()?;
+        let identity = (meta.dev(), meta.ino());
         if end > meta.size() {
             return Err(Error::BeyondFile { guest, needed: end, size: meta.size() });
         }
@@ -120,7 +123,7 @@ impl Region {
         // SAFETY: offset - from < page <= map_len.
         let start = unsafe { map.add((offset - from) as usize) };
         let (map, len) = (map.as_ptr() as usize, len as usize);
-        Ok(Arc::new(Region { start, len, guest, user, map, map_len, watch: Some(sigbus::watch(map, map_len)) }))
+        Ok(Arc::new(Region { start, len, guest, user, map, map_len, watch: Some(sigbus::watch(map, map_len)), identity }))
     }
 
     /// Memory of our own that can be handed to a peer by its file, as a driver does; on hugepages if `huge` and if there
@@ -148,7 +151,7 @@ impl Region {
         // SAFETY: advice about a mapping of ours; nothing follows from its failing.
         unsafe { libc::madvise(start.as_ptr().cast(), map_len, libc::MADV_HUGEPAGE) };
         let map = start.as_ptr() as usize;
-        Ok((Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None }), file))
+        Ok((Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }), file))
     }
 
     /// Memory that no peer sees, for staging frames.
@@ -156,7 +159,7 @@ impl Region {
         let map_len = len.next_multiple_of(4096);
         let start = mmap(map_len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)?;
         let map = start.as_ptr() as usize;
-        Ok(Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None }))
+        Ok(Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }))
     }
 
     /// The bytes from `offset` on; `None` unless they all lie inside.
@@ -193,6 +196,11 @@ impl Region {
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Device and inode of its file, if it is a peer's: what tells it from other memory at the same addresses.
+    pub fn identity(&self) -> (u64, u64) {
+        self.identity
     }
 
     /// Whether the peer has truncated its file under us. What is read from here on are zeros.

@@ -123,7 +123,13 @@ impl Table {
         Words::new(region, (address - region.user()) as usize, len)
     }
 
-    /// The same by guest address, for indirect descriptor tables.
+    /// Device and inode of the file that has the byte at an address of the frontend.
+    pub fn user_identity(&self, address: u64) -> Option<(u64, u64)> {
+        let inside = |r: &&Arc<Region>| address.checked_sub(r.user()).is_some_and(|o| o < r.len() as u64);
+        self.regions.iter().find(inside).map(|region| region.identity())
+    }
+
+    /// Words by guest address, for indirect descriptor tables.
     #[cfg(not(loom))]
     pub fn guest_words<T: Word>(&self, address: u64, len: usize) -> Option<Words<T>> {
         let (_, region) = self.find(address)?;

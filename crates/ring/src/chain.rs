@@ -153,6 +153,12 @@ pub struct Chain {
 }
 
 impl Chain {
+    /// A chain that is given back unseen.
+    #[cfg(not(loom))]
+    pub(crate) fn private(id: u16, slots: u16) -> Chain {
+        Chain { id, place: Self::place(slots, [0; 3]), ..Chain::default() }
+    }
+
     #[inline(always)]
     const fn place(slots: u16, [first, middle, end]: [u16; 3]) -> u64 {
         first as u64 | (middle as u64) << 16 | (end as u64) << 32 | (slots as u64) << 48

@@ -57,6 +57,13 @@ impl DeviceRing {
         either!(self, ring => ring.line())
     }
 
+    /// Notes that all that was taken so far is about to be carried on: should this process end now, its successor gives it back
+    /// without taking it again.
+    #[inline]
+    pub fn consume(&mut self) {
+        either!(self, ring => ring.consume())
+    }
+
     /// Publishes what was given late.
     #[inline]
     pub fn flush(&mut self) {
@@ -98,16 +105,39 @@ impl DeviceRing {
         at: crate::Addresses,
         base: u32,
     ) -> Result<DeviceRing, crate::SetupError> {
+        Ok(Self::resume(memory, features, size, at, base, crate::Journal::NONE)?.0)
+    }
+
+    /// The same, where a former process has left the ring, if the journal knows of it. For rings that are given back in the
+    /// order in which they were taken. Says how the place was found.
+    pub fn resume(
+        memory: &Table,
+        features: crate::Features,
+        size: u32,
+        at: crate::Addresses,
+        base: u32,
+        journal: crate::Journal,
+    ) -> Result<(DeviceRing, crate::Resumed), crate::SetupError> {
+        let layout = u64::from(size) | u64::from(features.packed) << 32 | u64::from(features.in_order) << 33;
+        let (device, inode) = memory.user_identity(at.descriptor).unwrap_or_default();
+        let key = crate::JournalKey([device, inode, at.descriptor, at.driver, at.device, layout]);
         Ok(if features.packed {
             let ring = packed::Layout::resolve(memory, size, at)?;
             if base & 0x7fff >= size || base >> 16 & 0x7fff >= size {
                 return Err(crate::SetupError::Base { base, size });
             }
-            DeviceRing::Packed(packed::Device::new(ring, features, packed::Base(base)))
+            let (device, resumed) = packed::Device::resume(ring, features, packed::Base(base), journal, &key);
+            (DeviceRing::Packed(device), resumed)
         } else {
             let ring = split::Layout::resolve(memory, size, at)?;
             let index = base.try_into().map_err(|_| crate::SetupError::Base { base, size })?;
-            DeviceRing::Split(split::Device::new(ring, features, index))
+            let (device, resumed) = split::Device::resume(ring, features, index, journal, &key);
+            (DeviceRing::Split(device), resumed)
         })
+    }
+
+    /// What was noted means nothing any more: the frontend knows the base.
+    pub fn end_notes(&self) {
+        either!(self, ring => ring.end_notes())
     }
 }

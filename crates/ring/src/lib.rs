@@ -8,6 +8,7 @@
 mod chain;
 mod device;
 mod driver;
+mod journal;
 mod notify;
 pub mod packed;
 pub mod split;
@@ -18,6 +19,7 @@ pub use device::DeviceRing;
 #[cfg(not(loom))]
 pub use driver::IndirectTables;
 pub use driver::{Buffer, DriverFault, DriverRing, Full, Used};
+pub use journal::{Journal, JournalKey, Resumed};
 pub use tuning::Tuning;
 
 /// What of a ring's behaviour was negotiated. The names are those of the feature bits (virtio 1.3, 6).

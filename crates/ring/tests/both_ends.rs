@@ -3,6 +3,7 @@
 //! nobody asleep while there is work.
 #![cfg(not(loom))]
 
+#[allow(dead_code, reason = "shared with other tests")]
 mod common;
 
 use common::{Memory, all_features};

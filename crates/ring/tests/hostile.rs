@@ -2,6 +2,7 @@
 //! than the ring has entries.
 #![cfg(not(loom))]
 
+#[allow(dead_code, reason = "shared with other tests")]
 mod common;
 
 use common::{GUEST, Memory, all_features};

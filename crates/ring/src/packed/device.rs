@@ -1,12 +1,17 @@
 //! Device end of a packed virtqueue: takes what is available, gives back what was used.
 
 use super::layout::{Base, Layout, Position, available_flags, used_flags, word};
+#[cfg(not(loom))]
+use super::recover;
 use crate::{
-    Chain, Chains, Fault, Features, INDIRECT, NEXT, Tuning, WRITE,
+    Chain, Chains, Fault, Features, INDIRECT, Journal, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
+    journal::{Positions, Progress},
     notify::Event,
     packed::layout::{AVAILABLE, LINE, USED},
 };
+#[cfg(not(loom))]
+use crate::{JournalKey, Resumed};
 use ringroad_mem::{
     Hit, Table,
     sync::{Ordering, fence},
@@ -23,6 +28,8 @@ struct Late {
     slots: u16,
     /// The others were written; else it stands for all.
     writes: bool,
+    /// In which of the journal's two places its word is.
+    which: bool,
 }
 
 /// Device end of a packed virtqueue.
@@ -43,6 +50,13 @@ pub struct Device {
     receives: bool,
     /// Given back, but not published yet.
     late: Option<Late>,
+    /// In which of its two places the journal has the last descriptor that was withheld.
+    which: bool,
+    /// How far what was taken must not be taken again, if anybody says so.
+    consumed: Option<Position>,
+    /// Each descriptor was written when it was used, so far.
+    strict: bool,
+    journal: Journal,
     hit: Hit,
     tuning: Tuning,
 }
@@ -62,9 +76,91 @@ impl Device {
             expected: 0,
             receives: false,
             late: None,
+            which: false,
+            consumed: None,
+            strict: true,
+            journal: Journal::NONE,
             hit: Hit::default(),
             tuning: Tuning::default(),
         }
+    }
+
+    /// Starts where a former process has left the ring, else at `base`.
+    #[cfg(not(loom))]
+    pub fn resume(
+        ring: Layout,
+        features: Features,
+        base: Base,
+        journal: Journal,
+        key: &JournalKey,
+    ) -> (Device, Resumed) {
+        let said = base.position(&ring);
+        let found = recover::find(&ring, &journal, key);
+        let mut device = Device::new(ring, features, base);
+        device.journal = journal;
+        let Some(found) = found else {
+            device.journal.start(key, device.positions());
+            let lost = recover::is_in_use(&device.ring, said);
+            return (device, if lost { Resumed::Lost } else { Resumed::Base });
+        };
+        let size = device.ring.size;
+        (device.published, device.next_used) = (found.published, found.staged);
+        device.next_available = found.staged;
+        if found.published != found.staged {
+            let slots = found.published.distance(found.staged, size);
+            let Position { slot, wrap } = found.published;
+            let flags = used_flags(wrap);
+            device.late = Some(Late { slot, flags, word: found.word, slots, writes: found.writes, which: found.which });
+            device.which = found.which;
+        }
+        device.strict = found.strict;
+        device.consumed = found.consumes.then_some(found.taken);
+        let finished = device.finish(found.taken);
+        device.journal.start(key, device.positions());
+        let resumed =
+            if finished > 0 || device.next_available != said { Resumed::Noted { finished } } else { Resumed::Base };
+        (device, resumed)
+    }
+
+    /// Gives all back up to a position without a look at it, a former process has consumed it, and publishes that.
+    #[cfg(not(loom))]
+    fn finish(&mut self, until: Position) -> u32 {
+        let mut finished = 0;
+        while self.next_available != until && finished < u32::from(self.ring.size) {
+            let Some((id, slots)) = recover::chain(&self.ring, self.next_available) else { break };
+            self.next_available.advance(slots, self.ring.size);
+            self.outstanding += u32::from(slots);
+            self.stage(&[Chain::private(id, slots)]);
+            finished += 1;
+        }
+        self.flush();
+        finished
+    }
+
+    /// Notes that all that was taken so far is about to be carried on: it will be given back, but never taken again.
+    #[inline]
+    pub fn consume(&mut self) {
+        self.consumed = Some(self.next_available);
+        self.journal.note(self.positions());
+    }
+
+    #[inline(always)]
+    fn positions(&self) -> Positions {
+        Positions {
+            published: self.published.to_bits(),
+            staged: self.next_used.to_bits(),
+            taken: self.consumed.unwrap_or(self.next_used).to_bits(),
+            consumes: self.consumed.is_some(),
+            which: self.which,
+            writes: self.late.is_some_and(|late| late.writes),
+            strict: self.strict,
+        }
+    }
+
+    /// What was noted means nothing any more: the frontend knows the base.
+    #[cfg(not(loom))]
+    pub fn end_notes(&self) {
+        self.journal.end();
     }
 
     /// Turns off what should be off.
@@ -291,6 +387,7 @@ impl Device {
             self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
             self.published = self.next_used;
             self.since = self.since.saturating_add(slots.into());
+            self.journal.note(self.positions());
         }
     }
 
@@ -310,41 +407,61 @@ impl Device {
         if self.late.is_some_and(|late| late.writes != writes) {
             self.flush();
         }
+        let count = chains.len();
         let start = self.next_used;
         self.next_used.advance(slots, size);
-        if writes {
-            let descriptors = self.ring.pairs();
-            let mut at = start;
+        // What comes next is withheld, or changes what is: noted before, see `journal`.
+        let is_new = self.late.is_none();
+        let late = match self.late {
+            Some(late) if writes => Late { slots: late.slots + slots, ..late },
+            Some(late) => {
+                let word = used(late.flags, rest.last().unwrap_or(first));
+                Late { slots: late.slots + slots, word, which: !late.which, ..late }
+            }
+            None => {
+                let flags = used_flags(start.wrap);
+                let word = used(flags, if writes { first } else { rest.last().unwrap_or(first) });
+                Late { slot: start.slot, flags, word, slots, writes, which: !self.which }
+            }
+        };
+        // The first descriptor of all is withheld; of a batch that goes on, all are written now.
+        let (mut at, chains) = (start, if is_new { rest } else { chains });
+        if is_new {
             at.advance(first.slots(), size);
-            let straight = descriptors.get(at.slot as usize..at.slot as usize + rest.len());
-            if let Some(run) = straight.filter(|_| slots as usize == chains.len()) {
+        }
+        let descriptors = self.ring.pairs();
+        let straight = descriptors.get(at.slot as usize..at.slot as usize + chains.len());
+        let straight = straight.filter(|_| slots as usize == chains.len() + usize::from(is_new));
+        if is_new || !writes {
+            self.journal.note_word(late.which, late.word);
+        }
+        let batch = self.published.to_bits();
+        let progress = Progress { at: at.to_bits(), next: at.to_bits(), singles: straight.is_some(), batch };
+        self.journal.note_progress(progress);
+        self.which = late.which;
+        self.strict &= writes && slots as usize == count;
+        self.late = Some(late);
+        self.journal.note(self.positions());
+        if writes {
+            if let Some(run) = straight {
                 // The fast path: one descriptor each, none of them behind the end of the ring.
                 let flags = used_flags(at.wrap);
-                run.iter().zip(rest).for_each(|([_, word], chain)| word.store(used(flags, chain), Ordering::Relaxed));
+                run.iter().zip(chains).for_each(|([_, word], chain)| word.store(used(flags, chain), Ordering::Relaxed));
             } else {
-                for chain in rest {
+                for chain in chains {
+                    let mut next = at;
+                    next.advance(chain.slots(), size);
+                    self.journal.note_progress(Progress {
+                        at: at.to_bits(),
+                        next: next.to_bits(),
+                        singles: false,
+                        batch,
+                    });
                     if let Some([_, word]) = descriptors.get(at.slot as usize) {
                         word.store(used(used_flags(at.wrap), chain), Ordering::Relaxed);
                     }
-                    at.advance(chain.slots(), size);
+                    at = next;
                 }
-            }
-        }
-        let last = if writes { first } else { rest.last().unwrap_or(first) };
-        match &mut self.late {
-            None => {
-                let flags = used_flags(start.wrap);
-                let word = used(flags, last);
-                self.late = Some(Late { slot: start.slot, flags, word, slots, writes });
-            }
-            Some(late) if writes => {
-                late.slots += slots;
-                self.ring.descriptors[2 * start.slot as usize + 1]
-                    .store(used(used_flags(start.wrap), first), Ordering::Relaxed);
-            }
-            Some(late) => {
-                late.slots += slots;
-                late.word = used(late.flags, last);
             }
         }
         self.outstanding -= u32::from(slots);

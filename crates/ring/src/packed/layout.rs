@@ -72,11 +72,18 @@ impl Position {
         self.wrap ^= under;
     }
 
-    fn from_bits(bits: u16, size: u16) -> Position {
+    pub(super) fn from_bits(bits: u16, size: u16) -> Position {
         Position { slot: (bits & 0x7fff) % size, wrap: bits & 0x8000 != 0 }
     }
 
-    fn to_bits(self) -> u16 {
+    /// How many slots it is to another position, less than a whole pass ahead or just that.
+    #[cfg(not(loom))]
+    pub(super) fn distance(self, to: Position, size: u16) -> u16 {
+        if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { (size - self.slot).wrapping_add(to.slot) }
+    }
+
+    #[inline(always)]
+    pub(super) fn to_bits(self) -> u16 {
         self.slot | u16::from(self.wrap) << 15
     }
 }

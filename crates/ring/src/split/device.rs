@@ -2,10 +2,13 @@
 
 use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
-    Chain, Chains, Fault, Features, INDIRECT, NEXT, Tuning, WRITE,
+    Chain, Chains, Fault, Features, INDIRECT, Journal, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
+    journal::Positions,
     notify,
 };
+#[cfg(not(loom))]
+use crate::{JournalKey, Resumed};
 use ringroad_mem::{
     Hit, Table,
     sync::{Ordering, fence},
@@ -24,6 +27,9 @@ pub struct Device {
     published: u16,
     /// `published` when the driver was last considered for a notification.
     considered: u16,
+    /// How far what was taken must not be taken again, if anybody says so.
+    consumed: Option<u16>,
+    journal: Journal,
     hit: Hit,
     tuning: Tuning,
 }
@@ -43,9 +49,94 @@ impl Device {
             next_used,
             published: next_used,
             considered: next_used,
+            consumed: None,
+            journal: Journal::NONE,
             hit: Hit::default(),
             tuning: Tuning::default(),
         }
+    }
+
+    /// Starts where a former process has left the ring, else at `base`.
+    ///
+    /// The used index says how many chains were given back. As devices here give back in the order in which they took, it
+    /// also says which one comes next, whatever the frontend has made of its base. Only what was consumed and not given back yet
+    /// has to be known from a note: taking it again would carry frames twice.
+    #[cfg(not(loom))]
+    pub fn resume(
+        ring: Layout,
+        features: Features,
+        base: u16,
+        journal: Journal,
+        key: &JournalKey,
+    ) -> (Device, Resumed) {
+        let used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
+        let available = u16::from_le(ring.available[INDEX].load(Ordering::Acquire));
+        let is_ahead = |of: u16, index: u16| index.wrapping_sub(of) <= ring.size;
+        let noted = journal.read(key).map(|(positions, ..)| positions).filter(|noted| {
+            (used == noted.published || used == noted.staged)
+                && is_ahead(noted.published, noted.staged)
+                && (!noted.consumes || noted.taken.wrapping_sub(used) <= available.wrapping_sub(used))
+        });
+        let plausible = is_ahead(used, available);
+        let start = if plausible { used } else { base };
+        let mut device = Device::new(ring, features, start);
+        device.journal = journal;
+        device.journal.start(key, device.positions());
+        let finished = match noted {
+            Some(noted) if plausible && noted.consumes => {
+                device.consumed = Some(noted.taken);
+                device.finish(noted.taken)
+            }
+            _ => 0,
+        };
+        let resumed = match noted {
+            Some(_) if plausible && (finished > 0 || base != start) => Resumed::Noted { finished },
+            _ if base == start => Resumed::Base,
+            _ => Resumed::UsedIndex,
+        };
+        (device, resumed)
+    }
+
+    /// Gives all back up to an index without a look at it: a former process has consumed it.
+    #[cfg(not(loom))]
+    fn finish(&mut self, until: u16) -> u32 {
+        let mut finished = 0;
+        while self.next_available != until && finished < u32::from(self.ring.size) {
+            let chain = Chain::private(self.entry(self.next_available), 1);
+            self.next_available = self.next_available.wrapping_add(1);
+            self.give(&[chain]);
+            finished += 1;
+        }
+        self.seen = self.next_available;
+        finished
+    }
+
+    /// Notes that all that was taken so far is about to be carried on: it will be given back, but never taken again.
+    #[inline]
+    pub fn consume(&mut self) {
+        self.consumed = Some(self.next_available);
+        self.note();
+    }
+
+    fn positions(&self) -> Positions {
+        Positions {
+            published: self.published,
+            staged: self.next_used,
+            taken: self.consumed.unwrap_or(self.next_used),
+            consumes: self.consumed.is_some(),
+            ..Positions::default()
+        }
+    }
+
+    #[inline(always)]
+    fn note(&self) {
+        self.journal.note(self.positions());
+    }
+
+    /// What was noted means nothing any more: the frontend knows the base.
+    #[cfg(not(loom))]
+    pub fn end_notes(&self) {
+        self.journal.end();
     }
 
     /// Turns off what should be off.
@@ -251,15 +342,19 @@ impl Device {
     #[inline]
     pub fn flush(&mut self) {
         if self.published != self.next_used {
-            self.published = self.next_used;
             // Pairs with the driver's acquire of the index: entries and buffers are written before it.
             self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
+            self.published = self.next_used;
+            self.note();
         }
     }
 
     #[inline(always)]
     fn stage(&mut self, chains: &[Chain]) {
         let mut next = self.next_used;
+        let staged = next.wrapping_add(chains.len() as u16);
+        // Before the entries are written: see `journal`.
+        self.journal.note(Positions { staged, ..self.positions() });
         for chain in chains {
             let at = 2 * (next & self.mask) as usize;
             self.ring.elements[at].store(u32::from(chain.id).to_le(), Ordering::Relaxed);

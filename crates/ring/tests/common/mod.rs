@@ -40,6 +40,19 @@ impl Memory {
         Memory { driver, device: Arc::new(device), at, features, size, arena: start }
     }
 
+    /// The same in memory that is there already and that the device maps in one region; the ring lies at its start.
+    pub fn over(features: Features, size: u32, driver: Arc<Region>, file: &std::fs::File) -> Memory {
+        let at = if features.packed {
+            packed::Layout::place(&driver, 0, size).unwrap().1
+        } else {
+            split::Layout::place(&driver, 0, size).unwrap().1
+        };
+        let arena = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        let region = Region::map(file, 0, driver.len() as u64, GUEST, driver.user()).unwrap();
+        let device = Arc::new(Table::default().with(region).unwrap());
+        Memory { driver, device, at, features, size, arena }
+    }
+
     /// A driver end for the ring, whose memory must be zeros.
     pub fn driver(&self) -> DriverRing {
         if self.features.packed {

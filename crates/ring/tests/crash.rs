@@ -1,0 +1,293 @@
+//! A device that is killed at any instruction, again and again, and goes on where it was: no buffer is lost, none is given back
+//! twice, none of those that were carried on is carried on twice. The device is a process of its own, this program once
+//! more, which maps ring and journal from its parent's files.
+#![cfg(not(loom))]
+
+#[allow(dead_code, reason = "shared with other tests")]
+mod common;
+
+use common::{GUEST, Memory, all_features};
+use ringroad_mem::{Region, Table, Words, sync::AtomicU64};
+use ringroad_ring::{
+    Addresses, BURST, Buffer, Chains, DeviceRing, DriverRing, Features, IndirectTables, Journal, Resumed, Used,
+};
+use std::{
+    fs::{File, OpenOptions},
+    os::fd::AsRawFd,
+    process::{Child, Command, Stdio},
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How often each ring's device is killed.
+const KILLS: u32 = 30;
+/// Chains that may be sent to one ring, each with a number of its own.
+const SERIALS: usize = 4 << 20;
+/// Bytes of a buffer.
+const BUFFER: usize = 32;
+/// The longest chain, in buffers.
+const LONGEST: usize = 3;
+
+/// What the device process is told.
+#[derive(Clone, Copy, Debug)]
+struct Config {
+    features: Features,
+    size: u32,
+    /// The device reads and carries on (a transmit queue), or it writes (a receive queue).
+    transmits: bool,
+    /// Chains of several buffers, and of tables.
+    long: bool,
+}
+
+fn main() {
+    match std::env::var("RINGROAD_CRASH") {
+        Ok(arguments) => device(&arguments),
+        Err(_) => test(),
+    }
+}
+
+/// The files that both processes map: the driver's memory, the journal, what was carried on.
+struct Files {
+    memory: Memory,
+    file: File,
+    journal: (Arc<Region>, File),
+    carried: (Arc<Region>, File),
+}
+
+fn test() {
+    let (mut rings, mut kills, mut noted, mut finished) = (0, 0, 0, 0);
+    for features in all_features() {
+        for (transmits, long) in [(true, false), (false, false), (true, true), (false, true)] {
+            let size = if features.packed { 21 } else { 32 };
+            let outcome = run(Config { features, size, transmits, long });
+            rings += 1;
+            kills += outcome.kills;
+            noted += outcome.noted;
+            finished += outcome.finished;
+        }
+    }
+    assert!(noted > 0 && finished > 0, "devices have gone on by their notes");
+    println!(
+        "{rings} rings, {kills} kills: {noted} times gone on by notes, {finished} buffers given back that were carried on"
+    );
+    println!("{rings} passed, 0 failed");
+}
+
+#[derive(Default)]
+struct Outcome {
+    kills: u32,
+    noted: u32,
+    finished: u64,
+}
+
+fn run(config: Config) -> Outcome {
+    let Config { features, size, transmits, long } = config;
+    let tables = size as usize * LONGEST * 16;
+    let arena = size as usize * LONGEST * BUFFER;
+    let start = common_start(features, size);
+    let (driver, file) = Region::create(start + arena + tables, GUEST, false).unwrap();
+    let memory = Memory::over(features, size, driver, &file);
+    let files = Files {
+        memory,
+        file,
+        journal: Region::create(4096, 0, false).unwrap(),
+        carried: Region::create(8 * SERIALS, 0, false).unwrap(),
+    };
+    let mut driver = files.memory.driver();
+    if long {
+        let tables = IndirectTables::new(files.memory.driver.clone(), start + arena, size, LONGEST).unwrap();
+        match &mut driver {
+            DriverRing::Split(ring) => ring.set_indirect(tables),
+            DriverRing::Packed(ring) => ring.set_indirect(tables),
+        }
+    }
+    let carried: Words<AtomicU64> = Words::new(&files.carried.0, 0, SERIALS).unwrap();
+    let mut guest = Guest {
+        config,
+        memory: &files.memory,
+        driver,
+        serial: 0,
+        back: 0,
+        cells: Vec::new(),
+        sent: Default::default(),
+    };
+    guest.cells = (0..size as usize).rev().collect();
+    let mut outcome = Outcome::default();
+    for round in 0..=KILLS {
+        let last = round == KILLS;
+        let mut child = spawn(config, &files, last);
+        let until = Instant::now() + Duration::from_micros(4000 + u64::from(round * 7919 % 2500));
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while if last { guest.back < guest.serial && Instant::now() < deadline } else { Instant::now() < until } {
+            guest.step(!last);
+        }
+        if last {
+            assert_eq!(guest.back, guest.serial, "{config:?}: buffers are lost");
+        } else {
+            outcome.kills += 1;
+        }
+        child.kill().unwrap();
+        let out = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout).into_owned();
+        assert!(out.stderr.is_empty(), "{config:?}: {}", String::from_utf8_lossy(&out.stderr));
+        if let Some(count) = said.strip_prefix("noted ").and_then(|rest| rest.trim().parse::<u64>().ok()) {
+            outcome.noted += 1;
+            outcome.finished += count;
+        }
+        assert!(!said.contains("lost"), "{config:?}: the place was lost");
+    }
+    assert_eq!(guest.driver.free(), size as usize);
+    if transmits {
+        let mut missing = 0;
+        for (serial, count) in carried.iter().take(guest.serial as usize).enumerate() {
+            match count.load(Ordering::Relaxed) {
+                0 => missing += 1,
+                1 => {}
+                count => panic!("{config:?}: chain {serial} of {} was carried on {count} times", guest.serial),
+            }
+        }
+        assert!(
+            missing <= u64::from(KILLS) * u64::from(size),
+            "{config:?}: {missing} of {} not carried on",
+            guest.serial
+        );
+    }
+    assert!(guest.serial > u64::from(KILLS), "{config:?}: {} chains only", guest.serial);
+    outcome
+}
+
+fn common_start(features: Features, size: u32) -> usize {
+    if features.packed { ringroad_ring::packed::Layout::bytes(size) } else { ringroad_ring::split::Layout::bytes(size) }
+}
+
+fn spawn(config: Config, files: &Files, patient: bool) -> Child {
+    let Config { features: Features { packed, indirect, event_idx, in_order }, size, transmits, long: _ } = config;
+    let Addresses { descriptor, driver, device } = files.memory.at;
+    let paths = [&files.file, &files.journal.1, &files.carried.1]
+        .map(|file| format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
+    let bits =
+        [packed, indirect, event_idx, in_order, transmits, patient].map(|bit| u8::from(bit).to_string()).join(" ");
+    let user = files.memory.driver.user();
+    let arguments = format!("{bits} {size} {user} {descriptor} {driver} {device} {}", paths.join(" "));
+    Command::new(std::env::current_exe().unwrap())
+        .env("RINGROAD_CRASH", arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// The driver, which outlives its devices.
+struct Guest<'a> {
+    config: Config,
+    memory: &'a Memory,
+    driver: DriverRing,
+    serial: u64,
+    back: u64,
+    cells: Vec<usize>,
+    /// By id: the cell of a chain that the device has.
+    sent: std::collections::HashMap<u16, usize>,
+}
+
+impl Guest<'_> {
+    fn step(&mut self, sends: bool) {
+        let Config { transmits, long, .. } = self.config;
+        while sends && (self.serial as usize) < SERIALS && !self.cells.is_empty() {
+            let cell = self.cells[self.cells.len() - 1];
+            let address = self.memory.address(cell * LONGEST * BUFFER);
+            self.memory.write(address, &self.serial.to_le_bytes());
+            let count = if long { 1 + (self.serial % LONGEST as u64) as usize } else { 1 };
+            let buffers: Vec<_> = (0..count)
+                .map(|index| Buffer { address: address + (index * BUFFER) as u64, len: BUFFER as u32 })
+                .collect();
+            let added = if transmits { self.driver.add(&buffers, &[]) } else { self.driver.add(&[], &buffers) };
+            let Ok(id) = added else { break };
+            self.cells.pop();
+            assert!(self.sent.insert(id, cell).is_none());
+            self.serial += 1;
+        }
+        self.driver.publish();
+        let mut used = [Used::default(); 8];
+        let count = self.driver.take_used(&mut used).unwrap_or_else(|fault| panic!("{:?}: {fault}", self.config));
+        for used in &used[..count] {
+            let cell = self.sent.remove(&used.id).expect("given back once");
+            if !transmits && used.len > 0 {
+                // The device says in the buffer what it has said of its length.
+                let mut said = [0; 8];
+                let offset = (self.memory.address(cell * LONGEST * BUFFER) - GUEST) as usize;
+                self.memory.driver.span(offset, 8).unwrap().read(&mut said);
+                assert_eq!(
+                    u64::from_le_bytes(said) >> 32,
+                    u64::from(used.len),
+                    "{:?}: another buffer's length",
+                    self.config
+                );
+            }
+            self.cells.push(cell);
+            self.back += 1;
+        }
+        if count == 0 {
+            thread::yield_now();
+        }
+    }
+}
+
+/// The device process: works until it is killed.
+fn device(arguments: &str) {
+    let words: Vec<&str> = arguments.split(' ').collect();
+    let number = |index: usize| words[index].parse::<u64>().unwrap();
+    let [packed, indirect, event_idx, in_order, transmits, patient] = std::array::from_fn(|index| number(index) == 1);
+    let features = Features { packed, indirect, event_idx, in_order };
+    let (size, user) = (number(6) as u32, number(7));
+    let at = Addresses { descriptor: number(8), driver: number(9), device: number(10) };
+    let open = |index: usize| OpenOptions::new().read(true).write(true).open(words[index]).unwrap();
+    let map = |file: &File, guest, user| Region::map(file, 0, file.metadata().unwrap().len(), guest, user).unwrap();
+    let memory = Arc::new(Table::default().with(map(&open(11), GUEST, user)).unwrap());
+    let journal = Journal::new(&map(&open(12), 0, 0), 0);
+    let carried: Words<AtomicU64> = Words::new(&map(&open(13), 0, 0), 0, SERIALS).unwrap();
+    // What a frontend says that knows nothing.
+    let base = if packed { ringroad_ring::packed::Base::FRESH.0 } else { 0 };
+    let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal).unwrap();
+    match resumed {
+        Resumed::Noted { finished } => println!("noted {finished}"),
+        Resumed::Lost => println!("lost"),
+        Resumed::Base | Resumed::UsedIndex => println!("base"),
+    }
+    let mut burst = Chains::new(BURST, 200);
+    let mut random = std::process::id() as usize;
+    loop {
+        random = random.wrapping_mul(25_214_903_917).wrapping_add(11);
+        burst.start(&memory);
+        let count = ring.take(&memory, &mut burst, 1 + (random >> 20) % 20).unwrap();
+        if count == 0 {
+            ring.flush();
+            if patient {
+                thread::yield_now();
+            }
+            continue;
+        }
+        if transmits {
+            ring.consume();
+            for chain in burst.list() {
+                let mut serial = [0; 8];
+                burst.readable(chain)[0].read(&mut serial);
+                carried[u64::from_le_bytes(serial) as usize].fetch_add(1, Ordering::Relaxed);
+            }
+        } else {
+            for index in 0..count {
+                let chain = burst.list()[index];
+                let written = (8 + (random >> 24) + index) as u32 % (chain.writable_len() - 8) + 8;
+                burst.writable(&chain)[0].write(&(u64::from(written) << 32).to_le_bytes());
+                burst.list_mut()[index].written = written;
+            }
+        }
+        if random >> 30 & 1 == 0 {
+            ring.give_late(burst.list())
+        } else {
+            ring.give(burst.list())
+        }
+        ring.wants_notification(true);
+    }
+}
