@@ -12,12 +12,15 @@ pub trait Word: sealed::Sealed {}
 impl Word for AtomicU16 {}
 impl Word for AtomicU32 {}
 impl Word for AtomicU64 {}
+/// A cache line of them, so that none of its words need be looked for.
+impl Word for [AtomicU64; 8] {}
 
 mod sealed {
     pub trait Sealed {}
     impl Sealed for crate::sync::AtomicU16 {}
     impl Sealed for crate::sync::AtomicU32 {}
     impl Sealed for crate::sync::AtomicU64 {}
+    impl Sealed for [crate::sync::AtomicU64; 8] {}
 }
 
 /// An array of atomics in shared memory. It keeps its region mapped.

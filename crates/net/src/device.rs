@@ -8,7 +8,8 @@ use crate::{
 };
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
-    ALL, Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, SetupError, Tuning,
+    ALL, Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Journal, Resumed, SetupError,
+    Tuning,
 };
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{ops::Range, sync::Arc};
@@ -47,9 +48,22 @@ impl TxQueue {
         base: u32,
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
-        let ring = DeviceRing::start(&memory, RingFeatures::negotiated(acked), size, at, base)?;
+        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE)?.0)
+    }
+
+    /// The same, where a former process has left it, if the journal knows of it.
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        counters: Arc<Counters>,
+        journal: Journal,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let (ring, resumed) = DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal)?;
         let ahead = Chains::new(BURST, PIECES);
-        Ok(TxQueue { ring, memory, ahead, tuning: Tuning::default(), counters })
+        Ok((TxQueue { ring, memory, ahead, tuning: Tuning::default(), counters }, resumed))
     }
 
     /// Turns off what should be off.
@@ -98,6 +112,8 @@ impl TxQueue {
                 Err(NoFrame::Oversize) => oversize += 1,
             }
         }
+        // Whatever becomes of this process now, these frames go out once at most.
+        self.ring.consume();
         // A fault in there is the next burst's.
         self.ahead.start(&self.memory);
         if self.tuning.fetches() {
@@ -257,12 +273,26 @@ impl RxQueue {
         base: u32,
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
-        let mut ring = DeviceRing::start(&memory, RingFeatures::negotiated(acked), size, at, base)?;
+        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE)?.0)
+    }
+
+    /// The same, where a former process has left it, if the journal knows of it.
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        counters: Arc<Counters>,
+        journal: Journal,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let features = RingFeatures::negotiated(acked);
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
         // New buffers are found when there is something to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
-        Ok(RxQueue { ring, memory, chains, given: 0, mergeable, tuning: Tuning::default(), counters })
+        Ok((RxQueue { ring, memory, chains, given: 0, mergeable, tuning: Tuning::default(), counters }, resumed))
     }
 
     /// Turns off what should be off.

@@ -282,9 +282,17 @@ impl Wire {
             }
         }
         self.tx.done(&mut self.burst);
+        // In a packed ring what is before its end is not kept back when more follows.
+        let size = self.sender_end.size as usize;
+        let before = (self.taken - taken) % size;
+        let packed = self.sender_end.acked & bits::RING_PACKED != 0;
+        self.late = match before + taken {
+            end if packed && end > size => end - size,
+            _ if packed && before == 0 => taken,
+            _ => self.late + taken,
+        };
         // Less than a quarter of the ring.
-        self.late += taken;
-        self.late = if self.late < self.sender_end.size as usize / 4 { self.late } else { 0 };
+        self.late = if self.late < size / 4 { self.late } else { 0 };
         taken
     }
 

@@ -135,9 +135,4 @@ impl DeviceRing {
             (DeviceRing::Split(device), resumed)
         })
     }
-
-    /// What was noted means nothing any more: the frontend knows the base.
-    pub fn end_notes(&self) {
-        either!(self, ring => ring.end_notes())
-    }
 }

@@ -12,11 +12,13 @@
 //! The ring may not be the one that the note is about: the guest may have rebooted meanwhile, and memory be handed out anew.
 //! So a note has a key, the identity of the memory and where the ring lies in it, and is believed only where the ring agrees.
 
-use ringroad_mem::sync::{Ordering, fence};
 #[cfg(not(loom))]
-use ringroad_mem::{Region, Words, sync::AtomicU64};
+use ringroad_mem::{
+    Region, Words,
+    sync::{AtomicU64, Ordering},
+};
 #[cfg(not(loom))]
-use std::sync::Arc;
+use std::sync::{Arc, atomic::compiler_fence};
 
 /// What a note is about: the memory's file (device, inode), the ring's three areas in it, and its size and layout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,23 +41,34 @@ pub enum Resumed {
     Lost,
 }
 
-/// Three positions, as 16 bits each: an index, or slot and wrap counter.
+/// How far a ring is staged: the position up to which used entries are written, or are about to be, and what a packed ring
+/// withholds of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Positions {
-    /// How far the driver sees what was used.
-    pub published: u16,
-    /// How far used entries are written, or are about to be.
-    pub staged: u16,
-    /// How far what was taken must not be taken again: it was carried on.
-    pub taken: u16,
-    /// Whether anything is ever carried on before it is given back; else `taken` says nothing.
-    pub consumes: bool,
+pub(crate) struct Staged {
+    /// An index, or slot and wrap counter.
+    pub position: u16,
     /// Which of the two words is the one that is withheld.
     pub which: bool,
-    /// Packed: used descriptors were written behind the one that is withheld; else it stands for all.
+    /// Used descriptors were written behind the one that is withheld; else it stands for all.
     pub writes: bool,
-    /// Packed: each descriptor has been written when it was used, ever since the ring was started.
+    /// Each descriptor has been written when it was used, ever since the ring was started.
     pub strict: bool,
+}
+
+/// What a former process has noted.
+#[cfg(not(loom))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Noted {
+    /// How far the driver sees what was used.
+    pub published: u16,
+    pub staged: Staged,
+    /// How far what was taken must not be taken again: it was carried on. `None`: nothing is ever carried on before it is given
+    /// back.
+    pub taken: Option<u16>,
+    /// The used descriptor that is withheld, or was last.
+    pub word: u64,
+    /// `None`: no batch was ever staged.
+    pub progress: Option<Progress>,
 }
 
 /// How far the used descriptors of a packed ring are written, and which one was withheld last.
@@ -71,15 +84,43 @@ pub(crate) struct Progress {
     pub batch: u16,
 }
 
-/// Words of a journal; each queue has this many. A cache line with the key, and one that is written.
 #[cfg(not(loom))]
-const WORDS: usize = 16;
+impl Staged {
+    #[inline(always)]
+    fn to_word(self) -> u64 {
+        let Staged { position, which, writes, strict } = self;
+        u64::from(position) | u64::from(which) << 16 | u64::from(writes) << 17 | u64::from(strict) << 18
+    }
+
+    fn from_word(word: u64) -> Staged {
+        let flag = |bit: u32| word >> bit & 1 != 0;
+        Staged { position: word as u16, which: flag(16), writes: flag(17), strict: flag(18) }
+    }
+}
+
+/// In the word of what was taken: there is such a position.
 #[cfg(not(loom))]
-const STATE: usize = 8;
+const TAKEN: u64 = 1 << 16;
+
 #[cfg(not(loom))]
-const WORD: [usize; 2] = [9, 10];
+impl Progress {
+    #[inline(always)]
+    fn to_word(self) -> u64 {
+        let Progress { at, next, singles, batch } = self;
+        let flags = u64::from(singles) | 2;
+        u64::from(at) | u64::from(next) << 16 | u64::from(batch) << 32 | flags << 48
+    }
+
+    /// `None`: no batch was ever staged.
+    fn from_word(word: u64) -> Option<Progress> {
+        let (at, next, batch) = (word as u16, (word >> 16) as u16, (word >> 32) as u16);
+        (word >> 49 & 1 != 0).then_some(Progress { at, next, singles: word >> 48 & 1 != 0, batch })
+    }
+}
+
+/// Lines of a journal: its key, and what is written all the time. Each queue has its own.
 #[cfg(not(loom))]
-const PROGRESS: usize = 11;
+const LINES: usize = 2;
 /// The first word of a journal that is in use.
 #[cfg(not(loom))]
 const MAGIC: u64 = u64::from_le_bytes(*b"rrjrnl01");
@@ -88,7 +129,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"rrjrnl01");
 #[derive(Default)]
 pub struct Journal {
     #[cfg(not(loom))]
-    words: Option<Words<AtomicU64>>,
+    lines: Option<Words<[AtomicU64; 8]>>,
 }
 
 impl Journal {
@@ -98,7 +139,7 @@ impl Journal {
     /// No notes: after a crash the frontend's word counts.
     pub const NONE: Journal = Journal {
         #[cfg(not(loom))]
-        words: None,
+        lines: None,
     };
 }
 
@@ -106,95 +147,110 @@ impl Journal {
 impl Journal {
     /// The journal with this number in a file of ours.
     pub fn new(region: &Arc<Region>, number: usize) -> Journal {
-        Journal { words: Words::new(region, number.saturating_mul(Self::BYTES), WORDS) }
+        Journal { lines: Words::new(region, number.saturating_mul(Self::BYTES), LINES) }
     }
 
     #[inline(always)]
-    fn store(&self, index: usize, value: u64) {
-        if let Some(word) = self.words.as_ref().and_then(|words| words.get(index)) {
-            word.store(value, Ordering::Relaxed);
+    fn lines(&self) -> Option<(&[AtomicU64; 8], &[AtomicU64; 8])> {
+        let [key, hot] = &**self.lines.as_ref()? else { return None };
+        Some((key, hot))
+    }
+
+    /// Notes one word. What was noted comes before what is done about it, also where the compiler would rather not.
+    #[inline(always)]
+    fn note(place: &AtomicU64, word: u64) {
+        place.store(word, Ordering::Relaxed);
+        compiler_fence(Ordering::Release);
+    }
+
+    /// Notes what was published.
+    #[inline(always)]
+    pub(crate) fn note_published(&self, position: u16) {
+        if let Some((_, [published, ..])) = self.lines() {
+            Self::note(published, position.into());
         }
     }
 
-    fn load(&self, index: usize) -> u64 {
-        self.words.as_ref().and_then(|words| words.get(index)).map_or(0, |word| word.load(Ordering::Relaxed))
+    /// Notes what is about to be carried on.
+    #[inline(always)]
+    pub(crate) fn note_taken(&self, position: u16) {
+        if let Some((_, [_, _, taken, ..])) = self.lines() {
+            Self::note(taken, u64::from(position) | TAKEN);
+        }
     }
 
-    /// Notes the positions.
+    /// Notes what is about to be staged.
     #[inline(always)]
-    pub(crate) fn note(&self, Positions { published, staged, taken, consumes, which, writes, strict }: Positions) {
-        let flags = u64::from(which) | u64::from(writes) << 1 | u64::from(consumes) << 2 | u64::from(strict) << 3;
-        self.store(STATE, u64::from(published) | u64::from(staged) << 16 | u64::from(taken) << 32 | flags << 48);
-        // What was noted comes before what is done about it, also where the compiler would rather not.
-        std::sync::atomic::compiler_fence(Ordering::Release);
+    pub(crate) fn note_staged(&self, next: Staged) {
+        if let Some((_, [_, staged, ..])) = self.lines() {
+            Self::note(staged, next.to_word());
+        }
     }
 
-    /// Notes the used descriptor that is withheld, in one of two places, so that the other one stays true until `note`.
+    /// The same of a packed ring: the used descriptor that is withheld, if it is a new one, in the one of its two places that the
+    /// old note does not name; which descriptors are written next; and how far.
     #[inline(always)]
-    pub(crate) fn note_word(&self, which: bool, word: u64) {
-        self.store(WORD[usize::from(which)], word);
-        std::sync::atomic::compiler_fence(Ordering::Release);
+    pub(crate) fn note_batch(&self, word: Option<u64>, next: Progress, staging: Staged) {
+        let Some((_, [_, staged, _, progress, first, second, ..])) = self.lines() else { return };
+        if let Some(word) = word {
+            Self::note(if staging.which { second } else { first }, word);
+        }
+        Self::note(progress, next.to_word());
+        Self::note(staged, staging.to_word());
     }
 
-    /// Notes which used descriptors are written next.
-    #[inline(always)]
-    pub(crate) fn note_progress(&self, Progress { at, next, singles, batch }: Progress) {
-        let flags = u64::from(singles) | 2;
-        self.store(PROGRESS, u64::from(at) | u64::from(next) << 16 | u64::from(batch) << 32 | flags << 48);
-        std::sync::atomic::compiler_fence(Ordering::Release);
+    /// Notes which used descriptor is written next.
+    pub(crate) fn note_progress(&self, next: Progress) {
+        if let Some((_, [_, _, _, progress, ..])) = self.lines() {
+            Self::note(progress, next.to_word());
+        }
     }
 
     /// What a former process has noted of the ring with this key; `None`: nothing.
-    pub(crate) fn read(&self, key: &JournalKey) -> Option<(Positions, [u64; 2], Option<Progress>)> {
-        let known = self.load(0) == MAGIC && (1..).zip(key.0).all(|(index, word)| self.load(index) == word);
-        if !known {
+    pub(crate) fn read(&self, key: &JournalKey) -> Option<Noted> {
+        let (known, hot) = self.lines()?;
+        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        let [magic, words @ .., _] = known;
+        if load(magic) != MAGIC || words.iter().zip(key.0).any(|(known, word)| load(known) != word) {
             return None;
         }
-        let half = |word: u64, at: u32| (word >> at) as u16;
-        let (state, progress) = (self.load(STATE), self.load(PROGRESS));
-        let positions = Positions {
-            published: half(state, 0),
-            staged: half(state, 16),
-            taken: half(state, 32),
-            which: state >> 48 & 1 != 0,
-            writes: state >> 49 & 1 != 0,
-            consumes: state >> 50 & 1 != 0,
-            strict: state >> 51 & 1 != 0,
-        };
-        let progress = (progress >> 49 & 1 != 0).then(|| Progress {
-            at: half(progress, 0),
-            next: half(progress, 16),
-            singles: progress >> 48 & 1 != 0,
-            batch: half(progress, 32),
-        });
-        Some((positions, WORD.map(|index| self.load(index)), progress))
+        let [published, staged, taken, progress, first, second, ..] = hot.each_ref().map(load);
+        let staged = Staged::from_word(staged);
+        Some(Noted {
+            published: published as u16,
+            staged,
+            taken: (taken & TAKEN != 0).then_some(taken as u16),
+            word: if staged.which { second } else { first },
+            progress: Progress::from_word(progress),
+        })
     }
 
-    /// Starts notes about a ring with this key.
-    pub(crate) fn start(&self, key: &JournalKey, positions: Positions) {
-        self.store(0, 0);
-        fence(Ordering::SeqCst);
-        self.note(positions);
-        self.store(PROGRESS, 0);
-        (1..).zip(key.0).for_each(|(index, word)| self.store(index, word));
-        fence(Ordering::SeqCst);
-        self.store(0, MAGIC);
+    /// Starts notes about a ring with this key, of which nothing is known yet.
+    pub(crate) fn start(&self, key: &JournalKey, position: u16) {
+        let Some(([magic, words @ .., _], [_, _, taken, progress, ..])) = self.lines() else { return };
+        self.end();
+        Self::note(taken, 0);
+        Self::note(progress, 0);
+        self.note_published(position);
+        self.note_staged(Staged { position, strict: true, ..Staged::default() });
+        words.iter().zip(key.0).for_each(|(known, word)| Self::note(known, word));
+        Self::note(magic, MAGIC);
     }
 
-    /// The ring has stopped in an orderly way: from now on its base is the frontend's to keep.
+    /// What was noted means nothing any more: the frontend knows the base, or the ring begins anew.
     pub fn end(&self) {
-        self.store(0, 0);
+        if let Some(([magic, ..], _)) = self.lines() {
+            Self::note(magic, 0);
+        }
     }
 }
 
 #[cfg(loom)]
+#[allow(clippy::unused_self, reason = "models have no crashes")]
 impl Journal {
-    /// Models have no crashes.
-    pub(crate) fn note(&self, _: Positions) {}
-
-    /// Nor this.
-    pub(crate) fn note_word(&self, _: bool, _: u64) {}
-
-    /// Nor this.
+    pub(crate) fn note_published(&self, _: u16) {}
+    pub(crate) fn note_taken(&self, _: u16) {}
+    pub(crate) fn note_staged(&self, _: Staged) {}
+    pub(crate) fn note_batch(&self, _: Option<u64>, _: Progress, _: Staged) {}
     pub(crate) fn note_progress(&self, _: Progress) {}
 }

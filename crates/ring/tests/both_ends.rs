@@ -608,7 +608,9 @@ fn in_order_batches_take_one_descriptor() {
         region.span(0, bytes.len()).unwrap().read(&mut bytes);
         bytes
     };
-    for _ in 0..20 {
+    for round in 0..20 {
+        // A batch ends with the chain that reaches the end of the ring.
+        let batches = if round * 6 % 7 + 3 >= 7 { 2 } else { 1 };
         let ids = [
             driver.add(&[buffer; 2], &[]).unwrap(),
             driver.add(&[buffer], &[]).unwrap(),
@@ -620,7 +622,7 @@ fn in_order_batches_take_one_descriptor() {
         let before = words(&memory.driver);
         device.give(burst.list());
         let changed = before.chunks(16).zip(words(&memory.driver).chunks(16)).filter(|(a, b)| a != b).count();
-        assert_eq!(changed, 1);
+        assert_eq!(changed, batches);
         let mut used = [Used::default(); 2];
         assert_eq!(driver.take_used(&mut used), Ok(2));
         assert_eq!(used.map(|used| used.id), ids[..2]);

@@ -3,7 +3,7 @@
 
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Counters, Driver, DriverConfig, RxQueue, TxQueue, bits};
-use ringroad_ring::packed;
+use ringroad_ring::{Journal, packed};
 use std::sync::Arc;
 
 /// Feature bits: VERSION_1 and those that are wanted.
@@ -28,16 +28,21 @@ pub fn table(driver: &Driver) -> Arc<Table> {
     Arc::new(Table::default().with(mapped).unwrap())
 }
 
+/// A journal that nobody else will read.
+pub fn journal() -> Journal {
+    Journal::new(&Region::private(4096, 0).unwrap(), 0)
+}
+
 /// The device end of a driver's transmit queue.
 pub fn tx(driver: &Driver, acked: u64, size: u32) -> (TxQueue, Arc<Counters>) {
     let counters = Arc::new(Counters::default());
     let at = driver.tx[0].addresses();
-    (TxQueue::start(table(driver), acked, size, at, base(acked), counters.clone()).unwrap(), counters)
+    (TxQueue::resume(table(driver), acked, size, at, base(acked), counters.clone(), journal()).unwrap().0, counters)
 }
 
 /// The device end of a driver's receive queue.
 pub fn rx(driver: &Driver, acked: u64, size: u32) -> (RxQueue, Arc<Counters>) {
     let counters = Arc::new(Counters::default());
     let at = driver.rx[0].addresses();
-    (RxQueue::start(table(driver), acked, size, at, base(acked), counters.clone()).unwrap(), counters)
+    (RxQueue::resume(table(driver), acked, size, at, base(acked), counters.clone(), journal()).unwrap().0, counters)
 }

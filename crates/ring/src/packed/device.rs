@@ -6,7 +6,7 @@ use super::recover;
 use crate::{
     Chain, Chains, Fault, Features, INDIRECT, Journal, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
-    journal::{Positions, Progress},
+    journal::{Progress, Staged},
     notify::Event,
     packed::layout::{AVAILABLE, LINE, USED},
 };
@@ -99,7 +99,7 @@ impl Device {
         let mut device = Device::new(ring, features, base);
         device.journal = journal;
         let Some(found) = found else {
-            device.journal.start(key, device.positions());
+            device.journal.start(key, device.next_used.to_bits());
             let lost = recover::is_in_use(&device.ring, said);
             return (device, if lost { Resumed::Lost } else { Resumed::Base });
         };
@@ -111,12 +111,13 @@ impl Device {
             let Position { slot, wrap } = found.published;
             let flags = used_flags(wrap);
             device.late = Some(Late { slot, flags, word: found.word, slots, writes: found.writes, which: found.which });
-            device.which = found.which;
         }
-        device.strict = found.strict;
-        device.consumed = found.consumes.then_some(found.taken);
-        let finished = device.finish(found.taken);
-        device.journal.start(key, device.positions());
+        (device.which, device.strict) = (found.which, found.strict);
+        device.consumed = found.taken;
+        // What is not staged after all is not noted as such, and what was published is.
+        device.journal.note_staged(device.staged());
+        device.journal.note_published(device.published.to_bits());
+        let finished = device.finish(found.taken.unwrap_or(found.staged));
         let resumed =
             if finished > 0 || device.next_available != said { Resumed::Noted { finished } } else { Resumed::Base };
         (device, resumed)
@@ -141,26 +142,17 @@ impl Device {
     #[inline]
     pub fn consume(&mut self) {
         self.consumed = Some(self.next_available);
-        self.journal.note(self.positions());
+        self.journal.note_taken(self.next_available.to_bits());
     }
 
     #[inline(always)]
-    fn positions(&self) -> Positions {
-        Positions {
-            published: self.published.to_bits(),
-            staged: self.next_used.to_bits(),
-            taken: self.consumed.unwrap_or(self.next_used).to_bits(),
-            consumes: self.consumed.is_some(),
+    fn staged(&self) -> Staged {
+        Staged {
+            position: self.next_used.to_bits(),
             which: self.which,
             writes: self.late.is_some_and(|late| late.writes),
             strict: self.strict,
         }
-    }
-
-    /// What was noted means nothing any more: the frontend knows the base.
-    #[cfg(not(loom))]
-    pub fn end_notes(&self) {
-        self.journal.end();
     }
 
     /// Turns off what should be off.
@@ -387,19 +379,51 @@ impl Device {
             self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
             self.published = self.next_used;
             self.since = self.since.saturating_add(slots.into());
-            self.journal.note(self.positions());
+            self.journal.note_published(self.next_used.to_bits());
         }
     }
 
     #[inline(always)]
     fn stage(&mut self, chains: &[Chain]) {
-        let Some((first, rest)) = chains.split_first() else { return };
-        let size = self.ring.size;
         let (mut slots, mut writable) = (0, 0);
         for chain in chains {
             slots += chain.slots();
             writable |= chain.writable_len();
         }
+        // A batch does not go beyond the ring's end, as far as no chain does: what was published last is then of the same pass as
+        // what comes next, which tells this ring from a fresh one (`recover.rs`).
+        if self.next_used.slot == 0 {
+            self.flush();
+        }
+        if u32::from(self.next_used.slot) + u32::from(slots) > self.ring.size.into() {
+            return self.stage_at_end(chains, slots, writable);
+        }
+        self.stage_run(chains, slots, writable);
+    }
+
+    /// The same across the ring's end.
+    #[cold]
+    fn stage_at_end(&mut self, chains: &[Chain], slots: u16, writable: u32) {
+        let (mut end, mut before) = (self.next_used.slot, 0);
+        let crosses = chains.iter().position(|chain| {
+            end += chain.slots();
+            before += chain.slots();
+            end >= self.ring.size
+        });
+        match crosses.map(|last| chains.split_at(last + 1)) {
+            Some((first, rest)) if !rest.is_empty() => {
+                self.stage_run(first, before, writable);
+                self.flush();
+                self.stage_run(rest, slots - before, writable);
+            }
+            _ => self.stage_run(chains, slots, writable),
+        }
+    }
+
+    #[inline(always)]
+    fn stage_run(&mut self, chains: &[Chain], slots: u16, writable: u32) {
+        let Some((first, rest)) = chains.split_first() else { return };
+        let size = self.ring.size;
         // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable ones the
         // driver would have to believe that they were written in full (2.7.9).
         let writes = !self.features.in_order || writable > 0;
@@ -432,16 +456,11 @@ impl Device {
         let descriptors = self.ring.pairs();
         let straight = descriptors.get(at.slot as usize..at.slot as usize + chains.len());
         let straight = straight.filter(|_| slots as usize == chains.len() + usize::from(is_new));
-        if is_new || !writes {
-            self.journal.note_word(late.which, late.word);
-        }
+        self.strict &= writes && usize::from(slots) == count;
+        (self.which, self.late) = (late.which, Some(late));
         let batch = self.published.to_bits();
         let progress = Progress { at: at.to_bits(), next: at.to_bits(), singles: straight.is_some(), batch };
-        self.journal.note_progress(progress);
-        self.which = late.which;
-        self.strict &= writes && slots as usize == count;
-        self.late = Some(late);
-        self.journal.note(self.positions());
+        self.journal.note_batch((is_new || !writes).then_some(late.word), progress, self.staged());
         if writes {
             if let Some(run) = straight {
                 // The fast path: one descriptor each, none of them behind the end of the ring.

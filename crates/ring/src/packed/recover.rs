@@ -7,7 +7,7 @@
 use super::layout::{AVAILABLE, Layout, Position, USED, used_flags};
 use crate::{
     INDIRECT, Journal, JournalKey, NEXT,
-    journal::{Positions, Progress},
+    journal::{Noted, Progress, Staged},
 };
 use ringroad_mem::sync::Ordering;
 
@@ -17,51 +17,55 @@ pub(super) struct Found {
     pub published: Position,
     /// How far used descriptors are written.
     pub staged: Position,
-    /// How far all was consumed.
-    pub taken: Position,
-    /// The descriptor that is withheld, if the two differ.
+    /// How far all was carried on, if that is noted.
+    pub taken: Option<Position>,
+    /// The descriptor that is withheld, if the first two differ.
     pub word: u64,
-    /// Where the journal has it.
+    /// As in `Staged`.
     pub which: bool,
-    /// There are others behind it.
+    /// As in `Staged`.
     pub writes: bool,
-    /// As in `Positions`.
-    pub consumes: bool,
-    /// As in `Positions`.
+    /// As in `Staged`.
     pub strict: bool,
 }
 
 /// What the journal says of a ring, if the ring agrees.
 pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option<Found> {
-    let (noted, words, progress) = journal.read(key)?;
+    let Noted { published, staged, taken, word, progress } = journal.read(key)?;
+    let Staged { position: staged, which, writes, strict } = staged;
     let size = ring.size;
     let position = |bits: u16| (bits & 0x7fff < size).then(|| Position::from_bits(bits, size));
-    let (mut published, staged) = (position(noted.published)?, position(noted.staged)?);
-    let taken = position(noted.taken)?;
-    let Positions { which, writes, consumes, strict, .. } = noted;
-    let word = words[usize::from(which)];
+    let (mut published, staged) = (position(published)?, position(staged)?);
+    let taken = match taken {
+        Some(taken) => Some(position(taken)?),
+        None => None,
+    };
     let batch = match &progress {
         Some(progress) => position(progress.batch)?,
         None => published,
     };
     let all = published.distance(staged, size);
-    if all > size || consumes && !(all..=size).contains(&published.distance(taken, size)) {
+    if all > size || taken.is_some_and(|taken| !(all..=size).contains(&published.distance(taken, size))) {
         return None;
     }
     if all > 0 && is_published(ring, published) {
         published = staged;
     }
     if published == staged {
-        // Nothing is withheld. What was published last is still there, or was made available again, and nothing behind it is
-        // used. Where a descriptor may have been passed over, its flags are those of the pass before.
+        // Nothing is withheld. What was published last is still there, or was made available again, which the driver does only
+        // after all that comes before in the ring; and nothing behind it is used. Where a descriptor may have been passed over,
+        // its flags are those of the pass before.
         let is_behind = if strict { is_published } else { is_used };
         let good = batch == published
-            || is_published(ring, batch) && (!is_used(ring, batch) || second(ring, batch) == u64::from_le(word));
+            || if is_used(ring, batch) {
+                second(ring, batch) == u64::from_le(word)
+            } else {
+                is_published(ring, batch) && is_available(ring, published)
+            };
         if !good || is_behind(ring, published) {
             return None;
         }
-        let taken = if consumes { taken } else { staged };
-        return Some(Found { published, staged, taken, word, which, writes, consumes, strict });
+        return Some(Found { published, staged, taken, word, which, writes, strict });
     }
     // A batch that is not published: its first descriptor is as the driver made it.
     if !is_available(ring, published) {
@@ -72,8 +76,7 @@ pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option
         return None;
     }
     // What was carried on is given back without another look. Buffers to write to whose turn had not come are simply taken again.
-    let taken = if consumes { taken } else { written };
-    Some(Found { published, staged: written, taken, word, which, writes, consumes, strict })
+    Some(Found { published, staged: written, taken, word, which, writes, strict })
 }
 
 /// Whether a ring that is said to be fresh has been used before.

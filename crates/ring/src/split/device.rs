@@ -4,7 +4,7 @@ use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFI
 use crate::{
     Chain, Chains, Fault, Features, INDIRECT, Journal, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
-    journal::Positions,
+    journal::Staged,
     notify,
 };
 #[cfg(not(loom))]
@@ -72,23 +72,25 @@ impl Device {
         let used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
         let available = u16::from_le(ring.available[INDEX].load(Ordering::Acquire));
         let is_ahead = |of: u16, index: u16| index.wrapping_sub(of) <= ring.size;
-        let noted = journal.read(key).map(|(positions, ..)| positions).filter(|noted| {
-            (used == noted.published || used == noted.staged)
-                && is_ahead(noted.published, noted.staged)
-                && (!noted.consumes || noted.taken.wrapping_sub(used) <= available.wrapping_sub(used))
+        let noted = journal.read(key).filter(|noted| {
+            (used == noted.published || used == noted.staged.position)
+                && is_ahead(noted.published, noted.staged.position)
+                && noted.taken.is_none_or(|taken| taken.wrapping_sub(used) <= available.wrapping_sub(used))
         });
         let plausible = is_ahead(used, available);
         let start = if plausible { used } else { base };
         let mut device = Device::new(ring, features, start);
         device.journal = journal;
-        device.journal.start(key, device.positions());
-        let finished = match noted {
-            Some(noted) if plausible && noted.consumes => {
-                device.consumed = Some(noted.taken);
-                device.finish(noted.taken)
+        let mut finished = 0;
+        match noted.filter(|_| plausible) {
+            None => device.journal.start(key, device.next_used),
+            Some(noted) => {
+                device.consumed = noted.taken;
+                device.journal.note_published(used);
+                device.journal.note_staged(Staged { position: used, ..Staged::default() });
+                finished = noted.taken.map_or(0, |taken| device.finish(taken));
             }
-            _ => 0,
-        };
+        }
         let resumed = match noted {
             Some(_) if plausible && (finished > 0 || base != start) => Resumed::Noted { finished },
             _ if base == start => Resumed::Base,
@@ -115,28 +117,7 @@ impl Device {
     #[inline]
     pub fn consume(&mut self) {
         self.consumed = Some(self.next_available);
-        self.note();
-    }
-
-    fn positions(&self) -> Positions {
-        Positions {
-            published: self.published,
-            staged: self.next_used,
-            taken: self.consumed.unwrap_or(self.next_used),
-            consumes: self.consumed.is_some(),
-            ..Positions::default()
-        }
-    }
-
-    #[inline(always)]
-    fn note(&self) {
-        self.journal.note(self.positions());
-    }
-
-    /// What was noted means nothing any more: the frontend knows the base.
-    #[cfg(not(loom))]
-    pub fn end_notes(&self) {
-        self.journal.end();
+        self.journal.note_taken(self.next_available);
     }
 
     /// Turns off what should be off.
@@ -345,7 +326,7 @@ impl Device {
             // Pairs with the driver's acquire of the index: entries and buffers are written before it.
             self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
             self.published = self.next_used;
-            self.note();
+            self.journal.note_published(self.next_used);
         }
     }
 
@@ -354,11 +335,13 @@ impl Device {
         let mut next = self.next_used;
         let staged = next.wrapping_add(chains.len() as u16);
         // Before the entries are written: see `journal`.
-        self.journal.note(Positions { staged, ..self.positions() });
+        self.journal.note_staged(Staged { position: staged, ..Staged::default() });
+        let elements = self.ring.elements.as_chunks::<2>().0;
         for chain in chains {
-            let at = 2 * (next & self.mask) as usize;
-            self.ring.elements[at].store(u32::from(chain.id).to_le(), Ordering::Relaxed);
-            self.ring.elements[at + 1].store(chain.written.to_le(), Ordering::Relaxed);
+            if let Some([id, len]) = elements.get(usize::from(next & self.mask)) {
+                id.store(u32::from(chain.id).to_le(), Ordering::Relaxed);
+                len.store(chain.written.to_le(), Ordering::Relaxed);
+            }
             next = next.wrapping_add(1);
         }
         self.next_used = next;
