@@ -4,6 +4,7 @@
 #![deny(unsafe_code)]
 
 mod gate;
+mod notes;
 mod port;
 mod quota;
 #[allow(unsafe_code, reason = "the second of the two rooms with unsafe code: system calls")]

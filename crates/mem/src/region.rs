@@ -123,7 +123,16 @@ impl Region {
         // SAFETY: offset - from < page <= map_len.
         let start = unsafe { map.add((offset - from) as usize) };
         let (map, len) = (map.as_ptr() as usize, len as usize);
-        Ok(Arc::new(Region { start, len, guest, user, map, map_len, watch: Some(sigbus::watch(map, map_len)), identity }))
+        Ok(Arc::new(Region {
+            start,
+            len,
+            guest,
+            user,
+            map,
+            map_len,
+            watch: Some(sigbus::watch(map, map_len)),
+            identity,
+        }))
     }
 
     /// Memory of our own that can be handed to a peer by its file, as a driver does; on hugepages if `huge` and if there
@@ -151,7 +160,10 @@ impl Region {
         // SAFETY: advice about a mapping of ours; nothing follows from its failing.
         unsafe { libc::madvise(start.as_ptr().cast(), map_len, libc::MADV_HUGEPAGE) };
         let map = start.as_ptr() as usize;
-        Ok((Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }), file))
+        Ok((
+            Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }),
+            file,
+        ))
     }
 
     /// Memory that no peer sees, for staging frames.

@@ -3,7 +3,7 @@
 
 use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
 use ringroad_mem::{Span, Table};
-use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, SetupError};
+use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Journal, Resumed, SetupError};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{io, marker::PhantomData, sync::Arc};
 
@@ -42,12 +42,25 @@ pub struct RxQueue {
 impl RxQueue {
     /// Starts it with the feature bits that the driver has acknowledged.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        let mut ring = DeviceRing::start(&memory, Features::negotiated(acked), size, at, base)?;
+        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE)?.0)
+    }
+
+    /// The same, where a former process has left it, if the journal knows of it.
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        journal: Journal,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let features = Features::negotiated(acked);
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
         ring.disable_notification();
         let mut chains = Chains::new(2 * BURST, PIECES);
         chains.start(&memory);
         let reserve = (size as usize / 16).min(8);
-        Ok(RxQueue { ring, memory, chains, used: 0, given: 0, reserve, awaiting: false })
+        Ok((RxQueue { ring, memory, chains, used: 0, given: 0, reserve, awaiting: false }, resumed))
     }
 
     /// Where to go on after a stop.
@@ -235,8 +248,21 @@ pub struct TxQueue {
 impl TxQueue {
     /// Starts it with the feature bits that the driver has acknowledged.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        let ring = DeviceRing::start(&memory, Features::negotiated(acked), size, at, base)?;
-        Ok(TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) })
+        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE)?.0)
+    }
+
+    /// The same, where a former process has left it, if the journal knows of it.
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        journal: Journal,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let features = Features::negotiated(acked);
+        let (ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
+        Ok((TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) }, resumed))
     }
 
     /// Where to go on after a stop.
@@ -379,9 +405,22 @@ const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 impl Events {
     /// Starts it with the feature bits that the driver has acknowledged.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        let mut ring = DeviceRing::start(&memory, Features::negotiated(acked), size, at, base)?;
+        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE)?.0)
+    }
+
+    /// The same, where a former process has left it, if the journal knows of it.
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        journal: Journal,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let features = Features::negotiated(acked);
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
         ring.disable_notification();
-        Ok(Events { ring, memory, chains: Chains::new(1, 4) })
+        Ok((Events { ring, memory, chains: Chains::new(1, 4) }, resumed))
     }
 
     /// Tells the driver that all connections are over. Says whether it wants to be notified of that; `None`: it has no buffer

@@ -187,6 +187,22 @@ pub(crate) fn borrow(fd: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
     unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
 }
 
+/// The user that this process acts as.
+pub(crate) fn user() -> u32 {
+    // SAFETY: no memory is involved, and it cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Whether a file lies in memory, on a tmpfs.
+pub(crate) fn is_tmpfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    // SAFETY: the call fills the structure that it is given.
+    let (result, kind) = unsafe {
+        let mut stat = std::mem::zeroed::<libc::statfs>();
+        (libc::fstatfs(fd.as_raw_fd(), &mut stat), stat.f_type)
+    };
+    if result == 0 { Ok(kind == libc::TMPFS_MAGIC) } else { Err(io::Error::last_os_error()) }
+}
+
 /// What another process can be told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {

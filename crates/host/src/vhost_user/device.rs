@@ -40,6 +40,9 @@ pub(crate) trait Device: Clone + Send + 'static {
     /// Stops a vring; returns the base where it can go on.
     fn stop(&self, index: usize, kick: Option<&File>) -> u32;
 
+    /// The frontend knows where a vring that has stopped is, or begins anew: notes of it mean nothing any more.
+    fn end_notes(&self, _index: usize) {}
+
     /// Sets a vring's call or err descriptor. A queue that runs notifies its driver once: the one that is replaced may have
     /// owed it that.
     fn set_fd(&self, index: usize, call: Option<Call>, err: bool);

@@ -8,11 +8,12 @@ use super::{
 };
 use crate::{
     gate::Gate,
+    notes::Notes,
     port::{Kind, Port},
     worker::{PortHandle, Worker},
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue};
-use ringroad_ring::{SetupError, Tuning};
+use ringroad_ring::{Resumed, SetupError, Tuning};
 use ringroad_switch::{Mode, Poll};
 use std::{
     fs::File,
@@ -61,11 +62,13 @@ impl Server {
         let told = attention.try_clone().map_err(failed)?;
         let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
         let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
+        let path = config.socket.clone();
         let socket = Socket::start(&name, &config.socket, config.role, told, || {
             let VhostConfig { features, config, tuning, .. } = config.clone();
             let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
             let handle = Arc::new(worker.add(port.clone())?);
-            Ok(NetDevice { name: name.clone(), handle, offer: features, config, tuning, running })
+            let notes = Notes::open(&name, &path, 2 * usize::from(config.queue_pairs));
+            Ok(NetDevice { name: name.clone(), handle, offer: features, config, tuning, running, notes })
         })?;
         Ok(Server { port, _socket: socket })
     }
@@ -86,6 +89,7 @@ struct NetDevice {
     tuning: Tuning,
     /// Which receive queues run.
     running: Arc<Mutex<Vec<bool>>>,
+    notes: Notes,
 }
 
 impl NetDevice {
@@ -130,10 +134,12 @@ impl Device for NetDevice {
         let tuning = self.tuning;
         let port = self.port();
         let pair = index / 2;
+        let journal = self.notes.journal(index);
         if index.is_multiple_of(2) {
             let counters = port.rx_counters[pair].clone();
             let start = |base| {
-                let mut queue = RxQueue::start(memory, acked, size, addresses, base, counters)?;
+                let (mut queue, resumed) = RxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
+                say(&self.name, index, base, resumed);
                 queue.tune(tuning);
                 Ok(queue)
             };
@@ -144,7 +150,8 @@ impl Device for NetDevice {
         let counters = port.tx_counters[pair].clone();
         port.tx[pair].enter().no_kick = kick.is_none();
         let start = |base| {
-            let mut queue = TxQueue::start(memory, acked, size, addresses, base, counters)?;
+            let (mut queue, resumed) = TxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
+            say(&self.name, index, base, resumed);
             queue.tune(tuning);
             Ok(queue)
         };
@@ -173,6 +180,10 @@ impl Device for NetDevice {
         stop_slot(&self.port().tx[pair], TxQueue::base)
     }
 
+    fn end_notes(&self, index: usize) {
+        self.notes.journal(index).end();
+    }
+
     fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
         let port = self.port();
         if index.is_multiple_of(2) {
@@ -198,6 +209,22 @@ impl Device for NetDevice {
 
     fn forget(&self) {
         self.handle.forget();
+    }
+}
+
+/// Logs how a vring has found its place, if that is worth a line.
+fn say(name: &str, vring: usize, base: u32, resumed: Resumed) {
+    match resumed {
+        Resumed::Base => {}
+        Resumed::Noted { finished } => log::info!(
+            "{name} queue {vring}: goes on where it was before, not at {base:#x} as the frontend says; {finished} buffers given back that had been taken"
+        ),
+        Resumed::UsedIndex => log::info!(
+            "{name} queue {vring}: goes on at its used index, not at {base:#x} as the frontend says: what lies between was never given back"
+        ),
+        Resumed::Lost => log::warn!(
+            "{name} queue {vring}: the frontend says that the ring is fresh, but it has been used, and where it was is not known; reset the device in the guest to continue"
+        ),
     }
 }
 

@@ -182,6 +182,13 @@ impl<D: Device> Session<D> {
     }
 }
 
+impl<D: Device> Session<D> {
+    /// The driver begins anew: where its rings were means nothing any more.
+    fn end_notes(&self) {
+        (0..self.vrings.len()).for_each(|index| self.device.end_notes(index));
+    }
+}
+
 impl<D: Device> Drop for Session<D> {
     fn drop(&mut self) {
         self.reset();
@@ -199,11 +206,13 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
 
     fn reset_owner(&mut self) -> Result<()> {
         self.reset();
+        self.end_notes();
         Ok(())
     }
 
     fn reset_device(&mut self) -> Result<()> {
         self.reset();
+        self.end_notes();
         Ok(())
     }
 
@@ -278,6 +287,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
             self.refused = false;
         })?;
         self.stop(vring);
+        self.device.end_notes(vring);
         // The ring stays stopped until there is a new kick.
         self.vrings[vring].kick = None;
         Ok(VhostUserVringState::new(index, self.vrings[vring].base))
