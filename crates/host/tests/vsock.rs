@@ -1,6 +1,10 @@
 //! Sockets of the host behind a guest's vsock, over real sockets, with our own driver as the guest: what programs on either
 //! side get wrong or do at a bad moment ends their own connection, at once and for both, and nothing else.
 
+#[path = "vsock/attacks.rs"]
+mod attacks;
+#[allow(dead_code, reason = "what is there for a switch and its guests")]
+mod common;
 #[path = "vsock/ends.rs"]
 mod ends;
 #[path = "vsock/many.rs"]

@@ -68,6 +68,8 @@ enum State {
     Connecting { key: Key },
     /// It belongs to a connection.
     Relay { key: Key },
+    /// Its connection is over, and its program has not read all that came before.
+    Unread,
 }
 
 /// A guest at the worker.
@@ -386,6 +388,10 @@ impl Member {
         let Some(entry) = self.entries.get_mut(&slot) else { return 0 };
         entry.listed = false;
         let events = std::mem::replace(&mut entry.pending, EventSet::empty());
+        if let State::Unread = entry.state {
+            self.close(slot);
+            return 0;
+        }
         if entry.wire.is_over() {
             return 0;
         }
@@ -395,7 +401,7 @@ impl Member {
                 self.ask(slot);
                 return 1;
             }
-            State::Waiting { .. } => return 0,
+            State::Waiting { .. } | State::Unread => return 0,
             State::Connecting { key } => {
                 let there = match entry.wire.socket().map(Socket::take_error) {
                     Some(Ok(None)) if events.contains(EventSet::OUT) => true,
@@ -564,13 +570,22 @@ impl Member {
     }
 
     fn close(&mut self, slot: u64) {
-        let Some(entry) = self.entries.remove(&slot) else { return };
-        if let State::Waiting { key, .. } | State::Connecting { key } | State::Relay { key } = entry.state
+        let Some(entry) = self.entries.get_mut(&slot) else { return };
+        let last = std::mem::replace(&mut entry.state, State::Unread);
+        if let State::Waiting { key, .. } | State::Connecting { key } | State::Relay { key } = last
             && self.slots.get(&key) == Some(&slot)
         {
             self.slots.remove(&key);
+            // Its program should know, whatever becomes of the socket.
+            if entry.wire.is_unread() {
+                entry.wire.socket().inspect(|socket| _ = socket.shutdown(Shutdown::Both));
+            }
         }
-        // There is a place for somebody who waits.
-        self.accept_at = None;
+        // There will be word when it has read something.
+        if !entry.wire.is_unread() {
+            self.entries.remove(&slot);
+            // There is a place for somebody who waits.
+            self.accept_at = None;
+        }
     }
 }

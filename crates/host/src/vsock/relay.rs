@@ -119,6 +119,13 @@ impl Wire {
         true
     }
 
+    /// Whether its program has something to read yet. What it has not read stays in the kernel, and stays on the guest's
+    /// budget, though the connection is over.
+    pub(super) fn is_unread(&self) -> bool {
+        // The kernel tells us of the last bytes while it still counts one of them.
+        !self.tcp && self.socket().is_some_and(|socket| sys::unread(socket.as_fd()).is_ok_and(|unread| unread > 1))
+    }
+
     /// Gives memory back if its program has read all; `false`: it has not.
     pub(super) fn shrink(&self) -> bool {
         let Some(socket) = self.socket() else { return true };
