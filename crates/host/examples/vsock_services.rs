@@ -11,11 +11,8 @@
 //!
 //! It ends when its standard input does; the guest then hears that its connections are over.
 
-use ringroad_host::{
-    vhost_user::Role,
-    vsock::{HostSide, VsockConfig, VsockServer, VsockWorker},
-};
-use ringroad_vsock::{Addr, Features, Kind, Listener, SeqPacket, Settings, Stack, Stream};
+use ringroad_host::vsock::{HostSide, VsockConfig, VsockServer, VsockWorker};
+use ringroad_vsock::{Addr, Kind, Listener, SeqPacket, Stack, Stream};
 use std::{
     error::Error,
     io::{self, Read, Write},
@@ -31,17 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err("expected CID SOCKET [echo=PORT] [sink=PORT] [source=PORT:BYTES] [packets=PORT]".into());
     };
     let cid = cid.parse()?;
-    let config = VsockConfig {
-        name: format!("vsock {cid}"),
-        cid,
-        socket: socket.into(),
-        role: Role::Server,
-        host: None,
-        forward: Vec::new(),
-        groups: Vec::new(),
-        features: Features::ALL,
-        settings: Settings::default(),
-    };
+    let config = VsockConfig::new(cid, socket.into());
     let worker = VsockWorker::start(None, Duration::ZERO, 0)?;
     let server = VsockServer::start(config, &worker)?;
     for service in services {

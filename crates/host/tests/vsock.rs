@@ -1,6 +1,10 @@
 //! Sockets of the host behind a guest's vsock, over real sockets, with our own driver as the guest: what programs on either
 //! side get wrong or do at a bad moment ends their own connection, at once and for both, and nothing else.
 
+#[path = "vsock/attacks.rs"]
+mod attacks;
+#[allow(dead_code, reason = "what is there for a switch and its guests")]
+mod common;
 #[path = "vsock/ends.rs"]
 mod ends;
 #[path = "vsock/many.rs"]
@@ -8,10 +12,7 @@ mod many;
 #[path = "vsock/ways.rs"]
 mod ways;
 
-use ringroad_host::{
-    vhost_user::Role,
-    vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker},
-};
+use ringroad_host::vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker};
 use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Stack, Stream};
 use std::{
     fs,
@@ -90,14 +91,9 @@ impl Rig {
         fs::create_dir_all(&folder.0).unwrap();
         let config = VsockConfig {
             name: format!("vsock test {number}"),
-            cid: CID,
-            socket: folder.0.join("guest"),
-            role: Role::Server,
             host: Some(folder.0.join("host")),
             forward,
-            groups: Vec::new(),
-            features: Features::ALL,
-            settings: Settings::default(),
+            ..VsockConfig::new(CID, folder.0.join("guest"))
         };
         let worker = VsockWorker::start(None, Duration::ZERO, 0).unwrap();
         let server = VsockServer::start(config.clone(), &worker).unwrap();

@@ -12,7 +12,6 @@ use crate::{
 use hdrhistogram::Histogram;
 use ringroad_host::{
     pin_current_thread,
-    vhost_user::Role,
     vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker},
 };
 use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Side, Stack, Stream};
@@ -117,17 +116,7 @@ impl Setup {
         let worker = VsockWorker::start(Some(self.common.device_cpu), Duration::ZERO, 1024)
             .map_err(|error| format!("--device-cpu {}: {error}", self.common.device_cpu))?;
         let server = VsockServer::start(
-            VsockConfig {
-                name: "bench".into(),
-                cid: CID,
-                socket: socket.clone(),
-                role: Role::Server,
-                host: None,
-                forward: Vec::new(),
-                groups: Vec::new(),
-                features: Features::ALL,
-                settings,
-            },
+            VsockConfig { name: "bench".into(), settings, ..VsockConfig::new(CID, socket.clone()) },
             &worker,
         )
         .map_err(|error| error.to_string())?;

@@ -58,6 +58,8 @@ impl Vsocks {
                 groups: vsock.groups.clone(),
                 features: vsock.features,
                 settings,
+                connects: vsock.connects,
+                socket_memory: vsock.socket_memory,
             },
             worker,
         )?;
@@ -141,6 +143,7 @@ impl Vsocks {
     pub fn json(&self) -> serde_json::Value {
         let device = |(config, server): &(config::Vsock, VsockServer)| {
             let report = server.stack().report();
+            let sockets = server.sockets();
             serde_json::json!({
                 "cid": config.cid,
                 "connections": report.connections,
@@ -152,6 +155,10 @@ impl Vsocks {
                 "dropped": report.ways.dropped,
                 "wrong": report.wrong,
                 "faults": report.faults,
+                "sockets": sockets.open,
+                "socket_bytes": sockets.buffers,
+                "over_limit": sockets.refused,
+                "turned_away": sockets.turned_away,
             })
         };
         self.devices.iter().map(device).collect()

@@ -40,6 +40,29 @@ pub fn raise_file_limit() {
     }
 }
 
+/// How many files this process may have open at once.
+pub(crate) fn file_limit() -> usize {
+    // SAFETY: the call fills the structure that it is given.
+    let limit = unsafe {
+        let mut limit = std::mem::zeroed::<libc::rlimit>();
+        libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
+        limit.rlim_cur
+    };
+    usize::try_from(limit).unwrap_or(usize::MAX)
+}
+
+/// The process at the other end of a Unix socket, as it was when it connected; 0 if it is not to be seen from here.
+pub(crate) fn peer_process(fd: BorrowedFd<'_>) -> i32 {
+    // SAFETY: the call writes at most `len` bytes, the structure's size, into the structure.
+    unsafe {
+        let mut peer = std::mem::zeroed::<libc::ucred>();
+        let mut len = size_of_val(&peer) as libc::socklen_t;
+        let target = std::ptr::from_mut(&mut peer).cast();
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, target, &mut len);
+        peer.pid
+    }
+}
+
 /// The CPU time that this process has used so far, user and system together.
 pub fn cpu_time() -> Duration {
     // SAFETY: the call fills the structure that it is given.
@@ -87,10 +110,15 @@ pub(crate) fn peek(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
 
 /// Whether what was written to a socket has not been read at its other end.
 pub(crate) fn is_unread(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(unread(fd)? > 0)
+}
+
+/// How much of what was written to a socket has not been read at its other end, in bytes of the kernel's.
+pub(crate) fn unread(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: SIOCOUTQ, which Linux defines as the same number as TIOCOUTQ, stores an int there.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCOUTQ, &mut bytes) };
-    if result == 0 { Ok(bytes > 0) } else { Err(io::Error::last_os_error()) }
+    if result == 0 { Ok(usize::try_from(bytes).unwrap_or(0)) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Makes reading from and writing to a descriptor return instead of waiting.

@@ -1,9 +1,11 @@
 //! The driver's side: a program as a guest of any vhost-user vsock device.
 
+use super::lines::Lines;
 use crate::{
     sys,
     vhost_user::{ConnectError, Handshake, Notifier},
 };
+use log::Level;
 use ringroad_vsock::{
     Broken, Door, Driver, DriverConfig, DriverEvents, DriverSide, Host, Key, Kind, NoRelay, Queue, Settings, Stack,
     kinds,
@@ -62,6 +64,7 @@ struct Around {
     wake: EventFd,
     unwait: EventFd,
     stop: AtomicBool,
+    lines: Lines,
 }
 
 /// What the stack needs; its own handle of the same.
@@ -80,7 +83,7 @@ impl Host<NoRelay> for Handle {
     }
 
     fn broken(&self, queue: Queue, why: Broken) {
-        log::error!("vsock driver, {queue:?}: {why}; queue stopped");
+        self.0.lines.say(Level::Error, format_args!("vsock driver, {queue:?}: {why}; queue stopped"));
     }
 
     fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
@@ -133,6 +136,7 @@ impl VsockConnector {
             wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             unwait: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             stop: AtomicBool::new(false),
+            lines: Lines::new(),
         });
         let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(around.clone()))));
         stack.set_link(Some(tx));
@@ -222,10 +226,12 @@ fn work(stack: &Stack<DriverSide>, around: &Around, epoll: &Epoll, handshake: Ha
         if stack.next_deadline().is_some_and(|time| time <= now) {
             stack.tick(now);
         }
-        for event in &ready[..count] {
+        for event in ready.iter().take(count) {
             match event.data() {
                 EVENT if events.transport_reset().unwrap_or_default() => {
-                    log::info!("vsock driver: the device says that all connections are over");
+                    around
+                        .lines
+                        .say(Level::Info, format_args!("vsock driver: all connections are over, says the device"));
                     stack.reset();
                 }
                 GONE => {

@@ -1,14 +1,17 @@
 //! A guest's vsock device: what is behind its vhost-user socket, and where its connections may lead.
 
 use super::{
-    HostSide, VsockWorker,
-    relay::{HostRelay, connect_tcp, connect_unix},
-    worker::{Command, Shared},
+    HostSide, SocketReport, VsockWorker,
+    budget::Budget,
+    lines::Lines,
+    relay::{HostRelay, Target, Wire},
+    shared::{Command, Control, Mailbox, Token},
 };
 use crate::{
     sys,
     vhost_user::{Call, Device, Ring, Role, Socket, SocketError, bind},
 };
+use log::Level;
 use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::bits;
@@ -17,6 +20,7 @@ use ringroad_vsock::{
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
+    fmt::Arguments,
     fs::{self, File},
     io::{self, Read},
     net::SocketAddr,
@@ -52,6 +56,29 @@ pub struct VsockConfig {
     pub features: Features,
     /// How its connections behave.
     pub settings: Settings,
+    /// Sockets of the host that it may have connected in a second. Some more wait for the next one, the rest is refused.
+    pub connects: u32,
+    /// Bytes that the kernel may keep for programs that do not read what the guest sends, beyond 8 KiB for each socket.
+    pub socket_memory: usize,
+}
+
+impl VsockConfig {
+    /// A guest's device that leads nowhere yet.
+    pub fn new(cid: u64, socket: PathBuf) -> VsockConfig {
+        VsockConfig {
+            name: format!("vsock {cid}"),
+            cid,
+            socket,
+            role: Role::Server,
+            host: None,
+            forward: Vec::new(),
+            groups: Vec::new(),
+            features: Features::ALL,
+            settings: Settings::default(),
+            connects: 5000,
+            socket_memory: 64 << 20,
+        }
+    }
 }
 
 /// Receive, transmit, event.
@@ -63,15 +90,19 @@ const EVENT: usize = 2;
 /// A guest, connected or not.
 pub(super) struct Guest {
     pub name: String,
-    pub number: u32,
     pub cid: u64,
     pub stack: Arc<Stack<HostSide>>,
+    pub mail: Arc<Mailbox>,
+    pub budget: Arc<Budget>,
+    lines: Arc<Lines>,
     host: Option<PathBuf>,
     notifiers: Arc<Notifiers>,
     /// Wakes the thread of its socket: its memory is gone.
     attention: EventFd,
     vrings: Mutex<Vrings>,
-    lines: AtomicU32,
+    /// What each running vring was started with. A lock of its own, held for no longer than it takes to look: the worker
+    /// takes it.
+    memory: Mutex<[Option<Arc<Table>>; VRINGS]>,
 }
 
 /// What control knows of the vrings.
@@ -79,7 +110,6 @@ pub(super) struct Guest {
 struct Vrings {
     /// Where each was stopped last.
     stopped: [Option<u32>; VRINGS],
-    memory: Option<Arc<Table>>,
     events: Option<Events>,
     /// The driver has connections that we know nothing of: it is told that they are over.
     stale: bool,
@@ -90,73 +120,96 @@ struct Notifiers {
     /// The guest has sent something.
     kick: Mutex<Option<Arc<File>>>,
     unwait: EventFd,
-    calls: [Mutex<Option<Call>>; VRINGS],
-    errs: [Mutex<Option<Call>>; VRINGS],
-    faults: [AtomicU32; VRINGS],
+    vrings: [Notifier; VRINGS],
+}
+
+/// Those of one vring.
+#[derive(Default)]
+struct Notifier {
+    // No lock is held while something is written to a descriptor: whoever waits for one waits for nobody's frontend.
+    call: Mutex<Option<Arc<Call>>>,
+    err: Mutex<Option<Arc<Call>>>,
+    faults: AtomicU32,
 }
 
 impl Notifiers {
     fn new() -> io::Result<Notifiers> {
-        Ok(Notifiers {
-            kick: Mutex::default(),
-            unwait: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
-            calls: Default::default(),
-            errs: Default::default(),
-            faults: Default::default(),
-        })
+        let unwait = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        Ok(Notifiers { kick: Mutex::default(), unwait, vrings: Default::default() })
     }
 
     fn call(&self, vring: usize) {
-        if let Some(call) = &*self.calls[vring].lock() {
+        let call = self.vrings.get(vring).and_then(|vring| vring.call.lock().clone());
+        if let Some(call) = call {
             call.signal();
         }
     }
 
     fn err(&self, vring: usize) {
-        if let Some(err) = &*self.errs[vring].lock() {
+        let err = self.vrings.get(vring).and_then(|vring| vring.err.lock().clone());
+        if let Some(err) = err {
             err.signal();
         }
     }
 }
 
 impl Guest {
-    pub(super) fn may_log(&self) -> bool {
-        // Some for each life of a guest; the counters know the rest.
-        self.lines.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |lines| lines.checked_sub(1)).is_ok()
+    /// Logs what the guest or a program has brought about, unless there was too much of it.
+    pub(super) fn say(&self, level: Level, what: Arguments<'_>) {
+        self.lines.say(level, format_args!("{}: {what}", self.name));
     }
 
     pub(super) fn host_path(&self) -> std::path::Display<'_> {
         self.host.as_deref().unwrap_or(Path::new("")).display()
     }
 
-    /// Stops the device if the frontend has truncated the guest's memory.
+    fn set_memory(&self, vring: usize, memory: Option<Arc<Table>>) {
+        // What was there before is let go without the lock, as it may take a while to unmap.
+        let _before = self.memory.lock().get_mut(vring).and_then(|place| std::mem::replace(place, memory));
+    }
+
+    /// Stops the device if the frontend has truncated the guest's memory. Its connections end with that of the frontend.
     pub(super) fn check_memory(&self) {
-        let lost = self.vrings.lock().memory.as_ref().is_some_and(|memory| memory.is_lost());
-        if lost {
-            log::error!("{}: the frontend has truncated the guest's memory; stopped and disconnected", self.name);
+        let lost = {
+            let mut memory = self.memory.lock();
+            let lost = memory.iter().flatten().any(|memory| memory.is_lost());
+            lost.then(|| std::mem::take(&mut *memory))
+        };
+        if lost.is_some() {
+            self.say(
+                Level::Error,
+                format_args!("the frontend has truncated the guest's memory; stopped and disconnected"),
+            );
             self.stack.set_link(None);
             self.stack.set_inlet(None);
-            self.stack.reset();
             (0..VRINGS).for_each(|vring| self.notifiers.err(vring));
             let _ = self.attention.write(1);
         }
     }
 
     /// Tells the driver that its connections are over, if it should know and there is a way to.
-    fn tell(&self, vrings: &mut Vrings) {
-        let Vrings { events: Some(events), stale: stale @ true, .. } = vrings else { return };
-        match events.transport_reset() {
+    fn tell(&self) {
+        let told = {
+            let mut vrings = self.vrings.lock();
+            let Vrings { events: Some(events), stale: stale @ true, .. } = &mut *vrings else { return };
+            let told = events.transport_reset();
+            match told {
+                Ok(Some(_)) => *stale = false,
+                Ok(None) => {}
+                Err(_) => vrings.events = None,
+            }
+            told
+        };
+        match told {
             Ok(Some(notify)) => {
-                *stale = false;
-                log::info!("{}: the guest was told that its connections are over", self.name);
+                self.say(Level::Info, format_args!("the guest was told that its connections are over"));
                 if notify {
                     self.notifiers.call(EVENT);
                 }
             }
             Ok(None) => {}
             Err(broken) => {
-                log::error!("{} queue {EVENT}: {broken}; queue stopped", self.name);
-                vrings.events = None;
+                self.lines.say(Level::Error, format_args!("{} queue {EVENT}: {broken}; queue stopped", self.name));
                 self.notifiers.err(EVENT);
             }
         }
@@ -166,11 +219,36 @@ impl Guest {
 /// What a guest's stack needs of its surroundings.
 struct Around {
     name: String,
-    number: u32,
-    worker: Arc<Shared>,
+    mail: Arc<Mailbox>,
+    budget: Arc<Budget>,
+    lines: Arc<Lines>,
     notifiers: Arc<Notifiers>,
     host: Option<PathBuf>,
     forward: Vec<(u32, SocketAddr)>,
+}
+
+impl Around {
+    /// Where a port of the host leads.
+    fn target(&self, port: u32) -> Option<Target> {
+        if let Some(&(_, address)) = self.forward.iter().find(|&&(forward, _)| forward == port) {
+            return Some(Target::Tcp(address));
+        }
+        let mut path = self.host.clone()?.into_os_string();
+        path.push(format!("_{port}"));
+        Some(Target::Unix(path.into()))
+    }
+
+    fn refuse(&self, key: Key) -> Door<HostRelay> {
+        let Around { name, lines, .. } = self;
+        lines.say(
+            Level::Warn,
+            format_args!(
+                "{name}: too many requests at once, or too many sockets open; one for port {} refused",
+                key.port
+            ),
+        );
+        Door::Shut
+    }
 }
 
 impl Host<HostRelay> for Around {
@@ -182,7 +260,7 @@ impl Host<HostRelay> for Around {
     }
 
     fn wake(&self) {
-        self.worker.send(Command::Work(self.number));
+        self.mail.work();
     }
 
     fn broken(&self, queue: Queue, why: Broken) {
@@ -190,8 +268,13 @@ impl Host<HostRelay> for Around {
             Queue::Out => RX,
             Queue::In => TX,
         };
-        log::error!("{} queue {vring}: {why}; queue stopped, reset the device to continue", self.name);
-        self.notifiers.faults[vring].fetch_add(1, Ordering::Relaxed);
+        self.lines.say(
+            Level::Error,
+            format_args!("{} queue {vring}: {why}; queue stopped, reset the device to continue", self.name),
+        );
+        if let Some(notifier) = self.notifiers.vrings.get(vring) {
+            notifier.faults.fetch_add(1, Ordering::Relaxed);
+        }
         self.notifiers.err(vring);
     }
 
@@ -199,32 +282,35 @@ impl Host<HostRelay> for Around {
         if kind != Kind::Stream {
             return Door::Shut;
         }
-        let forward = self.forward.iter().find(|&&(port, _)| port == key.port);
-        let opened = match (forward, &self.host) {
-            (Some(&(_, address)), _) => connect_tcp(address),
-            (None, Some(host)) => {
-                let mut path = host.clone().into_os_string();
-                path.push(format!("_{}", key.port));
-                connect_unix(Path::new(&path)).map(|socket| (socket, true))
-            }
-            (None, None) => return Door::Shut,
-        };
-        let (socket, connected) = match opened {
-            Ok(opened) => opened,
+        let Some(target) = self.target(key.port) else { return Door::Shut };
+        let Some(place) = self.budget.admit_request() else { return self.refuse(key) };
+        let wire = Arc::new(Wire::new(&self.mail, place, matches!(target, Target::Tcp(_))));
+        let relay = HostRelay { wire: wire.clone(), asked: false };
+        if self.mail.shared.is_here() {
+            // In the midst of the guest's packets: it is connected later in its turn, which has a limit.
+            self.mail.send(Command::Open(key, wire, Some(target), false));
+            return Door::Later(relay);
+        }
+        // A thread of this program takes the guest's packets itself, and pays for what they cost.
+        self.budget.settled();
+        if self.budget.connects.take().is_none() {
+            self.budget.refuse();
+            return self.refuse(key);
+        }
+        let connected = match wire.connect(&target) {
+            Ok(connected) => connected,
             Err(error) => {
-                log::debug!("{}: no way to port {} of the host: {error}", self.name, key.port);
+                let Around { name, lines, .. } = self;
+                lines.say(Level::Debug, format_args!("{name}: no way to port {} of the host: {error}", key.port));
                 return Door::Shut;
             }
         };
-        let socket = Arc::new(socket);
-        let slot = self.worker.slot();
-        self.worker.send(Command::Relay { guest: self.number, slot, key, socket: socket.clone(), connected });
-        let relay = HostRelay { socket, slot, guest: self.number, worker: self.worker.clone(), asked: false };
+        self.mail.send(Command::Open(key, wire, None, connected));
         if connected { Door::Open(relay) } else { Door::Later(relay) }
     }
 
     fn room(&self, key: Key) {
-        self.worker.send(Command::Room(self.number, key));
+        self.mail.send(Command::Room(key));
     }
 
     fn can_wait(&self) -> bool {
@@ -253,9 +339,7 @@ impl Host<HostRelay> for Around {
 /// A running vsock device. Dropped, it disconnects and removes its sockets.
 pub struct VsockServer {
     guest: Arc<Guest>,
-    worker: Arc<Shared>,
     socket: Option<Socket>,
-    host: Option<PathBuf>,
 }
 
 impl VsockServer {
@@ -264,12 +348,15 @@ impl VsockServer {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
         let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
-        let number = worker.number();
+        let mail = Arc::new(Mailbox::new(&worker.shared));
+        let budget = Arc::new(Budget::new(&config, worker.shared.total.clone()));
+        let lines = Arc::new(Lines::new());
         let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
         let around = Around {
             name: name.to_owned(),
-            number,
-            worker: worker.shared.clone(),
+            mail: mail.clone(),
+            budget: budget.clone(),
+            lines: lines.clone(),
             notifiers: notifiers.clone(),
             host: config.host.clone(),
             forward: config.forward.clone(),
@@ -282,23 +369,20 @@ impl VsockServer {
         }
         let guest = Arc::new(Guest {
             name: name.to_owned(),
-            number,
             cid: config.cid,
             stack,
+            mail,
+            budget,
+            lines,
             host: config.host.clone(),
             notifiers,
             attention,
             vrings: Mutex::default(),
-            lines: AtomicU32::new(100),
+            memory: Mutex::default(),
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
-        let mut server = VsockServer {
-            guest: guest.clone(),
-            worker: worker.shared.clone(),
-            socket: None,
-            host: config.host.clone(),
-        };
-        let device = VsockDevice { guest, worker: worker.shared.clone(), offer: config.features.bits() };
+        let mut server = VsockServer { guest: guest.clone(), socket: None };
+        let device = VsockDevice { guest, offer: config.features.bits() };
         server.socket = Some(Socket::start(name, &config.socket, config.role, told, || Ok(device))?);
         Ok(server)
     }
@@ -307,22 +391,26 @@ impl VsockServer {
     pub fn stack(&self) -> &Arc<Stack<HostSide>> {
         &self.guest.stack
     }
+
+    /// How the sockets of the host behind its connections are doing.
+    pub fn sockets(&self) -> SocketReport {
+        self.guest.budget.report()
+    }
 }
 
 impl Drop for VsockServer {
     fn drop(&mut self) {
+        let guest = &*self.guest;
         // Connection by connection, and once more in general, for connections with other guests and if there was no room.
-        self.guest.stack.close();
-        {
-            let mut vrings = self.guest.vrings.lock();
-            vrings.stale = true;
-            self.guest.tell(&mut vrings);
-        }
+        guest.stack.close();
+        guest.vrings.lock().stale = true;
+        guest.tell();
         self.socket = None;
+        guest.stack.reset();
         let (sender, removed) = mpsc::channel();
-        self.worker.send(Command::Remove(self.guest.number, sender));
+        guest.mail.shared.control(Control::Remove(guest.mail.guest, sender));
         let _ = removed.recv();
-        if let Some(path) = &self.host {
+        if let Some(path) = &guest.host {
             let _ = fs::remove_file(path);
         }
     }
@@ -332,7 +420,6 @@ impl Drop for VsockServer {
 #[derive(Clone)]
 struct VsockDevice {
     guest: Arc<Guest>,
-    worker: Arc<Shared>,
     offer: u64,
 }
 
@@ -366,9 +453,9 @@ impl Device for VsockDevice {
         let Ring { memory, acked, size, addresses, base } = ring;
         let guest = &*self.guest;
         let mut vrings = guest.vrings.lock();
-        vrings.memory = Some(memory.clone());
+        let shared = &guest.mail.shared;
         if let Some(kick) = kick.filter(|_| index != EVENT) {
-            let watched = self.worker.watch(guest.number, kick.as_raw_fd());
+            let watched = shared.watch(kick.as_raw_fd(), Token::Kick(guest.mail.guest));
             watched.map_err(|error| format!("cannot wait for its kick: {error}; expected an eventfd"))?;
         }
         if index == TX {
@@ -376,12 +463,13 @@ impl Device for VsockDevice {
             let kick = kick.map(|kick| sys::set_nonblocking(kick.as_fd()).and_then(|()| kick.try_clone()));
             *guest.notifiers.kick.lock() = kick.and_then(Result::ok).map(Arc::new);
         }
-        let resumed = vrings.stopped[index] == Some(base);
+        let resumed = vrings.stopped.get(index) == Some(&Some(base));
         if index == TX && !resumed {
             // A new life of the driver, or of this program.
             guest.stack.reset();
             vrings.stale = !is_fresh(base, acked);
         }
+        guest.set_memory(index, Some(memory.clone()));
         let started = match index {
             RX => RxQueue::start(memory, acked, size, addresses, base).map(|mut queue| {
                 let base = queue.base();
@@ -401,23 +489,26 @@ impl Device for VsockDevice {
             }),
         };
         let started = started.map_err(|error| {
-            if let Some(kick) = kick {
-                self.worker.unwatch(kick.as_raw_fd());
+            guest.set_memory(index, None);
+            if let Some(kick) = kick.filter(|_| index != EVENT) {
+                shared.unwatch(kick.as_raw_fd());
             }
             error.to_string()
         })?;
-        guest.notifiers.faults[index].store(0, Ordering::Relaxed);
-        guest.tell(&mut vrings);
+        if let Some(notifier) = guest.notifiers.vrings.get(index) {
+            notifier.faults.store(0, Ordering::Relaxed);
+        }
         drop(vrings);
+        guest.tell();
         guest.notifiers.call(index);
-        self.worker.send(Command::Work(guest.number));
+        guest.mail.work();
         Ok(started)
     }
 
     fn stop(&self, index: usize, kick: Option<&File>) -> u32 {
         let guest = &*self.guest;
         if let Some(kick) = kick.filter(|_| index != EVENT) {
-            self.worker.unwatch(kick.as_raw_fd());
+            guest.mail.shared.unwatch(kick.as_raw_fd());
         }
         if index == TX {
             // What was sent before is not lost.
@@ -433,17 +524,23 @@ impl Device for VsockDevice {
         };
         // One that was broken has none; it will not be resumed.
         let base = base.unwrap_or_default();
-        vrings.stopped[index] = Some(base);
-        vrings.memory = None;
+        if let Some(stopped) = vrings.stopped.get_mut(index) {
+            *stopped = Some(base);
+        }
+        drop(vrings);
+        // The others' stays: it may still be truncated.
+        guest.set_memory(index, None);
         base
     }
 
     fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
         let notifiers = &self.guest.notifiers;
-        if err {
-            *notifiers.errs[index].lock() = call;
-        } else {
-            *notifiers.calls[index].lock() = call;
+        let Some(notifier) = notifiers.vrings.get(index) else { return };
+        let call = call.map(Arc::new);
+        let place = if err { &notifier.err } else { &notifier.call };
+        // What was there before is closed without the lock.
+        let _before = std::mem::replace(&mut *place.lock(), call);
+        if !err {
             notifiers.call(index);
         }
     }
@@ -459,13 +556,15 @@ impl Device for VsockDevice {
     }
 
     fn has_fault(&self, index: usize) -> bool {
-        self.guest.notifiers.faults[index].load(Ordering::Relaxed) > 0
+        let notifier = self.guest.notifiers.vrings.get(index);
+        notifier.is_some_and(|notifier| notifier.faults.load(Ordering::Relaxed) > 0)
     }
 
     fn reset(&self) {
         self.guest.stack.set_kinds(&[]);
         self.guest.stack.reset();
         *self.guest.vrings.lock() = Vrings::default();
+        let _before = std::mem::take(&mut *self.guest.memory.lock());
     }
 
     fn forget(&self) {}

@@ -1,51 +1,202 @@
 //! Sockets of the host behind connections of a guest. A connection owns the writing end of its socket; the worker reads.
 
-use super::worker::{Command, Shared};
+use super::{
+    budget::{Budget, Place},
+    shared::{Command, Mailbox},
+};
 use crate::sys;
+use parking_lot::Mutex;
 use ringroad_vsock::{Key, Payload, Relay};
 use socket2::{Domain, SockAddr, SockRef, Socket, Type};
 use std::{
     io,
     net::{Shutdown, SocketAddr},
     os::fd::AsFd,
-    path::Path,
-    sync::Arc,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
 };
+
+/// What the kernel keeps for a program that does not read and was not granted more, as it is asked for it: it doubles that.
+const BASE: usize = 4096;
+/// The same at most: the usual net.core.wmem_max.
+const MOST: usize = 212_992;
+
+/// A socket of the host, as its connection and the worker share it.
+pub(super) struct Wire {
+    /// Its number.
+    pub slot: u64,
+    /// Not there until it is being connected.
+    socket: OnceLock<Socket>,
+    tcp: bool,
+    /// Its connection has ended: what is known of its key may be about another one by now.
+    over: AtomicBool,
+    granted: Mutex<Granted>,
+    mail: Arc<Mailbox>,
+    place: Place,
+}
+
+impl Wire {
+    /// One that is not connected yet.
+    pub(super) fn new(mail: &Arc<Mailbox>, place: Place, tcp: bool) -> Wire {
+        Wire {
+            slot: mail.shared.slot(),
+            socket: OnceLock::new(),
+            tcp,
+            over: AtomicBool::new(false),
+            granted: Mutex::default(),
+            mail: mail.clone(),
+            place,
+        }
+    }
+
+    /// Of a program that has connected.
+    pub(super) fn accepted(mail: &Arc<Mailbox>, place: Place, socket: Socket) -> Wire {
+        let wire = Wire::new(mail, place, false);
+        let _ = socket.set_send_buffer_size(BASE);
+        let _ = wire.socket.set(socket);
+        wire
+    }
+
+    pub(super) fn socket(&self) -> Option<&Socket> {
+        self.socket.get()
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.place.0
+    }
+
+    /// Connects it without waiting; `false`: it is not known yet whether there is somebody.
+    pub(super) fn connect(&self, target: &Target) -> io::Result<bool> {
+        let (socket, connected) = match target {
+            Target::Unix(path) => (connect_unix(path)?, true),
+            Target::Tcp(address) => self.connect_tcp(*address)?,
+        };
+        let _ = self.socket.set(socket);
+        Ok(connected)
+    }
+
+    fn connect_tcp(&self, address: SocketAddr) -> io::Result<(Socket, bool)> {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        let _ = socket.set_tcp_nodelay(true);
+        // Left to itself the kernel would keep megabytes each way. What comes in cannot be changed later.
+        let incoming = self.budget().grant(2 * (MOST - BASE));
+        self.granted.lock().incoming = incoming;
+        let _ = socket.set_recv_buffer_size(BASE + incoming / 2);
+        let _ = socket.set_send_buffer_size(BASE);
+        match socket.connect(&address.into()) {
+            Ok(()) => Ok((socket, true)),
+            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A socket takes no more now: the kernel may keep more for it, if there is memory left in the budget, as what it does
+    /// not keep is kept here, which takes a copy more. `true`: it does.
+    fn grow(&self) -> bool {
+        let Some(socket) = self.socket() else { return false };
+        let mut granted = self.granted.lock();
+        let now = BASE + granted.outgoing / 2;
+        // In steps of at least twice as much, so that the calls do not cost more than they bring.
+        let more = if now <= MOST / 2 { self.budget().grant(2 * (MOST - now)) } else { 0 };
+        if more < 2 * now {
+            self.budget().give_back(more);
+            return false;
+        }
+        let first = granted.outgoing == 0;
+        granted.outgoing += more;
+        let _ = socket.set_send_buffer_size(now + more / 2);
+        if first {
+            self.mail.send(Command::Grown(self.slot));
+        }
+        true
+    }
+
+    /// Whether its program has something to read yet. What it has not read stays in the kernel, and stays on the guest's
+    /// budget, though the connection is over.
+    pub(super) fn is_unread(&self) -> bool {
+        // The kernel tells us of the last bytes while it still counts one of them.
+        !self.tcp && self.socket().is_some_and(|socket| sys::unread(socket.as_fd()).is_ok_and(|unread| unread > 1))
+    }
+
+    /// Gives memory back if its program has read all; `false`: it has not.
+    pub(super) fn shrink(&self) -> bool {
+        let Some(socket) = self.socket() else { return true };
+        let mut granted = self.granted.lock();
+        if sys::unread(socket.as_fd()).is_ok_and(|unread| unread > 2 * BASE) {
+            return false;
+        }
+        let _ = socket.set_send_buffer_size(BASE);
+        self.budget().give_back(std::mem::take(&mut granted.outgoing));
+        true
+    }
+}
+
+/// Bytes of kernel memory beyond the base, of a guest's budget.
+#[derive(Default)]
+struct Granted {
+    incoming: usize,
+    outgoing: usize,
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        let Granted { incoming, outgoing } = std::mem::take(self.granted.get_mut());
+        self.budget().give_back(incoming + outgoing);
+    }
+}
+
+/// Where a socket is to be connected to.
+pub(super) enum Target {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
 
 /// A socket of the host, Unix or TCP, behind a connection.
 pub struct HostRelay {
-    pub(super) socket: Arc<Socket>,
-    /// Its number at the worker.
-    pub(super) slot: u64,
-    pub(super) guest: u32,
-    pub(super) worker: Arc<Shared>,
+    pub(super) wire: Arc<Wire>,
     /// Its program has asked for the connection and waits for "OK".
     pub(super) asked: bool,
 }
 
 impl Relay for HostRelay {
     fn opened(&mut self, key: Key) {
-        if std::mem::take(&mut self.asked) {
+        if std::mem::take(&mut self.asked)
+            && let Some(socket) = self.wire.socket()
+        {
             let line = format!("OK {}\n", key.port);
             // A socket that nothing was written to has room for a line. A program that is gone is noticed by the worker.
-            let _ = self.socket.send(line.as_bytes());
+            let _ = socket.send(line.as_bytes());
         }
     }
 
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()> {
+        // Before it is connected nothing is taken; the worker asks for it then.
+        let Some(socket) = self.wire.socket() else { return Ok(()) };
         while !payload.is_empty() {
             let private = payload.private();
             let sent = if private.is_empty() {
-                sys::send_spans(self.socket.as_fd(), payload.rest())
+                sys::send_spans(socket.as_fd(), payload.rest())
             } else {
-                self.socket.send_with_flags(private, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+                socket.send_with_flags(private, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
             };
             match sent {
                 Ok(sent) => payload.skip(sent),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if !self.wire.grow() {
+                        break;
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    self.worker.send(Command::Failed(self.slot, is_reset(&self.socket, error.kind())));
+                    self.wire.mail.send(Command::Failed(self.wire.slot, is_reset(socket, error.kind())));
                     return Err(error);
                 }
             }
@@ -54,56 +205,37 @@ impl Relay for HostRelay {
     }
 
     fn finish(&mut self) {
-        let _ = self.socket.shutdown(Shutdown::Write);
+        if let Some(socket) = self.wire.socket() {
+            let _ = socket.shutdown(Shutdown::Write);
+        }
     }
 
     fn close(&mut self, reset: bool) {
-        if reset && is_tcp(&self.socket) {
+        if reset
+            && self.wire.tcp
+            && let Some(socket) = self.wire.socket()
+        {
             // A TCP connection is reset too.
-            let _ = SockRef::from(&*self.socket).set_linger(Some(std::time::Duration::ZERO));
+            let _ = SockRef::from(socket).set_linger(Some(std::time::Duration::ZERO));
         }
-        self.worker.close(self.guest, self.slot);
+        self.wire.over.store(true, Ordering::Release);
+        self.wire.mail.send(Command::Close(self.wire.slot));
     }
-}
-
-/// What the kernel keeps for a program that does not read: as much as it allows to anybody, so that less is kept here, which
-/// takes a copy more.
-pub(super) fn enlarge(socket: &Socket) {
-    let _ = socket.set_send_buffer_size(BUFFER);
-}
-
-/// The usual net.core.wmem_max.
-const BUFFER: usize = 212_992;
-
-fn is_tcp(socket: &Socket) -> bool {
-    socket.domain().is_ok_and(|domain| domain != Domain::UNIX)
 }
 
 /// Whether an error says that the program has reset its connection. A Unix socket says so of a program that just ended with
 /// something unread.
 pub(super) fn is_reset(socket: &Socket, error: io::ErrorKind) -> bool {
-    error == io::ErrorKind::ConnectionReset && is_tcp(socket)
+    error == io::ErrorKind::ConnectionReset && socket.domain().is_ok_and(|domain| domain != Domain::UNIX)
 }
 
 /// Connects to a Unix socket without waiting: where nobody accepts, that is an error.
-pub(super) fn connect_unix(path: &Path) -> io::Result<Socket> {
+fn connect_unix(path: &Path) -> io::Result<Socket> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
+    let _ = socket.set_send_buffer_size(BASE);
     socket.connect(&SockAddr::unix(path)?)?;
-    enlarge(&socket);
     Ok(socket)
-}
-
-/// Connects to a TCP port; `false`: it is not known yet whether there is one.
-pub(super) fn connect_tcp(address: SocketAddr) -> io::Result<(Socket, bool)> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-    socket.set_nonblocking(true)?;
-    let _ = socket.set_tcp_nodelay(true);
-    match socket.connect(&address.into()) {
-        Ok(()) => Ok((socket, true)),
-        Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
-        Err(error) => Err(error),
-    }
 }
 
 /// The longest line that asks for a connection: "CONNECT 4294967295\r\n".
@@ -115,7 +247,8 @@ pub(super) fn parse(line: &[u8]) -> Option<Result<(u32, usize), &'static str>> {
     let Some(end) = line.iter().position(|&byte| byte == b'\n') else {
         return (line.len() >= LINE).then_some(Err(EXPECTED));
     };
-    let text = line[..end].strip_suffix(b"\r").unwrap_or(&line[..end]);
+    let text = line.get(..end).unwrap_or_default();
+    let text = text.strip_suffix(b"\r").unwrap_or(text);
     let port = text.strip_prefix(b"CONNECT ").or_else(|| text.strip_prefix(b"connect "));
     let digits = port.filter(|port| !port.is_empty() && port.iter().all(u8::is_ascii_digit));
     let number = digits.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());

@@ -65,7 +65,7 @@ fn a_line_may_come_in_pieces_and_with_what_follows_it() {
 }
 
 #[test]
-fn a_line_that_is_never_finished_is_given_up_after_five_seconds() {
+fn a_line_that_is_never_finished_is_given_up_after_two_seconds() {
     let rig = Rig::new();
     let start = Instant::now();
     let mut programs: Vec<_> =
@@ -78,7 +78,7 @@ fn a_line_that_is_never_finished_is_given_up_after_five_seconds() {
     for (program, line) in &mut programs {
         turned_away_at_last(program);
         let after = start.elapsed();
-        assert!(after > Duration::from_millis(4500) && after < Duration::from_secs(8), "{line:?}: after {after:?}");
+        assert!(after > Duration::from_millis(1900) && after < Duration::from_secs(5), "{line:?}: after {after:?}");
     }
     rig.all_is_well();
     rig.nothing_is_left();
@@ -93,7 +93,7 @@ fn a_line_takes_no_longer_by_being_sent_slowly() {
             break;
         }
         thread::sleep(Duration::from_millis(700));
-        assert!(start.elapsed() < Duration::from_secs(8), "it may still go on");
+        assert!(start.elapsed() < Duration::from_secs(5), "it may still go on");
     }
 }
 

@@ -1,0 +1,199 @@
+//! What the sockets of the host behind a guest's connections may take: file descriptors, connects, memory of the kernel. Each
+//! guest has its own budget, so that none takes what others need.
+
+use super::VsockConfig;
+use crate::{Quota, sys};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, AtomicUsize, Ordering},
+};
+
+/// Connects at once, at most.
+const BURST: u32 = 1024;
+
+/// Sockets of all guests of a worker.
+pub(super) struct Total {
+    open: AtomicUsize,
+    most: usize,
+}
+
+impl Total {
+    /// Three quarters of the files that this process may have open: the rest is for ports, memory and new guests.
+    pub(super) fn new() -> Total {
+        Total::of(sys::file_limit() / 4 * 3)
+    }
+
+    fn of(most: usize) -> Total {
+        Total { open: AtomicUsize::new(0), most }
+    }
+}
+
+/// How a guest's sockets of the host are doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SocketReport {
+    /// Sockets there are, those of programs that have not said a port yet and those about to be connected included.
+    pub open: usize,
+    /// Bytes that the kernel may keep for programs that do not read, beyond the few thousand of each socket.
+    pub buffers: usize,
+    /// Requests of the guest that were refused, as it had used up its connects or sockets.
+    pub refused: u64,
+    /// Programs that were turned away before they had a connection.
+    pub turned_away: u64,
+}
+
+/// A guest's share.
+pub(super) struct Budget {
+    total: Arc<Total>,
+    open: AtomicUsize,
+    /// Requests that wait to be connected.
+    waiting: AtomicUsize,
+    /// How many may.
+    most_waiting: usize,
+    buffers: AtomicUsize,
+    most_buffers: usize,
+    /// Connects.
+    pub connects: Quota,
+    refused: AtomicU64,
+    pub turned_away: AtomicU64,
+}
+
+impl Budget {
+    pub(super) fn new(config: &VsockConfig, total: Arc<Total>) -> Budget {
+        let burst = config.connects.clamp(1, BURST);
+        Budget {
+            total,
+            open: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
+            // Not longer than a second: a guest is better off with a refusal than with an answer too late.
+            most_waiting: burst as usize,
+            buffers: AtomicUsize::new(0),
+            most_buffers: config.socket_memory,
+            connects: Quota::new(burst, config.connects.max(1)),
+            refused: AtomicU64::new(0),
+            turned_away: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn report(&self) -> SocketReport {
+        SocketReport {
+            open: self.open.load(Ordering::Relaxed),
+            buffers: self.buffers.load(Ordering::Relaxed),
+            refused: self.refused.load(Ordering::Relaxed),
+            turned_away: self.turned_away.load(Ordering::Relaxed),
+        }
+    }
+
+    /// A place for one more socket, if the guest has fewer than are left: the greediest of n guests leaves the others a part
+    /// of n + 1, and one that has none gets one as long as there are any.
+    pub(super) fn admit(self: &Arc<Self>) -> Option<Place> {
+        let Total { open: all, most } = &*self.total;
+        let own = self.open.load(Ordering::Relaxed);
+        let more = |all: usize| (own < most.saturating_sub(all)).then_some(all + 1);
+        all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        self.open.fetch_add(1, Ordering::Relaxed);
+        Some(Place(self.clone()))
+    }
+
+    /// A place for a request that is to be connected; else it is counted as refused.
+    pub(super) fn admit_request(self: &Arc<Self>) -> Option<Place> {
+        let place = (self.waiting.load(Ordering::Relaxed) < self.most_waiting).then(|| self.admit()).flatten();
+        match &place {
+            Some(_) => _ = self.waiting.fetch_add(1, Ordering::Relaxed),
+            None => self.refuse(),
+        }
+        place
+    }
+
+    /// A request does not wait any more.
+    pub(super) fn settled(&self) {
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn refuse(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Memory of the kernel for one socket: `wanted` bytes or fewer, a quarter of what is left at most, so that those who come
+    /// later get some too.
+    pub(super) fn grant(&self, wanted: usize) -> usize {
+        let share = |granted: usize| wanted.min(self.most_buffers.saturating_sub(granted) / 4) & !4095;
+        let more = |granted: usize| Some(granted + share(granted));
+        self.buffers.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).map_or(0, share)
+    }
+
+    pub(super) fn give_back(&self, bytes: usize) {
+        self.buffers.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether more than half of the memory is granted: who does not need his should let it go.
+    pub(super) fn is_tight(&self) -> bool {
+        self.buffers.load(Ordering::Relaxed) > self.most_buffers / 2
+    }
+}
+
+/// A place for a socket, until it is dropped.
+pub(super) struct Place(pub Arc<Budget>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+        self.0.total.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn budgets(most: usize, guests: usize) -> Vec<Arc<Budget>> {
+        let total = Arc::new(Total::of(most));
+        let config = VsockConfig { connects: 10, socket_memory: 1 << 20, ..VsockConfig::new(3, "/nowhere".into()) };
+        (0..guests).map(|_| Arc::new(Budget::new(&config, total.clone()))).collect()
+    }
+
+    #[test]
+    fn greedy_guests_leave_places_for_others() {
+        let guests = budgets(1200, 3);
+        let all = |guest: &Arc<Budget>| std::iter::from_fn(|| guest.admit()).collect::<Vec<_>>();
+        let first = all(&guests[0]);
+        assert_eq!(first.len(), 600);
+        let second = all(&guests[1]);
+        assert_eq!(second.len(), 300);
+        let third = all(&guests[2]);
+        assert_eq!(third.len(), 150);
+        // Who had most gets no more until it has fewer than are left.
+        assert!(guests[0].admit().is_none());
+        drop(first);
+        assert_eq!(guests[0].report().open, 0);
+        assert_eq!(all(&guests[2]).len(), 300, "as many as are left when it has 450");
+        drop((second, third));
+        assert_eq!(guests[0].total.open.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn memory_is_never_granted_twice_nor_all_to_the_first() {
+        let guest = &budgets(10, 1)[0];
+        assert_eq!(guest.grant(100 << 10), 100 << 10);
+        assert!(!guest.is_tight());
+        let mut sum = 100 << 10;
+        for _ in 0..1000 {
+            let granted = guest.grant(1 << 30);
+            assert!(granted <= ((1 << 20) - sum) / 4);
+            sum += granted;
+        }
+        assert!(guest.is_tight() && sum > 1 << 19 && sum <= 1 << 20, "{sum}");
+        assert_eq!(guest.report().buffers, sum);
+        guest.give_back(sum);
+        assert_eq!(guest.report().buffers, 0);
+    }
+
+    #[test]
+    fn requests_that_wait_are_limited_and_those_refused_counted() {
+        let guest = &budgets(1000, 1)[0];
+        let places: Vec<_> = (0..15).map(|_| guest.admit_request()).collect();
+        assert_eq!(places.iter().flatten().count(), 10);
+        assert_eq!(guest.report(), SocketReport { open: 10, refused: 5, ..SocketReport::default() });
+        guest.settled();
+        assert!(guest.admit_request().is_some());
+    }
+}

@@ -1,0 +1,460 @@
+//! Guests, frontends and programs that want everything for themselves, beside a guest that behaves. The attacker writes its
+//! packets and messages by hand.
+
+use super::*;
+use crate::common::{self, Peer, Vring, longs, mem_table, request::*, words};
+use ringroad_vsock::{Driver, DriverConfig, Inlet, Link, Payload};
+use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
+use std::{
+    os::fd::AsRawFd,
+    sync::{
+        Mutex, Once,
+        atomic::{AtomicBool, AtomicUsize},
+    },
+};
+
+const ATTACKER: u64 = 4;
+
+/// Two guests of one worker: one that behaves, with an echo service at port 1, and one for an attacker.
+struct Pair {
+    // Dropped in this order.
+    server: VsockServer,
+    rig: Rig,
+    attacker: VsockConfig,
+}
+
+impl Pair {
+    fn new(change: impl FnOnce(&mut VsockConfig)) -> Pair {
+        let rig = Rig::new();
+        let mut attacker = VsockConfig {
+            name: rig.config.name.replace("test", "attacker"),
+            host: Some(rig.folder.0.join("attacker-host")),
+            ..VsockConfig::new(ATTACKER, rig.folder.0.join("attacker"))
+        };
+        change(&mut attacker);
+        let server = VsockServer::start(attacker.clone(), &rig.worker).unwrap();
+        Pair { server, rig, attacker }
+    }
+
+    fn attacker(&self) -> Attacker {
+        let attacker = Attacker::new(&self.attacker.socket, 256);
+        soon("the device runs", || self.server.stack().is_running());
+        attacker
+    }
+
+    fn program(&self) -> UnixStream {
+        UnixStream::connect(self.attacker.host.as_ref().unwrap()).unwrap()
+    }
+
+    fn listen_on_host(&self, port: u32) -> UnixListener {
+        UnixListener::bind(self.rig.folder.0.join(format!("attacker-host_{port}"))).unwrap()
+    }
+
+    /// Runs an attack and, at the same time, round trips of a byte with the guest that behaves, for so long.
+    fn beside(&self, port: u32, time: Duration, attack: impl FnOnce(&AtomicBool) + Send) -> Spread {
+        let (mut program, mut guest) = self.rig.to_guest(port);
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut byte = [0];
+                while let Ok(1) = guest.read(&mut byte) {
+                    guest.write_all(&byte).unwrap();
+                }
+            });
+            scope.spawn(|| attack(&stop));
+            let start = Instant::now();
+            let mut times = Vec::new();
+            while start.elapsed() < time {
+                let sent = Instant::now();
+                program.write_all(b"x").unwrap();
+                program.read_exact(&mut [0]).unwrap();
+                times.push(sent.elapsed());
+            }
+            stop.store(true, Ordering::Relaxed);
+            drop(program);
+            times.sort_unstable();
+            let at = |percent: usize| times[(times.len() - 1) * percent / 100];
+            Spread { count: times.len(), p50: at(50), p99: at(99), most: at(100) }
+        })
+    }
+}
+
+/// Round trips.
+#[derive(Debug)]
+#[allow(dead_code, reason = "for what a failure prints")]
+struct Spread {
+    count: usize,
+    p50: Duration,
+    p99: Duration,
+    most: Duration,
+}
+
+/// A guest that sends what it likes.
+struct Attacker {
+    peer: Peer,
+    driver: Driver,
+    vrings: Vec<Vring>,
+    size: u32,
+}
+
+impl Attacker {
+    fn new(socket: &Path, size: u32) -> Attacker {
+        let acked = common::SPLIT;
+        let mut peer = Peer::connect(socket);
+        peer.negotiate(acked);
+        let driver = Driver::new(DriverConfig { acked, queue_size: size, receive: 4096 }).unwrap();
+        let region = &driver.region;
+        let table = mem_table(&[[region.guest(), region.len() as u64, region.user(), 0]]);
+        peer.ok(SET_MEM_TABLE, &table, &[driver.file.as_raw_fd()]);
+        let eventfd = common::eventfd;
+        let vring = |_| Vring { kick: eventfd(), call: eventfd(), err: eventfd() };
+        let mut attacker = Attacker { peer, driver, vrings: (0..3).map(vring).collect(), size };
+        (0..3).for_each(|index| attacker.start(index));
+        attacker
+    }
+
+    fn start(&mut self, index: u32) {
+        let Driver { rx, tx, events, .. } = &self.driver;
+        let at = [rx.addresses(), tx.addresses(), events.addresses()][index as usize];
+        let size = if index == 2 { events.size() } else { self.size };
+        let Vring { kick, call, err } = &self.vrings[index as usize];
+        let peer = &mut self.peer;
+        peer.ok(SET_VRING_NUM, &words(&[index, size]), &[]);
+        peer.ok(SET_VRING_BASE, &words(&[index, 0]), &[]);
+        peer.ok(SET_VRING_ADDR, &longs(&[index.into(), at.descriptor, at.device, at.driver, 0]), &[]);
+        peer.ok(SET_VRING_CALL, &longs(&[index.into()]), &[call.as_raw_fd()]);
+        peer.ok(SET_VRING_ERR, &longs(&[index.into()]), &[err.as_raw_fd()]);
+        peer.ok(SET_VRING_KICK, &longs(&[index.into()]), &[kick.as_raw_fd()]);
+        peer.ok(SET_VRING_ENABLE, &words(&[index, 1]), &[]);
+    }
+
+    /// A packet from one of its ports to one of the host.
+    fn header(op: Op, from: u32, to: u32) -> VsockHdr {
+        VsockHdr {
+            src_cid: ATTACKER,
+            dst_cid: 2,
+            src_port: from,
+            dst_port: to,
+            kind: TYPE_STREAM,
+            op: op as u16,
+            buf_alloc: u32::MAX / 2,
+            ..VsockHdr::default()
+        }
+    }
+
+    /// Sends a packet, if there is room. Nobody is told yet.
+    fn put(&mut self, header: VsockHdr, payload: &[u8]) -> bool {
+        if self.driver.tx.room(true).unwrap().is_none() {
+            return false;
+        }
+        let header = VsockHdr { len: payload.len() as u32, ..header };
+        self.driver.tx.put(&header, &mut Payload::bytes(payload));
+        true
+    }
+
+    fn kick(&mut self) {
+        self.driver.tx.publish();
+        let _ = self.vrings[1].kick.write(1);
+    }
+
+    /// Sends a packet, as soon as there is room.
+    fn send(&mut self, header: VsockHdr, payload: &[u8]) {
+        soon("there is room for a packet", || {
+            let sent = self.put(header, payload);
+            self.kick();
+            self.take(|_| {});
+            sent
+        });
+    }
+
+    /// Takes what has come.
+    fn take(&mut self, mut each: impl FnMut(VsockHdr)) -> usize {
+        let taken = self.driver.rx.take(|header, _| each(header)).unwrap();
+        let _ = self.vrings[0].kick.write(1);
+        taken.packets
+    }
+
+    /// Sends to a port of the host on so many connections, as long as anything is taken.
+    fn fill(&mut self, port: u32, count: u32) {
+        const BUFFER: u32 = 256 << 10;
+        let mut sent = vec![0u32; count as usize];
+        let mut passed = sent.clone();
+        let mut last = Instant::now();
+        while last.elapsed() < Duration::from_millis(300) {
+            for from in 0..count {
+                let sent = &mut sent[from as usize];
+                let len = (BUFFER - (*sent - passed[from as usize])).min(4000);
+                if len > 0 && self.put(Attacker::header(Op::Data, from, port), &vec![7; len as usize]) {
+                    *sent += len;
+                    last = Instant::now();
+                }
+            }
+            self.kick();
+            self.take(|header| {
+                assert_ne!(header.op, Op::Reset as u16, "port {}", header.dst_port);
+                passed[header.dst_port as usize] = header.fwd_cnt;
+            });
+        }
+    }
+
+    /// Connects to a port of the host, so many times; says how many were accepted and refused.
+    fn connect(&mut self, port: u32, first: u32, count: u32) -> (u32, u32) {
+        let (mut sent, mut opened, mut refused) = (0, 0, 0);
+        soon("all requests are answered", || {
+            // As many at a time as there is room for answers.
+            while sent < count && sent < opened + refused + 64 {
+                assert!(self.put(Attacker::header(Op::Request, first + sent, port), &[]));
+                sent += 1;
+            }
+            self.kick();
+            self.take(|header| {
+                opened += u32::from(header.op == Op::Response as u16);
+                refused += u32::from(header.op == Op::Reset as u16);
+            });
+            opened + refused == count
+        });
+        (opened, refused)
+    }
+}
+
+/// What a victim may wait on a busy machine, half of the time and nearly always, whatever others do.
+const HALF: Duration = Duration::from_millis(4);
+const NEARLY_ALL: Duration = Duration::from_millis(40);
+
+#[test]
+fn a_guest_that_sends_requests_without_end_takes_its_own_time_only() {
+    let pair = Pair::new(|_| {});
+    let quiet = pair.rig.to_guest(9);
+    let mut attacker = pair.attacker();
+    let listener = pair.listen_on_host(7);
+    let before = pair.beside(1, Duration::from_millis(500), |_| {});
+    let after = pair.beside(2, Duration::from_secs(2), |stop| {
+        let mut port = 0;
+        while !stop.load(Ordering::Relaxed) {
+            while attacker.put(Attacker::header(Op::Request, port, 7), &[]) {
+                port += 1;
+            }
+            attacker.kick();
+            attacker.take(|_| {});
+            thread::sleep(Duration::from_micros(50));
+        }
+        assert!(port > 10_000, "{port} requests are no attack");
+    });
+    drop(listener);
+    println!("before: {before:?}, beside: {after:?}, {:?}", pair.server.sockets());
+    assert!(
+        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
+        "{before:?}, {after:?}"
+    );
+    // It had its share, and what is beyond that was refused.
+    let report = pair.server.sockets();
+    assert!(report.refused > 1000, "{report:?}");
+    exchange(&quiet.0, &quiet.1);
+}
+
+#[test]
+fn a_guest_with_many_busy_sockets_takes_its_own_time_only() {
+    const MANY: u32 = 1000;
+    let pair = Pair::new(|_| {});
+    let mut attacker = pair.attacker();
+    // So many programs, each with something to say, and a guest that has no room for it yet.
+    let programs: Vec<_> = (0..MANY)
+        .map(|port| {
+            let mut program = pair.program();
+            program.set_nonblocking(true).unwrap();
+            program.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+            let mut connected = None;
+            soon("it asks", || {
+                attacker.take(|header| connected = Some(header.src_port));
+                connected.is_some()
+            });
+            let header = Attacker::header(Op::Response, port, connected.unwrap());
+            attacker.send(VsockHdr { buf_alloc: 0, ..header }, &[]);
+            while program.write(&[7; 16 << 10]).is_ok() {}
+            (program, port, connected.unwrap())
+        })
+        .collect();
+    let before = pair.beside(1, Duration::from_millis(300), |_| {});
+    let got = AtomicUsize::new(0);
+    let after = pair.beside(2, Duration::from_millis(300), |stop| {
+        for &(_, port, host) in &programs {
+            attacker.send(Attacker::header(Op::CreditUpdate, port, host), &[]);
+        }
+        while !stop.load(Ordering::Relaxed) {
+            attacker.take(|header| _ = got.fetch_add(header.len as usize, Ordering::Relaxed));
+        }
+    });
+    println!("before: {before:?}, beside: {after:?}, {got:?} bytes");
+    assert!(got.into_inner() > 1 << 20, "the attacker is served too");
+    assert!(
+        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
+        "{before:?}, {after:?}"
+    );
+}
+
+#[test]
+fn connects_have_a_quota_and_what_is_beyond_it_waits_or_is_refused() {
+    let pair = Pair::new(|config| config.connects = 50);
+    let mut attacker = pair.attacker();
+    let listener = pair.listen_on_host(7);
+    let start = Instant::now();
+    let (mut opened, mut refused) = (0, 0);
+    for port in 0..1000 {
+        attacker.send(Attacker::header(Op::Request, port, 7), &[]);
+    }
+    soon("all requests are answered", || {
+        attacker.take(|header| {
+            opened += usize::from(header.op == Op::Response as u16);
+            refused += usize::from(header.op == Op::Reset as u16);
+        });
+        let report = pair.server.sockets();
+        report.refused + report.open as u64 == 1000 && pair.server.stack().report().opened as usize == report.open
+    });
+    let took = start.elapsed();
+    listener.set_nonblocking(true).unwrap();
+    let accepted = std::iter::from_fn(|| listener.accept().ok()).count();
+    // At once, and those that waited for a second.
+    let most = 100 + (50.0 * took.as_secs_f64()) as usize;
+    assert!(accepted >= 100 && accepted <= most, "{accepted} within {took:?}");
+    assert_eq!(pair.server.sockets().refused, 1000 - accepted as u64);
+    // The other guest has its own.
+    let (_guest, _program) = pair.rig.to_host(1);
+}
+
+#[test]
+fn a_program_is_heard_at_once_however_many_have_only_said_half() {
+    let rig = Rig::new();
+    let path = rig.folder.0.join("host");
+    let listener = rig.listen(1);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let crowd = scope.spawn(|| {
+            let mut crowd = Vec::new();
+            while crowd.len() < 4000 && !stop.load(Ordering::Relaxed) {
+                let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+                socket.set_nonblocking(true).unwrap();
+                // The backlog may be full for a moment.
+                if socket.connect(&socket2::SockAddr::unix(&path).unwrap()).is_ok() {
+                    let _ = socket.send(b"CONNECT 1");
+                    crowd.push(socket);
+                } else {
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+            crowd
+        });
+        let start = Instant::now();
+        while !crowd.is_finished() && start.elapsed() < SOON {
+            thread::sleep(Duration::from_millis(1));
+        }
+        for _ in 0..20 {
+            let program = at_once(|| rig.ask(1)).unwrap();
+            exchange(&program, &accept(&listener));
+        }
+        stop.store(true, Ordering::Relaxed);
+        let crowd = crowd.join().unwrap();
+        assert!(crowd.len() > 3000, "{} are no crowd", crowd.len());
+    });
+}
+
+#[test]
+fn programs_that_do_not_read_leave_the_kernel_its_memory() {
+    const MANY: u32 = 300;
+    const BUDGET: usize = 4 << 20;
+    let pair = Pair::new(|config| config.socket_memory = BUDGET);
+    let mut attacker = pair.attacker();
+    let listener = pair.listen_on_host(7);
+    assert_eq!(attacker.connect(7, 0, MANY), (MANY, 0));
+    let programs: Vec<_> = (0..MANY).map(|_| listener.accept().unwrap().0).collect();
+    attacker.fill(7, MANY);
+    assert!(pair.server.sockets().buffers <= BUDGET);
+    // What the kernel has is what is left when the device is gone.
+    let Pair { rig, server, .. } = pair;
+    drop(server);
+    let kept: usize =
+        programs.into_iter().map(|mut program| io::copy(&mut program, &mut io::sink()).unwrap() as usize).sum();
+    assert!(kept > 1 << 20 && kept <= BUDGET + MANY as usize * (8 << 10), "the kernel kept {kept} bytes");
+    rig.all_is_well();
+}
+
+#[test]
+fn memory_that_nobody_needs_now_is_there_for_others() {
+    const BUDGET: usize = 4 << 20;
+    let pair = Pair::new(|config| config.socket_memory = BUDGET);
+    let mut attacker = pair.attacker();
+    let listener = pair.listen_on_host(7);
+    assert_eq!(attacker.connect(7, 0, 40), (40, 0));
+    let programs: Vec<_> = (0..40).map(|_| listener.accept().unwrap().0).collect();
+    attacker.fill(7, 40);
+    let full = pair.server.sockets().buffers;
+    assert!(full > BUDGET / 4 * 3, "{full}");
+    for program in &programs {
+        program.set_nonblocking(true).unwrap();
+    }
+    soon("the programs have read all, and the memory is free", || {
+        programs.iter().for_each(|mut program| _ = io::copy(&mut program, &mut io::sink()));
+        pair.server.sockets().buffers <= BUDGET / 2
+    });
+}
+
+#[test]
+fn memory_is_watched_as_long_as_any_vring_uses_it() {
+    let pair = Pair::new(|_| {});
+    for stopped in 0..3 {
+        let mut attacker = pair.attacker();
+        attacker.peer.get_base(stopped);
+        attacker.driver.file.set_len(0).unwrap();
+        // Somebody has to look at one of the rings.
+        for vring in &attacker.vrings {
+            let _ = vring.kick.write(1);
+        }
+        let _ = pair.program().write_all(b"CONNECT 1\n");
+        assert!(attacker.peer.ends(), "vring {stopped} stopped, the others' memory truncated");
+        soon("the device has stopped", || !pair.server.stack().is_running());
+    }
+    pair.attacker();
+    pair.rig.all_is_well();
+}
+
+/// Lines of the log, of all tests.
+static LOG: Log = Log(Mutex::new(Vec::new()));
+
+struct Log(Mutex<Vec<String>>);
+
+impl log::Log for Log {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record) {
+        self.0.lock().unwrap().push(record.args().to_string());
+    }
+    fn flush(&self) {}
+}
+
+#[test]
+fn programs_that_talk_nonsense_do_not_fill_the_log() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        log::set_logger(&LOG).unwrap();
+        log::set_max_level(log::LevelFilter::Info);
+    });
+    let rig = Rig::new();
+    let about = format!("{}: ", rig.config.name);
+    let lines =
+        || -> Vec<String> { LOG.0.lock().unwrap().iter().filter(|line| line.starts_with(&about)).cloned().collect() };
+    let start = Instant::now();
+    for _ in 0..1000 {
+        let mut program = rig.program();
+        program.write_all(b"nonsense\n").unwrap();
+        turned_away(&mut program);
+    }
+    let most = 20 + start.elapsed().as_secs() as usize + 1;
+    assert!(lines().len() >= 20 && lines().len() <= most, "{} lines", lines().len());
+    soon("a line says how many there would have been", || {
+        let mut program = rig.program();
+        program.write_all(b"nonsense\n").unwrap();
+        turned_away(&mut program);
+        lines().iter().any(|line| line.contains("\"nonsense\\n\"") && line.ends_with("more lines suppressed)"))
+    });
+    assert!(rig.server.sockets().turned_away > 1000);
+}
