@@ -5,7 +5,7 @@ mod vsock;
 use self::vsock::Vsocks;
 use crate::{Outcome, config, report};
 use ringroad_host::{
-    Port, PortHandle, PortReport, Tap, Worker, WorkerConfig,
+    Port, PortHandle, PortReport, PortSettings, Tap, Worker, WorkerConfig,
     vhost_user::{Server, VhostConfig},
 };
 use ringroad_net::{Config, Snapshot};
@@ -170,7 +170,8 @@ impl Running {
             }
             config::Kind::Tap { interface, queues } => {
                 let tap = Tap::open(&port.name, interface, *queues, port.mtu)?;
-                Kind::Tap(worker.add(Arc::new(Port::tap(tap, mode, port.hairpin, poll)))?)
+                let settings = PortSettings { mode, hairpin: port.hairpin, poll, ..PortSettings::default() };
+                Kind::Tap(worker.add(Arc::new(Port::tap(tap, settings)))?)
             }
         };
         Ok(Running { config: port.clone(), poll, kind })

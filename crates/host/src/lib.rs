@@ -13,7 +13,7 @@ pub mod vhost_user;
 pub mod vsock;
 mod worker;
 
-pub use port::{Port, PortReport};
+pub use port::{Port, PortReport, PortSettings};
 pub use quota::Quota;
 pub use sys::{Signal, cpu_time, pin_current_thread, raise_file_limit, signal};
 pub use tap::{Tap, TapError};

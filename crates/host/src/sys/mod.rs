@@ -2,7 +2,7 @@
 
 mod tun;
 
-pub(crate) use tun::{mtu, open_tap, set_link};
+pub(crate) use tun::{mtu, open_tap, set_link, set_mtu};
 
 use ringroad_mem::Span;
 use std::{
@@ -23,6 +23,18 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     let result = unsafe {
         let mut set = std::mem::zeroed::<libc::cpu_set_t>();
         libc::CPU_SET(cpu, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &set)
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Lets the calling thread run on any CPU that this process may use.
+pub fn unpin_current_thread() -> io::Result<()> {
+    // SAFETY: a zeroed cpu_set_t is the empty set, each number is within it, and the call reads just that. The kernel takes
+    // away what the process may not have.
+    let result = unsafe {
+        let mut set = std::mem::zeroed::<libc::cpu_set_t>();
+        (0..libc::CPU_SETSIZE as usize).for_each(|cpu| libc::CPU_SET(cpu, &mut set));
         libc::sched_setaffinity(0, size_of_val(&set), &set)
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
