@@ -28,14 +28,15 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Lets the calling thread run on any CPU that this process may use.
+/// Lets the calling thread run where the first thread of the process may, which nobody pins.
 pub fn unpin_current_thread() -> io::Result<()> {
-    // SAFETY: a zeroed cpu_set_t is the empty set, each number is within it, and the call reads just that. The kernel takes
-    // away what the process may not have.
+    // SAFETY: the calls fill and read a cpu_set_t, whose size they are told; a zeroed one is the empty set.
     let result = unsafe {
         let mut set = std::mem::zeroed::<libc::cpu_set_t>();
-        (0..libc::CPU_SETSIZE as usize).for_each(|cpu| libc::CPU_SET(cpu, &mut set));
-        libc::sched_setaffinity(0, size_of_val(&set), &set)
+        match libc::sched_getaffinity(libc::getpid(), size_of_val(&set), &mut set) {
+            0 => libc::sched_setaffinity(0, size_of_val(&set), &set),
+            failed => failed,
+        }
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::bits;
 use ringroad_vsock::{
-    Broken, Config, Door, Events, Features, Host, Key, Kind, Queue, RxQueue, Settings, Stack, TxQueue, kinds,
+    Broken, Config, Door, Events, Features, Host, Hub, Key, Kind, Queue, RxQueue, Settings, Stack, TxQueue, kinds,
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
@@ -66,12 +66,18 @@ pub(super) struct Guest {
     pub number: u32,
     pub cid: u64,
     pub stack: Arc<Stack<HostSide>>,
-    host: Option<PathBuf>,
+    ways: Arc<Mutex<Ways>>,
     notifiers: Arc<Notifiers>,
     /// Wakes the thread of its socket: its memory is gone.
     attention: EventFd,
     vrings: Mutex<Vrings>,
     lines: AtomicU32,
+}
+
+/// Where a guest's connections with the host lead, and come from. Can be changed while it runs.
+struct Ways {
+    host: Option<PathBuf>,
+    forward: Vec<(u32, SocketAddr)>,
 }
 
 /// What control knows of the vrings.
@@ -125,8 +131,8 @@ impl Guest {
         self.lines.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |lines| lines.checked_sub(1)).is_ok()
     }
 
-    pub(super) fn host_path(&self) -> std::path::Display<'_> {
-        self.host.as_deref().unwrap_or(Path::new("")).display()
+    pub(super) fn host_path(&self) -> String {
+        self.ways.lock().host.as_deref().unwrap_or(Path::new("")).display().to_string()
     }
 
     /// Stops the device if the frontend has truncated the guest's memory.
@@ -169,8 +175,7 @@ struct Around {
     number: u32,
     worker: Arc<Shared>,
     notifiers: Arc<Notifiers>,
-    host: Option<PathBuf>,
-    forward: Vec<(u32, SocketAddr)>,
+    ways: Arc<Mutex<Ways>>,
 }
 
 impl Host<HostRelay> for Around {
@@ -199,11 +204,15 @@ impl Host<HostRelay> for Around {
         if kind != Kind::Stream {
             return Door::Shut;
         }
-        let forward = self.forward.iter().find(|&&(port, _)| port == key.port);
-        let opened = match (forward, &self.host) {
-            (Some(&(_, address)), _) => connect_tcp(address),
+        let (forward, host) = {
+            let ways = self.ways.lock();
+            let forward = ways.forward.iter().find(|&&(port, _)| port == key.port);
+            (forward.map(|&(_, address)| address), ways.host.clone())
+        };
+        let opened = match (forward, host) {
+            (Some(address), _) => connect_tcp(address),
             (None, Some(host)) => {
-                let mut path = host.clone().into_os_string();
+                let mut path = host.into_os_string();
                 path.push(format!("_{}", key.port));
                 connect_unix(Path::new(&path)).map(|socket| (socket, true))
             }
@@ -254,8 +263,8 @@ impl Host<HostRelay> for Around {
 pub struct VsockServer {
     guest: Arc<Guest>,
     worker: Arc<Shared>,
+    hub: Arc<Hub<HostSide>>,
     socket: Option<Socket>,
-    host: Option<PathBuf>,
 }
 
 impl VsockServer {
@@ -266,13 +275,13 @@ impl VsockServer {
         let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
         let number = worker.number();
         let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
+        let ways = Arc::new(Mutex::new(Ways { host: config.host.clone(), forward: config.forward.clone() }));
         let around = Around {
             name: name.to_owned(),
             number,
             worker: worker.shared.clone(),
             notifiers: notifiers.clone(),
-            host: config.host.clone(),
-            forward: config.forward.clone(),
+            ways: ways.clone(),
         };
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
@@ -285,22 +294,45 @@ impl VsockServer {
             number,
             cid: config.cid,
             stack,
-            host: config.host.clone(),
+            ways,
             notifiers,
             attention,
             vrings: Mutex::default(),
             lines: AtomicU32::new(100),
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
-        let mut server = VsockServer {
-            guest: guest.clone(),
-            worker: worker.shared.clone(),
-            socket: None,
-            host: config.host.clone(),
-        };
+        let mut server =
+            VsockServer { guest: guest.clone(), worker: worker.shared.clone(), hub: worker.hub.clone(), socket: None };
         let device = VsockDevice { guest, worker: worker.shared.clone(), offer: config.features.bits() };
         server.socket = Some(Socket::start(name, &config.socket, config.role, told, || Ok(device))?);
         Ok(server)
+    }
+
+    /// Has it behave like this, as far as its guest need not be told: settings, groups, and where connections with the host
+    /// lead. All the rest of the configuration is as before.
+    ///
+    /// # Errors
+    /// The socket for programs of the host cannot be made; the one there was stays, all the rest is as it should be.
+    pub fn set(&self, config: &VsockConfig) -> Result<(), SocketError> {
+        let Guest { name, number, stack, ways, .. } = &*self.guest;
+        stack.set(config.settings);
+        if !config.groups.is_empty() || stack.has_joined() {
+            self.hub.join(stack, config.groups.clone());
+        }
+        ways.lock().forward.clone_from(&config.forward);
+        let before = ways.lock().host.clone();
+        if before == config.host {
+            return Ok(());
+        }
+        let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
+        ways.lock().host.clone_from(&config.host);
+        let (sender, listens) = mpsc::channel();
+        self.worker.send(Command::Listen(*number, listener, sender));
+        let _ = listens.recv();
+        if let Some(path) = before {
+            let _ = fs::remove_file(path);
+        }
+        Ok(())
     }
 
     /// The host's end of the device: for sockets of this program.
@@ -322,7 +354,7 @@ impl Drop for VsockServer {
         let (sender, removed) = mpsc::channel();
         self.worker.send(Command::Remove(self.guest.number, sender));
         let _ = removed.recv();
-        if let Some(path) = &self.host {
+        if let Some(path) = &self.guest.ways.lock().host {
             let _ = fs::remove_file(path);
         }
     }

@@ -40,6 +40,9 @@ const SWEEP: Duration = Duration::from_secs(1);
 pub(super) enum Command {
     Add(Arc<Guest>, Option<UnixListener>, mpsc::Sender<()>),
     Remove(u32, mpsc::Sender<()>),
+    /// Programs connect there from now on.
+    Listen(u32, Option<UnixListener>, mpsc::Sender<()>),
+    Configure(Option<usize>, Duration, mpsc::Sender<io::Result<()>>),
     /// There is something to do at a guest's stack.
     Work(u32),
     /// A connection can be sent to again.
@@ -174,6 +177,16 @@ impl VsockWorker {
         };
         result.recv().unwrap_or_else(|_| Err(io::Error::other("the vsock worker has ended")))?;
         Ok(VsockWorker { shared, hub: Hub::new(connections), thread: Some(thread) })
+    }
+
+    /// Has it run on another CPU, or any, and look for `poll` after the last packet.
+    ///
+    /// # Errors
+    /// The CPU is not there or not allowed; it stays where it was.
+    pub fn set(&self, cpu: Option<usize>, poll: Duration) -> io::Result<()> {
+        let (sender, done) = mpsc::channel();
+        self.shared.send(Command::Configure(cpu, poll, sender));
+        done.recv().unwrap_or_else(|_| Err(io::Error::other("the vsock worker has ended")))
     }
 
     /// A number for a guest.
@@ -454,6 +467,19 @@ impl<'a> Loop<'a> {
         any
     }
 
+    /// Programs connect to this socket of a guest from now on; the one before, if there was one, is closed.
+    fn listen(&mut self, guest: u32, listener: Option<UnixListener>) {
+        let Some(member) = self.members.get_mut(&guest) else { return };
+        let watched = listener
+            .as_ref()
+            .map_or(Ok(()), |listener| self.shared.add(listener.as_raw_fd(), Token::Listener(guest), EventSet::IN));
+        if let Err(error) = watched {
+            log::error!("{}: cannot wait for programs: {error}", member.guest.name);
+        }
+        member.listener = listener;
+        self.accept(guest);
+    }
+
     fn accept(&mut self, guest: u32) {
         let Some(member) = self.members.get_mut(&guest) else { return };
         let Some(listener) = &member.listener else { return };
@@ -560,16 +586,18 @@ impl<'a> Loop<'a> {
             match command {
                 Command::Add(guest, listener, reply) => {
                     let number = guest.number;
-                    let watched = listener.as_ref().map_or(Ok(()), |listener| {
-                        self.shared.add(listener.as_raw_fd(), Token::Listener(number), EventSet::IN)
-                    });
-                    if let Err(error) = watched {
-                        log::error!("{}: cannot wait for programs: {error}", guest.name);
-                    }
-                    let member = Member { guest, listener, asking: 0, knocking: false, hot: None };
+                    let member = Member { guest, listener: None, asking: 0, knocking: false, hot: None };
                     self.members.insert(number, member);
-                    self.accept(number);
+                    self.listen(number, listener);
                     let _ = reply.send(());
+                }
+                Command::Listen(number, listener, reply) => {
+                    self.listen(number, listener);
+                    let _ = reply.send(());
+                }
+                Command::Configure(cpu, poll, reply) => {
+                    self.poll = poll;
+                    let _ = reply.send(cpu.map_or_else(sys::unpin_current_thread, sys::pin_current_thread));
                 }
                 Command::Remove(number, reply) => {
                     if let Some(member) = self.members.remove(&number) {
