@@ -15,6 +15,6 @@ mod worker;
 
 pub use port::{Port, PortReport, PortSettings};
 pub use quota::Quota;
-pub use sys::{Signal, cpu_time, pin_current_thread, raise_file_limit, signal};
+pub use sys::{Signal, cpu_time, is_writable, pin_current_thread, raise_file_limit, signal};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

@@ -41,6 +41,15 @@ pub fn unpin_current_thread() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Whether this process may make files in a folder; else why not.
+pub fn is_writable(folder: &std::path::Path) -> io::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;
+    // SAFETY: the path ends with a zero and outlives the call, which only reads it.
+    let result = unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK | libc::X_OK, libc::AT_EACCESS) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Allows this process as many open files as it may allow itself: a connection of a vsock device can be one.
 pub fn raise_file_limit() {
     // SAFETY: the calls fill and read the structure that they are given.
