@@ -66,7 +66,7 @@ enum Order {
 /// Orders that wait: more are no use to anybody.
 const ORDERS: usize = 16;
 /// How long the end may take before the program ends without it. With what the log may take it is less than a second.
-const PATIENCE: Duration = Duration::from_millis(700);
+const PATIENCE: Duration = Duration::from_millis(600);
 
 /// Runs until it is told to stop.
 pub fn run(args: Args) -> Outcome {
