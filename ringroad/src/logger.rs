@@ -1,5 +1,9 @@
 //! What the program says, on stderr and stdout: nobody who says something waits for whoever should read it. A full pipe costs
 //! lines, never a frame. main.rs calls [`init`] at the start and [`flush`] at the end; the `log` crate's macros end here.
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
 use env_filter::Filter;
 use log::{Level, Log, Metadata, Record};

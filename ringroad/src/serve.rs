@@ -2,6 +2,10 @@
 //!
 //! Two threads: the first one hears signals and does nothing that could keep it from the next one; "control" starts, changes, prints
 //! and ends what runs (state.rs). So the program ends when it is told to, whatever control waits for.
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
 mod changes;
 mod print;

@@ -2,6 +2,10 @@
 //!
 //! main.rs calls [`Config::load`]. The file is walked by hand rather than through serde, so that each error names
 //! the line and the key at fault, also where the syntax is right and the meaning is not.
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
 mod check;
 mod vsock;
@@ -679,17 +683,18 @@ fn list(names: &[&str], quote: char, last: &str) -> String {
 
 /// How many letters to add, drop or change from `a` to `b` (Levenshtein).
 fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.chars().count()).collect();
+    let b: Vec<char> = b.chars().collect();
+    let mut above: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.chars().enumerate() {
-            let changed = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
+        let mut left = i + 1;
+        let mut row = vec![left];
+        for (&y, (&diagonal, &above)) in b.iter().zip(above.iter().zip(above.iter().skip(1))) {
+            left = (diagonal + usize::from(x != y)).min(above + 1).min(left + 1);
+            row.push(left);
         }
+        above = row;
     }
-    row[row.len() - 1]
+    above.last().copied().unwrap_or_default()
 }
 
 #[cfg(test)]
