@@ -6,6 +6,7 @@ mod blast;
 mod child;
 mod config;
 mod demo;
+mod logger;
 mod report;
 mod serve;
 mod traffic;
@@ -20,8 +21,8 @@ use std::process::ExitCode;
     about = "A user-space switch for virtual machines: virtio-net and vsock over vhost-user, TAP",
     after_help = "Examples:\n  ringroad demo                      see it work: no root, no guests needed\n  \
                   ringroad serve -c ringroad.toml    run a switch\n  \
-                  ringroad blast /run/vm1.sock       send test traffic to a vhost-user device\n  \
-                  ringroad vsock cat /run/vm1.vsock 2:22   talk to a vsock device as its guest would\n  \
+                  ringroad blast /run/ringroad/vm1.sock    send test traffic to a vhost-user device\n  \
+                  ringroad vsock cat /run/ringroad/vm1.vsock 2:22    talk to a vsock device as its guest would\n  \
                   ringroad bench pvp                 measure, against DPDK where it is installed"
 )]
 struct Cli {
@@ -54,7 +55,10 @@ fn main() -> ExitCode {
         (_, 1) => "info",
         _ => "debug",
     };
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(level)).format_target(false).init();
+    if let Err(error) = logger::init(level) {
+        eprintln!("ringroad: cannot start the log: {error}");
+        return ExitCode::FAILURE;
+    }
     let result = match cli.command {
         Command::Serve(args) => serve::run(args),
         Command::Demo(args) => demo::run(args),
@@ -62,13 +66,12 @@ fn main() -> ExitCode {
         Command::Vsock(args) => vsock::run(args),
         Command::Bench(args) => bench::run(args),
     };
-    match result {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("ringroad: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let code = result.unwrap_or_else(|error| {
+        logger::say(&format!("ringroad: {error}"));
+        ExitCode::FAILURE
+    });
+    logger::flush();
+    code
 }
 
 /// How a command ends: an exit code, or a message for whoever typed it.

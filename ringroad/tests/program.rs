@@ -7,11 +7,14 @@ use serde_json::Value;
 use std::{
     fmt::Write as _,
     fs,
-    io::{BufRead, BufReader, Read, Write},
+    io::{self, BufRead, BufReader, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -344,7 +347,7 @@ fn sockets_that_cannot_be_made() {
     let socket = "[[port]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket =";
     let here = folder.0.display();
     for (path, said) in [
-        (format!("{here}/missing/a.sock"), "cannot make socket"),
+        (format!("{here}/missing/a.sock"), "expected a folder that exists"),
         (format!("{here}/ringroad.toml"), "exists and is not a socket"),
         (format!("{here}"), "exists and is not a socket"),
         // procfs takes no files from anybody, root included.
@@ -353,13 +356,98 @@ fn sockets_that_cannot_be_made() {
         let config = folder.write(&format!("{socket} {path:?}\n"));
         let (code, _, err) = run(&["serve", "-c", text(&config)]);
         assert_eq!(code, 1, "{err}");
-        assert!(err.contains("ringroad: port a: ") && err.contains(said) && err.contains(&path), "{err}");
+        let place = Path::new(&path).parent().unwrap().to_str().unwrap();
+        assert!(err.starts_with("ringroad: ") && err.contains(said) && err.contains(place), "{err}");
     }
     // A CPU that there is not.
     let config = folder.write(&format!("[workers]\ncpus = [1023]\n{socket} \"{here}/b.sock\"\n"));
     let (code, _, err) = run(&["serve", "-c", text(&config)]);
     assert_eq!(code, 1, "{err}");
-    assert!(err.contains("cannot run a worker on CPU 1023 (key `workers.cpus`)"), "{err}");
+    assert!(err.contains("ringroad.toml:2: key `workers.cpus`: expected a CPU of this machine"), "{err}");
+}
+
+#[test]
+fn what_this_machine_does_not_have() {
+    let folder = Folder::new("has");
+    let here = folder.0.display();
+    fs::write(folder.file("file"), "").unwrap();
+    let port = |name: &str, rest: &str| format!("[[port]]\nname = {name:?}\nkind = \"vhost-user\"\n{rest}\n");
+    let text_of_file = [
+        "[workers]\ncpus = [1023]\n".into(),
+        port("a", &format!("socket = \"{here}/missing/a.sock\"")),
+        port("b", &format!("socket = \"{here}/file\"")),
+        port("c", &format!("socket = \"{here}/file/c.sock\"")),
+        port("d", &format!("socket = \"{here}/d.sock\"")),
+        port("e", &format!("socket = \"{here}/../{}/d.sock\"", folder.0.file_name().unwrap().display())),
+        "[[port]]\nname = \"lo\"\nkind = \"tap\"\ninterface = \"lo\"\n".into(),
+        format!("[[vsock]]\ncid = 3\nsocket = \"{here}/v.sock\"\nhost = \"{here}/absent/host\"\n"),
+    ]
+    .concat();
+    let config = folder.write(&text_of_file);
+    let line = |number: usize, rest: String| format!("ringroad: {}:{number}: {rest}", config.display());
+    let expected = [
+        line(2, "key `workers.cpus`: expected a CPU of this machine that is online, 0".into()),
+        line(6, format!("port \"a\": key `socket`: expected a folder that exists, found no {here}/missing; make it: install -d -m 0750 -o $USER {here}/missing")),
+        line(10, format!("port \"b\": key `socket`: expected nothing or a socket at {here}/file, which exists and is not a socket; remove it or choose another path")),
+        line(14, format!("port \"c\": key `socket`: expected a folder, found {here}/file, which is none; choose another path")),
+        line(22, format!("port \"e\": key `socket`: expected a socket that nothing else has, found {here}/../")),
+        line(26, "port \"lo\": key `interface`: expected a TAP interface, or none of that name, found lo, which is of another kind; choose another name".into()),
+        line(30, format!("vsock 1: key `host`: expected a folder that exists, found no {here}/absent; make it")),
+    ];
+    for arguments in [&["serve", "--check", "-c", text(&config)][..], &["serve", "-c", text(&config)]] {
+        let (code, out, err) = run(arguments);
+        assert_eq!((code, out.as_str()), (1, ""), "{err}");
+        assert_eq!(err.lines().count(), expected.len(), "{err}");
+        for (line, expected) in err.lines().zip(&expected) {
+            assert!(line.starts_with(expected), "expected {expected}, found {line}");
+        }
+    }
+    // The same address twice, said or not.
+    let port = |name: &str, rest: &str| port(name, &format!("socket = \"{here}/{name}.sock\"\n{rest}"));
+    let mac = "mac = \"52:54:00:00:00:01\"";
+    let config = folder.write(&(port("a", mac) + &port("b", mac)));
+    let (code, _, err) = run(&["serve", "--check", "-c", text(&config)]);
+    assert!(code == 1 && err.contains(":10: port \"b\": key `mac`: expected nothing else to have it"), "{err}");
+    // A daemon that runs is no reason to call its configuration wrong.
+    let config = folder.config(&[("a", "")]);
+    let serve = Program::serve(&config, &[]);
+    serve.says("ready");
+    assert_eq!(run(&["serve", "--check", "-c", text(&config)]).0, 0);
+}
+
+#[test]
+fn what_a_change_would_cost() {
+    let folder = Folder::new("cost");
+    let before = folder.file("before.toml");
+    fs::rename(folder.config(&[("a", ""), ("b", ""), ("c", "")]), &before).unwrap();
+    let after = folder.config(&[("a", "poll = \"1ms\""), ("b", "queues = 2\nhairpin = true"), ("d", "")]);
+    let expected = "port c: goes\nport a: key `port.poll`: in place\nport b: key `port.queues`: reconnects the guest\n\
+        port b: key `port.hairpin`: in place\nport d: new\n";
+    let (code, out, err) = run(&["serve", "--check", "-c", text(&after), "--against", text(&before)]);
+    assert_eq!((code, err.as_str()), (0, ""));
+    assert_eq!(out, format!("{expected}{}: 3 ports, right\n", after.display()));
+    let (_, out, _) = run(&["serve", "--check", "-c", text(&after), "--against", text(&after)]);
+    assert!(out.starts_with("nothing changes\n"), "{out}");
+
+    // A daemon says so itself, and does nothing.
+    let config = folder.config(&[("a", ""), ("b", ""), ("c", "")]);
+    let mut serve = Program::serve(&config, &[]);
+    serve.says("ready");
+    let guests = ["b", "c"].map(|name| Guest::plain(&folder.file(&format!("{name}.sock"))));
+    folder.config(&[("a", "poll = \"1ms\""), ("b", "queues = 2\nhairpin = true"), ("d", "")]);
+    serve.signal("USR2");
+    serve.says("a reload would change 5 keys and would cut somebody off");
+    for line in expected.lines() {
+        assert!(serve.err().contains(&format!("a reload would do this: {line}\n")), "{line}: {}", serve.err());
+    }
+    assert!(guests.iter().all(|guest| !guest.0.is_closed()) && !folder.file("d.sock").exists());
+    serve.signal("HUP");
+    serve.says("configuration read again: 3 ports");
+    for line in expected.lines() {
+        assert!(serve.err().contains(&format!("reload: {line}\n")), "{line}: {}", serve.err());
+    }
+    assert!(within(PATIENCE, || guests.iter().all(|guest| guest.0.is_closed())));
+    serve.stop("TERM");
 }
 
 // ---------------------------------------------------------------------------------------------------------- signals
@@ -423,12 +511,6 @@ fn reload() {
     exchange(&mut Guest::plain(&socket("changed")), &mut kept);
     let _ = new.received();
 
-    // What only a restart can change is not passed over in silence.
-    let ports = fs::read_to_string(&config).unwrap();
-    fs::write(&config, format!("[switch]\nentries = 7\n{ports}")).unwrap();
-    serve.signal("HUP");
-    serve.says("changes of [switch] and `workers.cpus` take effect when ringroad is started again");
-
     // With an error in it, nothing changes.
     fs::write(&config, "[[port]]\nname = 7\n").unwrap();
     serve.signal("HUP");
@@ -447,6 +529,358 @@ fn reload() {
     serve.says("configuration read again: 3 ports");
     drop(Guest::plain(&socket("blocked")));
     serve.stop("TERM");
+}
+
+/// Two guests that send each other frames all the time, in turn. Each must come, once, as it was; others' are passed over.
+struct Traffic {
+    stop: Arc<AtomicBool>,
+    thread: thread::JoinHandle<usize>,
+}
+
+/// Numbers of frames from here on are none of the traffic's.
+const OTHERS: u8 = 200;
+
+impl Traffic {
+    fn start(mut guests: [Guest; 2]) -> Traffic {
+        let stop = Arc::<AtomicBool>::default();
+        let stopped = stop.clone();
+        let thread = thread::spawn(move || {
+            let mut rounds = 0;
+            while !stopped.load(Ordering::Relaxed) {
+                let (number, len) = ((rounds % 199) as u8 + 1, 60 + rounds % 1400);
+                guests[rounds % 2].send(number, len);
+                let mut frames = Vec::new();
+                within(PATIENCE, || {
+                    let ours = |(frame, _): &(Vec<u8>, usize)| (1..OTHERS).contains(&frame[11]);
+                    frames.extend(guests[(rounds + 1) % 2].received().into_iter().filter(ours));
+                    !frames.is_empty()
+                });
+                assert_eq!(frames.len(), 1, "frames in round {rounds}");
+                assert!(frames[0].0.len() == len && frames[0].0[14..].iter().all(|&byte| byte == number), "damaged");
+                assert!(guests.iter().all(|guest| !guest.0.is_closed()), "cut off in round {rounds}");
+                rounds += 1;
+            }
+            rounds
+        });
+        Traffic { stop, thread }
+    }
+
+    /// At least so many frames have come, and none was lost.
+    #[track_caller]
+    fn ends(self, frames: usize) {
+        self.stop.store(true, Ordering::Relaxed);
+        let rounds = self.thread.join().expect("the traffic went on");
+        assert!(rounds >= frames, "{rounds} frames");
+    }
+}
+
+/// Changes the configuration of a running daemon, key by key.
+struct Reloads<'a> {
+    folder: &'a Folder,
+    serve: &'a Program,
+    head: String,
+    done: usize,
+}
+
+impl Reloads<'_> {
+    /// The ports `a` and `b` are always the same.
+    fn text(&self, c: &str) -> String {
+        let socket = |name: &str| self.folder.file(&format!("{name}.sock")).display().to_string();
+        let port =
+            |name: &str| format!("[[port]]\nname = {name:?}\nkind = \"vhost-user\"\nsocket = \"{}\"\n", socket(name));
+        format!("{}{}{}{}{c}\n", self.head, port("a"), port("b"), port("c"))
+    }
+
+    /// The daemon has read the file; says what it has said of it.
+    #[track_caller]
+    fn reload(&mut self, text: &str) -> String {
+        let before = self.serve.err().len();
+        self.folder.write(text);
+        self.serve.signal("HUP");
+        self.done += 1;
+        let read = || self.serve.err().matches("configuration read again").count();
+        assert!(within(PATIENCE, || read() == self.done), "{}", self.serve.err());
+        self.serve.err()[before..].to_owned()
+    }
+
+    /// Port `c` with these lines more.
+    #[track_caller]
+    fn port(&mut self, c: &str) -> String {
+        self.reload(&self.text(c))
+    }
+
+    /// The same with these lines before all ports, from now on.
+    #[track_caller]
+    fn head(&mut self, head: &str) -> String {
+        self.head = format!("{head}\n");
+        self.port("")
+    }
+}
+
+#[test]
+fn a_reload_changes_in_place_what_it_can() {
+    let folder = Folder::new("inplace");
+    let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
+    let config = folder.config(&[("a", ""), ("b", ""), ("c", "")]);
+    let mut serve = Program::serve(&config, &[]);
+    serve.says("3 ports, ready");
+    let traffic = Traffic::start([guest("a"), guest("b")]);
+    let mut c = guest("c");
+    let mut reloads = Reloads { folder: &folder, serve: &serve, head: String::new(), done: 0 };
+    let only = |said: String, key: &str| {
+        let told: Vec<&str> = said.lines().filter(|line| line.contains("reload: ")).collect();
+        assert!(told.len() == 1 && told[0].contains(&format!("key `{key}`: in place")), "{key}: {said}");
+    };
+    for (head, keys) in [
+        ("[workers]\npoll = \"50us\"", &["workers.poll"][..]),
+        ("[workers]\npoll = \"unlimited\"", &["workers.poll"]),
+        ("[workers]\nturn = 1", &["workers.poll", "workers.turn"]),
+        ("[workers]\ngather = \"8us\"", &["workers.gather", "workers.turn"]),
+        ("[workers]\ncpus = [0]", &["workers.cpus", "workers.gather"]),
+        ("[switch]\nageing = \"1s\"", &["workers.cpus", "switch.ageing"]),
+        ("[switch]\nentries = 7", &["switch.ageing", "switch.entries"]),
+        ("[log]\nlines = 77", &["switch.entries", "log.lines"]),
+        ("", &["log.lines"]),
+    ] {
+        let said = reloads.head(head);
+        for key in keys {
+            assert!(said.contains(&format!("[INFO ] reload: key `{key}`: in place\n")), "{key}: {said}");
+        }
+        assert_eq!(said.matches("reload: ").count(), keys.len(), "{said}");
+        assert!(!c.0.is_closed(), "{head}");
+        c.send(OTHERS, 100);
+    }
+    // What comes back to c of what it sends, a burst at once.
+    let back = |c: &mut Guest| {
+        while !c.received().is_empty() {}
+        c.send(OTHERS + 1, 100);
+        let mut count = 0;
+        within(Duration::from_millis(200), || {
+            count += c.received().iter().filter(|(frame, _)| frame[14] == OTHERS + 1).count();
+            count > 0
+        });
+        count
+    };
+    assert_eq!(back(&mut c), 0);
+    only(reloads.port("hairpin = true"), "port.hairpin");
+    assert_eq!(back(&mut c), 1);
+    reloads.port("");
+    assert_eq!(back(&mut c), 0);
+    only(reloads.port("mode = \"reflect\""), "port.mode");
+    assert_eq!(back(&mut c), 1);
+    reloads.port("mode = \"drop\"");
+    assert_eq!(back(&mut c), 0);
+    reloads.port("mode = \"generate\"");
+    let made = |frames: Vec<(Vec<u8>, usize)>| frames.iter().filter(|(frame, _)| frame.len() == 64).count();
+    assert!(within(PATIENCE, || made(c.received()) > 0), "nobody has sent anything, but frames are made");
+    reloads.port("");
+    assert_eq!(back(&mut c), 0);
+    for poll in ["50us", "unlimited", "0"] {
+        let said = reloads.port(&format!("poll = {poll:?}"));
+        only(said, "port.poll");
+    }
+    reloads.port("");
+    for tuning in [
+        "fast_path = false",
+        "shadow_used = false",
+        "prefetch = 0",
+        "prefetch_write = false",
+        "translation_cache = false",
+        "small_copy = false",
+        "prefetch = 31",
+    ] {
+        only(reloads.port(&format!("tuning = {{ {tuning} }}")), "port.tuning");
+        reloads.head("[workers]\nturn = 2");
+        c.send(OTHERS, 1000);
+    }
+    assert!(!c.0.is_closed(), "{}", serve.err());
+    reloads.head("");
+
+    // What the guest of c has to be told reconnects it; and nobody else.
+    for key in ["mac = \"02:00:00:00:00:09\"", "mtu = 9000", "features = { packed = false }", "queues = 2"] {
+        let said = reloads.port(key);
+        let name = key.split(' ').next().unwrap();
+        let expected = format!("[WARN ] reload: port c: key `port.{name}`: reconnects the guest");
+        assert!(said.contains(&expected), "{said}");
+        assert!(within(PATIENCE, || c.0.is_closed()), "{key}");
+        c = guest("c");
+        c.send(OTHERS, 100);
+    }
+    traffic.ends(100);
+    for name in ["a", "b"] {
+        assert_eq!(serve.err().matches(&format!("port {name}: frontend connected")).count(), 1, "{}", serve.err());
+    }
+    serve.stop("TERM");
+}
+
+#[test]
+fn a_reload_keeps_interfaces_that_it_does_not_have_to_change() {
+    let folder = Folder::new("keeps");
+    let tap = |more: &str| format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"rrtest0\"\n{more}");
+    let config = folder.write(&tap(""));
+    // In a network of its own, so that the name cannot be anybody else's.
+    let mut command = unshared("--net");
+    command.args([env!("CARGO_BIN_EXE_ringroad"), "serve", "-c", text(&config)]);
+    let mut serve = Program::start(command);
+    serve.says("1 ports, ready");
+    let ip = |arguments: &str| {
+        let mut command = Command::new("nsenter");
+        command.args(["--net", "--target", &serve.child.id().to_string()]);
+        if !is_root() {
+            command.args(["--user", "--preserve-credentials"]);
+        }
+        let output = command.arg("ip").args(arguments.split(' ')).output().unwrap();
+        assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    ip("addr add 10.99.0.1/24 dev rrtest0");
+    let mut done = 0;
+    let mut reload = |text: String| {
+        let before = serve.err().len();
+        folder.write(&text);
+        serve.signal("HUP");
+        done += 1;
+        assert!(
+            within(PATIENCE, || serve.err().matches("configuration read again").count() == done),
+            "{}",
+            serve.err()
+        );
+        serve.err()[before..].to_owned()
+    };
+    let address = "inet 10.99.0.1/24";
+    for text in [
+        format!("[workers]\npoll = \"50us\"\n{}", tap("")),
+        tap("poll = \"1ms\""),
+        tap("hairpin = true"),
+        tap("mode = \"drop\""),
+        tap("mtu = 9000"),
+        tap("mtu = 1400"),
+    ] {
+        let said = reload(text.clone());
+        assert!(said.contains(": in place") && !said.contains("recreates"), "{said}");
+        assert!(ip("-o addr show dev rrtest0").contains(address), "{text}");
+    }
+    assert!(ip("-o link show dev rrtest0").contains("mtu 1400"), "changed while it is there");
+    let said = reload(tap("queues = 2"));
+    assert!(said.contains("[WARN ] reload: port host: key `port.queues`: recreates the interface"), "{said}");
+    assert!(!ip("-o addr show dev rrtest0").contains(address), "that it was made anew can be seen");
+    serve.stop("TERM");
+}
+
+/// A pipe that takes no more.
+fn full_pipe() -> (io::PipeReader, io::PipeWriter) {
+    let (reader, mut writer) = io::pipe().unwrap();
+    writer.write_all(&vec![b'.'; 65536]).unwrap();
+    (reader, writer)
+}
+
+/// How long a signal takes to end it.
+#[track_caller]
+fn time_to_end(child: &mut Child) -> (Duration, ExitStatus) {
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    let start = Instant::now();
+    let mut status = None;
+    within(PATIENCE, || {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    (
+        start.elapsed(),
+        status.unwrap_or_else(|| {
+            let _ = child.kill();
+            panic!("it does not end")
+        }),
+    )
+}
+
+#[test]
+fn nobody_reads_what_it_says() {
+    let folder = Folder::new("unread");
+    let config = folder.config(&[("a", ""), ("b", "")]);
+    let (socket_a, socket_b) = (folder.file("a.sock"), folder.file("b.sock"));
+    let (err, err_writer) = full_pipe();
+    let (out, out_writer) = full_pipe();
+    let mut command = ringroad();
+    command.args(["serve", "-vv", "-c", text(&config)]).stdin(Stdio::null()).stdout(out_writer).stderr(err_writer);
+    let mut child = command.spawn().unwrap();
+    drop(command);
+    assert!(within(PATIENCE, || socket_a.exists() && socket_b.exists()));
+    let (mut a, mut b) = (Guest::plain(&socket_a), Guest::plain(&socket_b));
+    exchange(&mut a, &mut b);
+    // More lines than fit into a pipe, and tables that nobody reads.
+    for _ in 0..2000 {
+        let _ = UnixStream::connect(&socket_a);
+    }
+    for _ in 0..20 {
+        assert!(Command::new("kill").args(["-USR1", &child.id().to_string()]).status().unwrap().success());
+    }
+    exchange(&mut a, &mut b);
+    folder.config(&[("a", "poll = \"1ms\""), ("b", ""), ("new", "")]);
+    assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
+    assert!(within(PATIENCE, || folder.file("new.sock").exists()));
+    exchange(&mut a, &mut b);
+    let (time, status) = time_to_end(&mut child);
+    assert!(status.success() && time < Duration::from_secs(1), "{status}, {time:?}");
+    assert!(!socket_a.exists());
+    drop((err, out));
+}
+
+#[test]
+fn the_log_is_bounded() {
+    let folder = Folder::new("bounded");
+    let config = folder.config(&[("a", ""), ("b", "")]);
+    fs::write(&config, format!("[log]\nlines = 5\n{}", fs::read_to_string(&config).unwrap())).unwrap();
+    let mut serve = Program::serve(&config, &[]);
+    serve.says("ready");
+    let _a = Guest::plain(&folder.file("a.sock"));
+    let start = Instant::now();
+    let mut connects = 0;
+    while start.elapsed() < Duration::from_secs(2) {
+        connects += usize::from(UnixStream::connect(folder.file("a.sock")).is_ok());
+    }
+    assert!(connects > 100, "{connects}");
+    serve.says("lines lost, more than a second may have (key `log.lines`)");
+    let lines = serve.err().lines().filter(|line| line.contains("port a")).count();
+    // Five at once, five a second, and this takes two or three.
+    assert!(lines < 5 + 5 * 8, "{lines} lines for {connects} connects");
+    // What the operator does is always said.
+    serve.signal("HUP");
+    serve.says("configuration read again");
+    serve.stop("TERM");
+}
+
+#[test]
+fn it_ends_whatever_control_waits_for() {
+    let folder = Folder::new("hangs");
+    let config = folder.config(&[("a", "")]);
+    let socket = folder.file("a.sock");
+    let fifo = |name: &str| {
+        let path = folder.file(name);
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        path
+    };
+    // At its end it waits for somebody who reads the counters.
+    let counters = fifo("counters.json");
+    let mut serve = Program::serve(&config, &["--json", text(&counters)]);
+    serve.says("ready");
+    let (time, status) = time_to_end(&mut serve.child);
+    assert!(time < Duration::from_secs(1), "{time:?}");
+    assert_eq!(status.code(), Some(1), "it has not done all that it should");
+    serve.says("still busy after 600 ms: writing the counters; ending without it");
+    assert!(!socket.exists());
+    // In a reload it waits for somebody who writes the configuration.
+    let mut serve = Program::serve(&config, &[]);
+    serve.says("ready");
+    let guest = Guest::plain(&socket);
+    fs::remove_file(&config).unwrap();
+    fifo("ringroad.toml");
+    serve.signal("HUP");
+    thread::sleep(Duration::from_millis(100));
+    assert!(!guest.0.is_closed());
+    let (time, _) = time_to_end(&mut serve.child);
+    assert!(time < Duration::from_secs(1), "{time:?}");
+    serve.says("ending without it");
+    assert!(!socket.exists());
 }
 
 #[test]

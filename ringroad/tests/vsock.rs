@@ -36,7 +36,7 @@ impl Drop for Folder {
     }
 }
 
-struct Daemon(Child);
+struct Daemon(Child, mpsc::Receiver<()>);
 
 impl Daemon {
     /// Two guests, 3 and 4, of a group; the first one with sockets of the host.
@@ -57,18 +57,24 @@ impl Daemon {
         let err = BufReader::new(child.stderr.take().unwrap());
         thread::spawn(move || {
             for line in err.lines().map_while(Result::ok) {
-                if line.contains("ready") {
+                if line.contains("ready") || line.contains("configuration read again") {
                     let _ = said.send(());
                 }
             }
         });
         ready.recv_timeout(PATIENCE).expect("the daemon is ready");
-        Daemon(child)
+        Daemon(child, ready)
     }
 
     fn signal(&self, signal: &str) {
         let pid = self.0.id().to_string();
         assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+    }
+
+    /// Has it read its configuration again; returns when it has.
+    fn reload(&self) {
+        self.signal("HUP");
+        self.1.recv_timeout(PATIENCE).expect("the configuration is read again");
     }
 
     fn end(&mut self, signal: &str) {
@@ -240,43 +246,84 @@ fn a_daemon_that_is_killed_leaves_no_writer_waiting_and_may_come_again() {
 }
 
 #[test]
-fn a_reload_ends_connections_of_devices_that_change_and_no_others() {
+fn a_reload_ends_what_it_must_and_no_other_connection() {
     let folder = Folder::new("reload");
-    let daemon = Daemon::start(&folder, "");
+    let mut daemon = Daemon::start(&folder, "");
     let clients = [guest(&folder.file("vm3.sock")), guest(&folder.file("vm4.sock"))];
     clients.iter().for_each(|client| echo(client, 7));
     let listener = UnixListener::bind(folder.file("host_9")).unwrap();
     let mut kept = Stream::connect(clients[0].stack(), Addr { cid: 2, port: 9 }).unwrap();
     let (mut program, _) = listener.accept().unwrap();
     let mut between = Stream::connect(clients[0].stack(), Addr { cid: 4, port: 7 }).unwrap();
-    between.write_all(b"ping").unwrap();
-    between.read_exact(&mut [0; 4]).unwrap();
-    let reader = thread::spawn(move || between.read(&mut [0; 1]));
+    let mut check = |between: Option<&mut Stream<_>>| {
+        if let Some(between) = between {
+            between.write_all(b"ping").unwrap();
+            between.read_exact(&mut [0; 4]).unwrap();
+        }
+        kept.write_all(b"ping").unwrap();
+        program.read_exact(&mut [0; 4]).unwrap();
+        program.write_all(b"pong").unwrap();
+        kept.read_exact(&mut [0; 4]).unwrap();
+    };
+    check(Some(&mut between));
 
-    // Guest 4 gets a socket of the host; guest 5 is new.
     let config = folder.file("ringroad.toml");
     let text = fs::read_to_string(&config).unwrap();
     let path = |name: &str| folder.file(name).display().to_string();
-    let (four, five) = (path("host4"), path("vm5.sock"));
-    fs::write(&config, format!("{text}host = \"{four}\"\n[[vsock]]\ncid = 5\nsocket = \"{five}\"\n")).unwrap();
-    daemon.signal("HUP");
-    let error = reader.join().unwrap().expect_err("the other end is gone");
+    let reload = |text: &str| {
+        fs::write(&config, text).unwrap();
+        daemon.reload();
+    };
+    // The last of these sections is that of guest 4.
+    let host = format!("host = \"{}\"", path("host4"));
+    let mut keys = text.clone();
+    for key in [
+        &host,
+        "forward = { 80 = \"127.0.0.1:9\" }",
+        "send = \"queued\"",
+        "buffer = 8192",
+        "connections = 5",
+        "poll = \"50us\"",
+    ] {
+        keys = format!("{keys}{key}\n");
+        reload(&keys);
+        check(Some(&mut between));
+    }
+    reload(&format!("[workers]\npoll = \"20us\"\n{keys}"));
+    check(Some(&mut between));
+    // The socket for programs is there, and moves.
+    connect(&folder.file("host4"), 7).write_all(b"ping").unwrap();
+    reload(&keys.replace("host4", "there4"));
+    assert!(!folder.file("host4").exists());
+    connect(&folder.file("there4"), 7).write_all(b"ping").unwrap();
+    check(Some(&mut between));
+
+    // Guest 4 has nothing in common with guest 3 any more; both hear of it, and nobody else.
+    reload(&format!("{}groups = [\"h\"]\n", keys.replace("groups = [\"g\"]\nhost = ", "host = ")));
+    let error = between.read(&mut [0; 1]).expect_err("they have no group in common");
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    kept.write_all(b"ping").unwrap();
-    program.read_exact(&mut [0; 4]).unwrap();
-    program.write_all(b"pong").unwrap();
-    kept.read_exact(&mut [0; 4]).unwrap();
+    check(None);
+    assert!(clients[1].stack().is_running());
+    reload(&keys);
+    let mut between = Stream::connect(clients[0].stack(), Addr { cid: 4, port: 7 }).unwrap();
+    check(Some(&mut between));
+
+    // What its driver has to be told reconnects guest 4; guest 5 is new.
+    let five = path("vm5.sock");
+    reload(&format!("{keys}features = {{ packed = false }}\n[[vsock]]\ncid = 5\nsocket = \"{five}\"\n"));
+    let error = between.read(&mut [0; 1]).expect_err("the other end is gone");
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    check(None);
     let start = Instant::now();
-    while clients[1].stack().is_running() || !folder.file("host4").exists() || !folder.file("vm5.sock").exists() {
-        assert!(start.elapsed() < PATIENCE, "guest 4 is disconnected, new sockets are there");
+    while clients[1].stack().is_running() {
+        assert!(start.elapsed() < PATIENCE, "guest 4 is disconnected");
         thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(guest(&folder.file("vm5.sock")).stack().cid(), 5);
     let client = guest(&folder.file("vm4.sock"));
     echo(&client, 7);
-    let mut program = connect(&folder.file("host4"), 7);
-    program.write_all(b"ping").unwrap();
-    program.read_exact(&mut [0; 4]).unwrap();
+    connect(&folder.file("host4"), 7).write_all(b"ping").unwrap();
+    daemon.end("TERM");
 }
 
 /// `ringroad vsock cat`, with its standard input and output.

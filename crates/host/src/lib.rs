@@ -14,8 +14,8 @@ pub mod vhost_user;
 pub mod vsock;
 mod worker;
 
-pub use port::{Port, PortReport};
+pub use port::{Port, PortReport, PortSettings};
 pub use quota::Quota;
-pub use sys::{Signal, cpu_time, pin_current_thread, raise_file_limit, signal};
+pub use sys::{Signal, cpu_time, is_writable, pin_current_thread, raise_file_limit, signal};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

@@ -4,9 +4,12 @@ use crate::{
     tap::{Tap, TapLease, TapSink, TapSource},
     vhost_user::{VhostLease, VhostPort},
 };
+use parking_lot::Mutex;
 use ringroad_mem::Span;
 use ringroad_net::{Burst, Sink, Snapshot, Source};
+use ringroad_ring::Tuning;
 use ringroad_switch::{Mode, Poll};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// What a port is made of.
 pub(crate) enum Kind {
@@ -14,13 +17,42 @@ pub(crate) enum Kind {
     Tap(Tap),
 }
 
+/// How a port behaves: what can be changed while it runs, without its guest noticing. See [`crate::PortHandle::set`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortSettings {
+    /// What becomes of its frames.
+    pub mode: Mode,
+    /// Whether frames may go back out of it.
+    pub hairpin: bool,
+    /// For how long its worker polls it.
+    pub poll: Poll,
+    /// What is turned off, for measuring; a TAP port has nothing of it.
+    pub tuning: Tuning,
+}
+
+impl Default for PortSettings {
+    /// As the configuration's: switched, event driven, everything on.
+    fn default() -> PortSettings {
+        PortSettings {
+            mode: Mode::Switch,
+            hairpin: false,
+            poll: Poll::For(std::time::Duration::ZERO),
+            tuning: Tuning::default(),
+        }
+    }
+}
+
 /// A port of the switch.
 pub struct Port {
     pub(crate) kind: Kind,
-    pub(crate) mode: Mode,
-    pub(crate) hairpin: bool,
-    pub(crate) poll: Poll,
+    settings: Mutex<PortSettings>,
+    /// What of these the worker asks for in each burst: loads without a lock. Written by the worker too, between bursts.
+    mode: AtomicU8,
+    hairpin: AtomicBool,
 }
+
+/// Each mode at its own number.
+const MODES: [Mode; 4] = [Mode::Switch, Mode::Reflect, Mode::Drop, Mode::Generate];
 
 /// What happened at a port, seen from outside: `received` came from it, `sent` went to it.
 #[derive(Clone, Debug, Default)]
@@ -34,14 +66,47 @@ pub struct PortReport {
 }
 
 impl Port {
+    fn new(kind: Kind, settings: PortSettings) -> Port {
+        let (mode, hairpin) = (AtomicU8::new(settings.mode as u8), AtomicBool::new(settings.hairpin));
+        Port { kind, settings: Mutex::new(settings), mode, hairpin }
+    }
+
     /// A guest.
-    pub fn vhost(port: VhostPort, mode: Mode, hairpin: bool, poll: Poll) -> Port {
-        Port { kind: Kind::Vhost(port), mode, hairpin, poll }
+    pub fn vhost(port: VhostPort, settings: PortSettings) -> Port {
+        Port::new(Kind::Vhost(port), settings)
     }
 
     /// An interface of the host.
-    pub fn tap(tap: Tap, mode: Mode, hairpin: bool, poll: Poll) -> Port {
-        Port { kind: Kind::Tap(tap), mode, hairpin, poll }
+    pub fn tap(tap: Tap, settings: PortSettings) -> Port {
+        Port::new(Kind::Tap(tap), settings)
+    }
+
+    /// How it behaves now.
+    pub fn settings(&self) -> PortSettings {
+        *self.settings.lock()
+    }
+
+    /// For the worker, between two bursts: from the next one on it behaves like this. Queues are tuned by control, which
+    /// waits for them.
+    pub(crate) fn set(&self, settings: PortSettings) {
+        *self.settings.lock() = settings;
+        self.mode.store(settings.mode as u8, Ordering::Relaxed);
+        self.hairpin.store(settings.hairpin, Ordering::Relaxed);
+    }
+
+    /// For control: has the queues that run, and those that will be started, do this.
+    pub(crate) fn tune(&self) {
+        if let Kind::Vhost(port) = &self.kind {
+            port.tune(self.settings().tuning);
+        }
+    }
+
+    /// The MTU of a TAP interface, changed while it runs. A guest reads its own in the configuration space, once.
+    pub fn set_mtu(&self, mtu: u16) -> std::io::Result<()> {
+        match &self.kind {
+            Kind::Vhost(_) => Err(std::io::ErrorKind::Unsupported.into()),
+            Kind::Tap(tap) => tap.set_mtu(mtu),
+        }
     }
 
     /// Its name.
@@ -142,12 +207,12 @@ impl ringroad_switch::Port for Port {
 
     #[inline]
     fn mode(&self) -> Mode {
-        self.mode
+        MODES.get(usize::from(self.mode.load(Ordering::Relaxed))).copied().unwrap_or_default()
     }
 
     #[inline]
     fn hairpin(&self) -> bool {
-        self.hairpin
+        self.hairpin.load(Ordering::Relaxed)
     }
 }
 
@@ -210,6 +275,18 @@ impl Sink for PortSink<'_> {
         match self {
             PortSink::Vhost(sink) => sink.fill(room, read),
             PortSink::Tap(_) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_mode_comes_back_as_it_was_set() {
+        for (index, mode) in MODES.into_iter().enumerate() {
+            assert_eq!(mode as usize, index);
         }
     }
 }

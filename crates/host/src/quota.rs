@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 /// A token bucket: `burst` events at once, `rate` a second in the long run.
 #[derive(Debug)]
 pub struct Quota {
-    rate: u32,
-    burst: u32,
     bucket: Mutex<Bucket>,
 }
 
 #[derive(Debug)]
 struct Bucket {
+    rate: u32,
+    burst: u32,
     /// Events that may happen now.
     tokens: u32,
     /// Up to when tokens were added.
@@ -25,8 +25,14 @@ struct Bucket {
 impl Quota {
     /// `burst` events at once, then `rate` a second. A rate of 0: no more after the burst.
     pub fn new(burst: u32, rate: u32) -> Quota {
-        let bucket = Bucket { tokens: burst, filled: Instant::now(), refused: 0 };
-        Quota { rate, burst, bucket: Mutex::new(bucket) }
+        let bucket = Bucket { rate, burst, tokens: burst, filled: Instant::now(), refused: 0 };
+        Quota { bucket: Mutex::new(bucket) }
+    }
+
+    /// From now on `burst` events at once and `rate` a second.
+    pub fn set(&self, burst: u32, rate: u32) {
+        let bucket = &mut *self.bucket.lock();
+        (bucket.rate, bucket.burst, bucket.tokens) = (rate, burst, bucket.tokens.min(burst));
     }
 
     /// Takes a token. `Some`: the event may happen; the number says how many were refused since the last one that could.
@@ -38,22 +44,18 @@ impl Quota {
     /// When there will be a token; `None`: there is one, or there will never be.
     pub fn until(&self) -> Option<Instant> {
         let bucket = self.bucket.lock();
-        (bucket.tokens == 0 && self.rate > 0).then(|| bucket.filled + self.interval())
-    }
-
-    fn interval(&self) -> Duration {
-        Duration::from_secs(1) / self.rate.max(1)
+        (bucket.tokens == 0 && bucket.rate > 0).then(|| bucket.filled + bucket.interval())
     }
 
     fn take_at(&self, now: Instant) -> Option<u64> {
         let mut bucket = self.bucket.lock();
-        if self.rate > 0 {
-            let interval = self.interval();
+        if bucket.rate > 0 {
+            let interval = bucket.interval();
             let due = now.saturating_duration_since(bucket.filled).as_nanos() / interval.as_nanos().max(1);
             let due = u32::try_from(due).unwrap_or(u32::MAX);
-            let room = self.burst.saturating_sub(bucket.tokens);
+            let room = bucket.burst.saturating_sub(bucket.tokens);
             if due >= room {
-                (bucket.tokens, bucket.filled) = (self.burst, now);
+                (bucket.tokens, bucket.filled) = (bucket.burst, now);
             } else {
                 bucket.tokens += due;
                 bucket.filled += interval * due;
@@ -69,6 +71,12 @@ impl Quota {
                 None
             }
         }
+    }
+}
+
+impl Bucket {
+    fn interval(&self) -> Duration {
+        Duration::from_secs(1) / self.rate.max(1)
     }
 }
 

@@ -81,6 +81,7 @@ impl Queue {
 /// A TAP interface as a port.
 pub struct Tap {
     name: String,
+    interface: String,
     /// The queues' two directions, each with a gate of its own: of a hairpin both are in use at once.
     sources: Vec<Gate<Queue>>,
     sinks: Vec<Gate<File>>,
@@ -99,6 +100,7 @@ impl Tap {
         let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());
         let mut tap = Tap {
             name: port.to_owned(),
+            interface: interface.to_owned(),
             sources: Vec::new(),
             sinks: Vec::new(),
             files: Vec::new(),
@@ -132,6 +134,11 @@ impl Tap {
     /// Its name in the configuration.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Changes the interface's MTU. Its queues see it at the first frame that is longer than before.
+    pub(crate) fn set_mtu(&self, mtu: u16) -> io::Result<()> {
+        sys::set_mtu(&self.interface, mtu)
     }
 
     /// The descriptors that become readable when frames have come, one for each queue.

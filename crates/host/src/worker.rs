@@ -2,10 +2,10 @@
 //! it commands, which it takes up between bursts.
 
 use crate::{
-    port::{Kind, Port},
+    port::{Kind, Port, PortSettings},
     sys,
 };
-use ringroad_switch::{Fdb, Gather, Schedule, Switch};
+use ringroad_switch::{Fdb, Gather, Poll, Schedule, Switch};
 use std::{
     fs::File,
     io,
@@ -24,7 +24,7 @@ use vmm_sys_util::{
 };
 
 /// How a worker is set up.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkerConfig {
     /// The CPU that it runs on; `None`: any.
     pub cpu: Option<usize>,
@@ -60,6 +60,8 @@ impl Key {
 enum Command {
     Add(Arc<Port>, mpsc::Sender<u32>),
     Remove(u32, mpsc::Sender<()>),
+    Set(u32, PortSettings, mpsc::Sender<()>),
+    Configure(WorkerConfig, mpsc::Sender<io::Result<()>>),
     Wake(Key),
     Rest(Key),
     Forget(u32),
@@ -119,6 +121,16 @@ impl Worker {
         Ok(Worker { shared, thread: Some(thread) })
     }
 
+    /// Has it work like this from its next round on. The forwarding table keeps what it knows, as far as there is room.
+    ///
+    /// # Errors
+    /// The CPU is not there or not allowed; all the rest is as it should be.
+    pub fn set(&self, config: WorkerConfig) -> io::Result<()> {
+        let (sender, done) = mpsc::channel();
+        self.shared.send(Command::Configure(config, sender));
+        done.recv().unwrap_or_else(|_| Err(io::Error::other("the worker has ended")))
+    }
+
     /// Adds a port; a TAP interface is watched from now on, a guest's queues when they are started.
     pub fn add(&self, port: Arc<Port>) -> io::Result<PortHandle> {
         let (sender, number) = mpsc::channel();
@@ -154,6 +166,17 @@ impl PortHandle {
     /// The port.
     pub fn port(&self) -> &Arc<Port> {
         &self.port
+    }
+
+    /// Has the port behave like this, from the next burst on; returns when it does. Its guest does not notice.
+    pub fn set(&self, settings: PortSettings) {
+        let before = self.port.settings();
+        let (sender, done) = mpsc::channel();
+        self.shared.send(Command::Set(self.number, settings, sender));
+        let _ = done.recv();
+        if settings.tuning != before.tuning {
+            self.port.tune();
+        }
     }
 
     /// From now on a readable descriptor means that the queue has something.
@@ -209,9 +232,16 @@ struct Loop<'a> {
     schedule: Schedule<Key>,
     /// All queues that may get something. While each of them is polled, events say nothing new.
     known: Vec<Key>,
-    ports: Vec<Option<Arc<Port>>>,
+    ports: Vec<Option<Served>>,
     start: Instant,
     faults: u64,
+    config: WorkerConfig,
+}
+
+/// A port, and for how long its queues are polled: asked for with each event.
+struct Served {
+    port: Arc<Port>,
+    poll: Poll,
 }
 
 impl<'a> Loop<'a> {
@@ -224,6 +254,7 @@ impl<'a> Loop<'a> {
             ports: Vec::new(),
             start: Instant::now(),
             faults: ringroad_mem::faults(),
+            config,
         }
     }
 
@@ -257,7 +288,7 @@ impl<'a> Loop<'a> {
             let any = schedule.round(
                 Instant::now,
                 |key| switch.carry(key.port, key.queue.into(), seconds),
-                |key| port(key).is_none_or(|port| port.sleep(key.queue.into())),
+                |key| port(key).is_none_or(|served| served.port.sleep(key.queue.into())),
             );
             if !any || rounds == 0 {
                 settled = switch.settle();
@@ -277,9 +308,9 @@ impl<'a> Loop<'a> {
     }
 
     fn wake(&mut self, key: Key) {
-        if let Some(Some(port)) = self.ports.get(key.port as usize)
+        if let Some(Some(Served { port, poll })) = self.ports.get(key.port as usize)
             && self.known.contains(&key)
-            && self.schedule.wake(key, port.poll)
+            && self.schedule.wake(key, *poll)
         {
             port.awake(key.queue.into());
         }
@@ -301,7 +332,10 @@ impl<'a> Loop<'a> {
                         self.known.extend(queues.map(|queue| Key { port: number, queue }));
                     }
                     self.ports.resize_with(self.ports.len().max(index + 1), || None);
-                    self.ports[index] = Some(port);
+                    let poll = port.settings().poll;
+                    if let Some(place) = self.ports.get_mut(index) {
+                        *place = Some(Served { port, poll });
+                    }
                     let _ = reply.send(number);
                 }
                 Command::Remove(number, reply) => {
@@ -312,6 +346,13 @@ impl<'a> Loop<'a> {
                     self.schedule.forget(|key| key.port == number);
                     self.known.retain(|key| key.port != number);
                     let _ = reply.send(());
+                }
+                Command::Set(number, settings, reply) => {
+                    self.set(number, settings);
+                    let _ = reply.send(());
+                }
+                Command::Configure(config, reply) => {
+                    let _ = reply.send(self.configure(config));
                 }
                 Command::Wake(key) => {
                     if !self.known.contains(&key) {
@@ -330,9 +371,38 @@ impl<'a> Loop<'a> {
         true
     }
 
+    fn set(&mut self, number: u32, settings: PortSettings) {
+        let Some(Some(served)) = self.ports.get_mut(number as usize) else { return };
+        let before = served.port.settings();
+        served.port.set(settings);
+        served.poll = settings.poll;
+        if settings.mode != before.mode {
+            // Of a port that is no part of the switch nothing is learned: frames for what was there go to all again.
+            self.switch.forget(number);
+        }
+        self.schedule.set_poll(|key: Key| key.port == number, settings.poll);
+        // Queues that are asleep: from now on they may have to be polled for ever, or be fed without a frame of their own.
+        let queues: Vec<Key> = self.known.iter().copied().filter(|key| key.port == number).collect();
+        queues.into_iter().for_each(|key| self.wake(key));
+    }
+
+    fn configure(&mut self, config: WorkerConfig) -> io::Result<()> {
+        let before = std::mem::replace(&mut self.config, config);
+        self.schedule.set(config.gather, config.turn);
+        self.switch.set_table(config.addresses, config.ageing);
+        if config.cpu == before.cpu {
+            return Ok(());
+        }
+        let moved = config.cpu.map_or_else(sys::unpin_current_thread, sys::pin_current_thread);
+        if moved.is_err() {
+            self.config.cpu = before.cpu;
+        }
+        moved
+    }
+
     fn check_memory(&mut self) {
         self.switch.release();
         self.faults = ringroad_mem::faults();
-        self.ports.iter().flatten().for_each(|port| port.check_memory());
+        self.ports.iter().flatten().for_each(|served| served.port.check_memory());
     }
 }

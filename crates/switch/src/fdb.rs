@@ -89,6 +89,24 @@ impl Fdb {
         }
     }
 
+    /// From now on it has room for so many addresses, and they age so fast. What it knows stays, as far as there is room.
+    pub fn set(&mut self, entries: usize, ageing: u32) {
+        self.ageing = ageing;
+        let mut other = Fdb::new(entries, ageing);
+        if other.buckets.len() == self.buckets.len() {
+            return;
+        }
+        other.refused = self.refused;
+        for entry in self.buckets.iter().flat_map(|bucket| &bucket.0).filter(|entry| entry.key != 0) {
+            let index = other.index(entry.key);
+            let bucket = other.buckets.get_mut(index);
+            if let Some(free) = bucket.and_then(|bucket| bucket.0.iter_mut().find(|entry| entry.key == 0)) {
+                *free = *entry;
+            }
+        }
+        *self = other;
+    }
+
     /// Forgets what was seen at a port.
     pub fn forget(&mut self, port: u32) {
         for entry in self.buckets.iter_mut().flat_map(|bucket| &mut bucket.0) {
@@ -141,6 +159,21 @@ mod tests {
             fdb.learn(MacAddr::local(0xee_eeee), 3, 301);
             assert_eq!(fdb.lookup(MacAddr::local(0xee_eeee), 301), Some(3));
         }
+    }
+
+    #[test]
+    fn keeps_what_it_knows_when_it_is_changed() {
+        let mut fdb = Fdb::new(4096, 300);
+        (0..100).for_each(|i| fdb.learn(MacAddr::local(i), i, i));
+        fdb.set(4096, 150);
+        assert_eq!((fdb.len(99), fdb.lookup(MacAddr::local(7), 157)), (100, None));
+        fdb.set(1 << 16, 300);
+        for i in 0..100 {
+            assert_eq!(fdb.lookup(MacAddr::local(i), 100), Some(i));
+            assert_eq!(fdb.lookup(MacAddr::local(i), i + 300), None, "it is as old as it was");
+        }
+        fdb.set(16, 300);
+        assert!((4..=16).contains(&fdb.len(100)), "{}", fdb.len(100));
     }
 
     #[test]

@@ -192,6 +192,11 @@ impl<P: Port> Switch<P> {
         self.fdb.forget(number);
     }
 
+    /// Changes the forwarding table's size and how fast it ages.
+    pub fn set_table(&mut self, entries: usize, ageing: u32) {
+        self.fdb.set(entries, ageing);
+    }
+
     /// The forwarding table.
     pub fn fdb(&self) -> &Fdb {
         &self.fdb

@@ -14,9 +14,6 @@ pub enum Poll {
     Unlimited,
 }
 
-/// Bursts of a turn, if nothing else is said: as much as a ring of 256 holds.
-pub const TURN: usize = 4;
-
 /// A queue that the worker looks at without being told.
 #[derive(Clone, Copy)]
 struct Active<K> {
@@ -59,6 +56,20 @@ impl<K: Copy + Eq> Schedule<K> {
         }
         self.active.push(Active { key, poll, empty: None });
         true
+    }
+
+    /// From now on these queues are polled for as long as this.
+    pub fn set_poll(&mut self, which: impl Fn(K) -> bool, poll: Poll) {
+        for active in self.active.iter_mut().filter(|active| which(active.key)) {
+            active.poll = poll;
+        }
+    }
+
+    /// From now on pauses and turns are like this; what was found out about pauses is found out again.
+    pub fn set(&mut self, gather: Gather, turn: usize) {
+        if (gather, turn) != (self.gather, self.turn) {
+            (self.gather, self.turn, self.alone) = (gather, turn, None);
+        }
     }
 
     /// These queues are gone.
@@ -244,6 +255,30 @@ mod tests {
         assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [1, 0]);
         schedule.wake(2, Poll::Unlimited);
         assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [2, 2]);
+    }
+
+    #[test]
+    fn what_is_changed_holds_from_the_next_round_on() {
+        let mut schedule = Schedule::new(Gather::For(Duration::from_micros(5)), 4);
+        let now = Instant::now();
+        let looks = |schedule: &mut Schedule<i32>, frames| {
+            let looks = Cell::new(0);
+            let work = |_| {
+                looks.set(looks.get() + 1);
+                frames
+            };
+            schedule.round(|| now, work, |_| true);
+            looks.get()
+        };
+        schedule.wake(1, Poll::Unlimited);
+        assert_eq!([3, 3].map(|frames| looks(&mut schedule, frames)), [1, 0], "left alone");
+        schedule.set(Gather::Off, 2);
+        assert_eq!([3, 3].map(|frames| looks(&mut schedule, frames)), [1, 1]);
+        schedule.wake(2, Poll::Unlimited);
+        assert_eq!(looks(&mut schedule, BURST), 4, "two queues, two bursts each");
+        schedule.set_poll(|key| key == 1, Poll::For(Duration::ZERO));
+        looks(&mut schedule, 0);
+        assert_eq!(schedule.len(), 1, "only the other one is still polled");
     }
 
     #[test]

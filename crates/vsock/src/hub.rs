@@ -106,11 +106,35 @@ impl<S: Side> Hub<S> {
         Arc::new(Hub { members, limit: connections })
     }
 
-    /// A guest that may talk to all with which it has a group in common.
+    /// A guest that may talk to all with which it has a group in common. Called again, it is in these groups instead; its
+    /// connections with guests that it has nothing in common with any more are over.
     pub fn join(self: &Arc<Self>, stack: &Arc<Stack<S>>, groups: Vec<String>) {
         stack.join(self.clone());
-        let member = Member { stack: Arc::downgrade(stack), groups, asked: Arc::default() };
-        self.members.lock().guests.insert(stack.peer().unwrap_or_default(), member);
+        let cid = stack.peer().unwrap_or_default();
+        let over: Vec<_> = {
+            let mut members = self.members.lock();
+            let known = members.guests.get_mut(&cid).filter(|member| member.stack.as_ptr() == Arc::as_ptr(stack));
+            match known {
+                Some(member) => member.groups = groups,
+                None => {
+                    let member = Member { stack: Arc::downgrade(stack), groups, asked: Arc::default() };
+                    members.guests.insert(cid, member);
+                }
+            }
+            let Members { guests, crossings } = &mut *members;
+            let apart = |from: &Addr, to: &Addr| match (guests.get(&from.cid), guests.get(&to.cid)) {
+                (Some(from), Some(to)) => !from.groups.iter().any(|group| to.groups.contains(group)),
+                _ => true,
+            };
+            let over = crossings.extract_if(|(from, to), _| (from.cid == cid || to.cid == cid) && apart(from, to));
+            let over: Vec<_> = over.collect();
+            over.into_iter()
+                .filter_map(|((from, to), (crossing, _))| Some((from, to, crossing, members.stack(to.cid)?)))
+                .collect()
+        };
+        for (from, to, crossing, stack) in over {
+            stack.reset_crossing(crossing, from, to);
+        }
     }
 
     /// A guest is gone, or has lost its state: others hear that their connections with it are over.

@@ -18,7 +18,7 @@ use std::{
     collections::{HashMap, HashSet, VecDeque},
     io,
     ops::DerefMut,
-    sync::atomic::AtomicU64,
+    sync::atomic::{AtomicBool, AtomicU64},
 };
 
 /// The largest payload of a packet.
@@ -269,7 +269,7 @@ pub struct Sender<L, O> {
     outbox: Mutex<Outbox<O>>,
     /// Packets in the outbox, and those that the worker has taken out of it and not put into the ring yet.
     waiting: AtomicUsize,
-    direct: bool,
+    direct: AtomicBool,
     went_direct: AtomicU64,
     went_queued: AtomicU64,
     dropped: AtomicU64,
@@ -282,7 +282,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             link: Mutex::new(None),
             outbox: Mutex::new(Outbox::new()),
             waiting: AtomicUsize::new(0),
-            direct,
+            direct: AtomicBool::new(direct),
             went_direct: AtomicU64::new(0),
             went_queued: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
@@ -294,9 +294,14 @@ impl<L: Link, O: Owner> Sender<L, O> {
         std::mem::replace(&mut *self.link.lock(), link)
     }
 
+    /// Whether senders may use the ring themselves from now on.
+    pub fn set_direct(&self, direct: bool) {
+        self.direct.store(direct, std::sync::atomic::Ordering::Relaxed);
+    }
+
     /// Whether packets go straight to the ring where that is possible.
     pub fn is_direct(&self) -> bool {
-        self.direct
+        self.direct.load(std::sync::atomic::Ordering::Relaxed)
     }
 
     /// Whether something waits for the worker.
@@ -307,7 +312,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
 
     /// The ring, if a sender may use it now: nobody else is at it, and nothing waits to go before.
     fn free(&self) -> Option<impl DerefMut<Target = Option<L>> + '_> {
-        if !self.direct || self.is_waiting() {
+        if !self.is_direct() || self.is_waiting() {
             return None;
         }
         let guard = self.link.try_lock()?;

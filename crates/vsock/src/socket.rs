@@ -35,7 +35,7 @@ impl<'a, S: Side> Patience<'a, S> {
 
     /// After a look at the ring that has found nothing. `true`: look once more; else it is time to sleep.
     fn go_on(&mut self) -> bool {
-        let poll = self.stack.settings.poll;
+        let poll = self.stack.settings().poll;
         if poll.is_zero() {
             return false;
         }
@@ -219,7 +219,7 @@ impl<S: Side> Socket<S> {
     /// Sends some bytes, at least one. The caller holds the connection's `sending`.
     fn send(&self, bytes: &[u8], flags: u32) -> io::Result<usize> {
         let mut asked = false;
-        let polls = !self.stack.settings.poll.is_zero();
+        let polls = !self.stack.settings().poll.is_zero();
         let mut patience = Patience::new(&self.stack);
         loop {
             // Who looks by himself waits for the ring rather than for the worker.

@@ -15,7 +15,7 @@ use crate::{
     send::MAX_PACKET,
     sync::AtomicUsize,
 };
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 use ringroad_mem::Span;
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{
@@ -303,7 +303,7 @@ pub struct Stack<S: Side> {
     cid: u64,
     /// The only one that packets may come from; `None`: any.
     peer: Option<u64>,
-    pub(crate) settings: Settings,
+    settings: RwLock<Settings>,
     pub(crate) sender: Sender<S::Link, Who<S::Relay>>,
     incoming: Mutex<Incoming<S::Inlet>>,
     table: Mutex<Table<S::Relay>>,
@@ -324,7 +324,7 @@ impl<S: Side> Stack<S> {
             name: name.to_owned(),
             cid,
             peer,
-            settings,
+            settings: RwLock::new(settings),
             sender: Sender::new(settings.direct),
             incoming: Mutex::new(Incoming { inlet: None, pollers: 0 }),
             table: Mutex::new(Table {
@@ -343,6 +343,18 @@ impl<S: Side> Stack<S> {
         }
     }
 
+    /// How it behaves now.
+    pub fn settings(&self) -> Settings {
+        *self.settings.read()
+    }
+
+    /// Has it behave like this. Connections that there are keep their credit; they are not ended if there are more than there
+    /// may be now.
+    pub fn set(&self, settings: Settings) {
+        *self.settings.write() = settings;
+        self.sender.set_direct(settings.direct);
+    }
+
     /// Our context identifier.
     pub fn cid(&self) -> u64 {
         self.cid
@@ -356,6 +368,11 @@ impl<S: Side> Stack<S> {
     /// Packets for other guests go there.
     pub(crate) fn join(&self, hub: Arc<Hub<S>>) {
         let _ = self.hub.set(hub);
+    }
+
+    /// Whether it was ever in a [`Hub`].
+    pub fn has_joined(&self) -> bool {
+        self.hub.get().is_some()
     }
 
     /// What has happened so far.

@@ -2,9 +2,15 @@
 //!
 //! main.rs calls [`Config::load`]. The file is walked by hand rather than through serde, so that each error names
 //! the line and the key at fault, also where the syntax is right and the meaning is not.
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
+mod check;
 mod vsock;
 
+pub use check::{Finding, check, owner};
 pub use vsock::Vsock;
 
 use std::collections::HashMap;
@@ -37,6 +43,8 @@ const MAX_GATHER: u64 = 100;
 /// All that a configuration file says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
+    /// `[log]`.
+    pub log: Log,
     /// `[workers]`.
     pub workers: Workers,
     /// `[switch]`.
@@ -45,6 +53,36 @@ pub struct Config {
     pub ports: Vec<Port>,
     /// `[[vsock]]`, in the order of the file. Of both at least one.
     pub vsocks: Vec<Vsock>,
+    /// Where in the file some of it is said.
+    pub places: Places,
+}
+
+/// What the log may be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Log {
+    /// Lines a second, all together.
+    pub lines: u32,
+}
+
+/// Where in a file keys are whose values can be right and still not go here: by owner and key. Where something is said is no
+/// part of what is said: all places are equal.
+#[derive(Clone, Debug, Default)]
+pub struct Places(HashMap<(String, String), usize>);
+
+impl PartialEq for Places {
+    fn eq(&self, _: &Places) -> bool {
+        true
+    }
+}
+
+impl Eq for Places {}
+
+impl Places {
+    /// The line of an owner's key ("port \"vm1\"", "socket"), or of the owner, or else the first.
+    pub fn line(&self, owner: &str, key: &str) -> usize {
+        let line = |key: &str| self.0.get(&(owner.to_owned(), key.to_owned())).copied();
+        line(key).or_else(|| line("")).unwrap_or(1)
+    }
 }
 
 /// The threads that move frames; in this version one, shared by all ports.
@@ -91,7 +129,7 @@ pub struct Port {
 pub enum Kind {
     /// A virtual machine, through vhost-user.
     VhostUser {
-        /// Path of the Unix socket; unique among the ports with [`Role::Server`].
+        /// Path of the Unix socket; unique.
         socket: PathBuf,
         /// Which end of the socket is ours.
         role: Role,
@@ -179,10 +217,17 @@ impl Config {
             return Err(source.syntax(error));
         }
         let root = Section { source, owner: String::new(), prefix: "", table: root.get_ref(), at: 0 };
-        root.only(&["workers", "switch", "port", "vsock"], &["e1000"])?;
+        root.only(&["log", "workers", "switch", "port", "vsock"], &["e1000"])?;
         let mut taken = Taken::default();
-        let (workers, switch) = (workers(&root)?, switch(&root)?);
-        Ok(Config { workers, switch, ports: ports(&root, &mut taken)?, vsocks: vsock::vsocks(&root, &mut taken)? })
+        let (log, workers, switch) = (log(&root)?, workers(&root, &mut taken)?, switch(&root)?);
+        let (ports, vsocks) = (ports(&root, &mut taken)?, vsock::vsocks(&root, &mut taken)?);
+        Ok(Config { log, workers, switch, ports, vsocks, places: taken.places })
+    }
+}
+
+impl Default for Log {
+    fn default() -> Log {
+        Log { lines: crate::logger::LINES }
     }
 }
 
@@ -198,7 +243,14 @@ impl Default for SwitchConfig {
     }
 }
 
-fn workers(root: &Section) -> Result<Workers, ConfigError> {
+fn log(root: &Section) -> Result<Log, ConfigError> {
+    let default = Log::default();
+    let Some(table) = root.section("log", "log.")? else { return Ok(default) };
+    table.only(&["lines"], &[])?;
+    Ok(Log { lines: table.number("lines", 1..=1_000_000)?.map_or(default.lines, |lines| lines as u32) })
+}
+
+fn workers(root: &Section, taken: &mut Taken) -> Result<Workers, ConfigError> {
     let default = Workers::default();
     let Some(table) = root.section("workers", "workers.")? else { return Ok(default) };
     table.only(&["model", "cpus", "poll", "gather", "turn"], &[])?;
@@ -207,6 +259,7 @@ fn workers(root: &Section) -> Result<Workers, ConfigError> {
     let expected = "\"auto\", \"off\" or \"<N>us\" (at most 100 us)";
     let gather = table.text("gather", expected, parse_gather)?.unwrap_or(default.gather);
     let turn = table.number("turn", 1..=64)?.map_or(default.turn, |bursts| bursts as usize);
+    taken.note(&table, "cpus");
     let Some(list) = table.get("cpus") else { return Ok(Workers { poll, gather, turn, ..default }) };
     let expected = "a list of at most one CPU (this version has one worker)";
     let cpus = list.get_ref().as_array().ok_or_else(|| table.wrong("cpus", list, expected))?;
@@ -255,6 +308,19 @@ struct Taken {
     sockets: HashMap<PathBuf, usize>,
     interfaces: HashMap<String, usize>,
     cids: HashMap<u64, usize>,
+    macs: HashMap<[u8; 6], usize>,
+    places: Places,
+}
+
+impl Taken {
+    /// Notes where a key is, if it is there.
+    fn note(&mut self, table: &Section, key: &str) {
+        let at = if key.is_empty() { Some(table.at) } else { table.get(key).map(|value| value.span().start) };
+        if let Some(at) = at {
+            let line = line(table.source.text.as_bytes(), at);
+            self.places.0.insert((table.owner.clone(), key.to_owned()), line);
+        }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -273,6 +339,7 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     let name = table.text("name", expected, |text| is_name(text).then(|| text.to_owned()))?;
     let name = name.ok_or_else(|| table.missing("name", expected))?;
     table.unique("name", &name, &mut taken.names)?;
+    ["", "socket", "interface", "queues", "mac"].into_iter().for_each(|key| taken.note(table, key));
     let kinds = [("vhost-user", Some(KindName::VhostUser)), ("tap", Some(KindName::Tap)), ("af-xdp", None)];
     let kind = table.one_of("kind", &kinds)?;
     let kind = kind.ok_or_else(|| table.missing("kind", "\"vhost-user\" or \"tap\""))?;
@@ -309,9 +376,7 @@ fn socket(table: &Section, taken: &mut Taken) -> Result<(PathBuf, Role), ConfigE
     let socket = socket.ok_or_else(|| table.missing("socket", &expected))?;
     let roles = [("server", Some(Role::Server)), ("client", Some(Role::Client))];
     let role = table.one_of("role", &roles)?.unwrap_or(Role::Server);
-    if role == Role::Server {
-        table.unique("socket", &socket, &mut taken.sockets)?;
-    }
+    table.unique("socket", &socket, &mut taken.sockets)?;
     Ok((socket, role))
 }
 
@@ -320,6 +385,9 @@ fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, C
     let mac = table.text("mac", "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
         text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
     })?;
+    if let Some(mac) = mac {
+        table.unique("mac", &mac.0, &mut taken.macs)?;
+    }
     Ok(Kind::VhostUser { socket, role, features: features(table)?, queues, mac, tuning: tuning(table)? })
 }
 
@@ -359,6 +427,17 @@ fn tap(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, ConfigEr
     let interface = interface.ok_or_else(|| table.missing("interface", &expected))?;
     table.unique("interface", &interface, &mut taken.interfaces)?;
     Ok(Kind::Tap { interface, queues })
+}
+
+/// The address that a port's guest is told to use: the file's, or one that is the same for a name each time, so that a guest
+/// keeps it (FNV-1a).
+pub fn mac(port: &Port) -> MacAddr {
+    let named =
+        || port.name.bytes().fold(0x811c_9dc5, |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    match &port.kind {
+        Kind::VhostUser { mac: Some(mac), .. } => *mac,
+        _ => MacAddr::local(named()),
+    }
 }
 
 fn is_name(text: &str) -> bool {
@@ -604,17 +683,18 @@ fn list(names: &[&str], quote: char, last: &str) -> String {
 
 /// How many letters to add, drop or change from `a` to `b` (Levenshtein).
 fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.chars().count()).collect();
+    let b: Vec<char> = b.chars().collect();
+    let mut above: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.chars().enumerate() {
-            let changed = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
+        let mut left = i + 1;
+        let mut row = vec![left];
+        for (&y, (&diagonal, &above)) in b.iter().zip(above.iter().zip(above.iter().skip(1))) {
+            left = (diagonal + usize::from(x != y)).min(above + 1).min(left + 1);
+            row.push(left);
         }
+        above = row;
     }
-    row[row.len() - 1]
+    above.last().copied().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -757,8 +837,9 @@ interface = "rr0"
             "[switch]\nentries = 1048576\nageing = \"1000000s\"",
             "[workers]\ncpus = []",
             "[workers]\ncpus = [1023]",
-            // Only servers need a socket of their own, and a port may be named after another's interface.
-            "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/1\"\nrole = \"client\"",
+            "[log]\nlines = 1",
+            "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/2\"\nrole = \"client\"",
+            // A port may be named after another's interface.
             "[[port]]\nname = \"rr0\"\nkind = \"tap\"\ninterface = \"fifteen-bytes.x\"",
         ] {
             parse(&vm1(rest));
@@ -782,7 +863,10 @@ interface = "rr0"
             ("port = [\n7]".into(), "2: key `port`: expected at least one port, written [[port]], found 7"),
             (vm1("[wrokers]"), "5: key `wrokers`: unknown key, did you mean `workers`?"),
             (vm1("[ports]"), "5: key `ports`: unknown key, did you mean `port`?"),
-            (vm1("[bridge]"), "5: key `bridge`: unknown key, known ones are `workers`, `switch`, `port` and `vsock`"),
+            (
+                vm1("[bridge]"),
+                "5: key `bridge`: unknown key, known ones are `log`, `workers`, `switch`, `port` and `vsock`",
+            ),
             (vm1("[[e1000]]"), "5: key `e1000`: not available yet in this version"),
             // Syntax.
             (vm1("queues 2"), "5: not valid TOML: "),

@@ -13,7 +13,7 @@ use toml::de::DeValue;
 pub struct Vsock {
     /// The guest's context identifier, 3 to 2³² − 2; unique.
     pub cid: u64,
-    /// Path of the vhost-user socket; unique among those with [`Role::Server`].
+    /// Path of the vhost-user socket; unique.
     pub socket: PathBuf,
     /// Which end of the socket is ours.
     pub role: Role,
@@ -82,6 +82,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
     if let Some(host) = &host {
         table.unique("host", host, &mut taken.sockets)?;
     }
+    ["", "socket", "host"].into_iter().for_each(|key| taken.note(table, key));
     let direct = table.one_of("send", &[("direct", Some(true)), ("queued", Some(false))])?.unwrap_or(true);
     Ok(Vsock {
         cid,

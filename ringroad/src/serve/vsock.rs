@@ -1,7 +1,14 @@
 //! The vsock devices of a running daemon.
 
+use super::{
+    changes::{Change, of_vsock},
+    progress::Progress,
+};
 use crate::{config, report};
-use ringroad_host::vsock::{VsockConfig, VsockServer, VsockWorker};
+use ringroad_host::{
+    vhost_user::Role,
+    vsock::{VsockConfig, VsockServer, VsockWorker},
+};
 use ringroad_switch::Poll;
 use ringroad_vsock::{Kind, Settings};
 use std::time::Duration;
@@ -9,8 +16,14 @@ use std::time::Duration;
 /// The devices and the worker that serves them.
 pub struct Vsocks {
     // Dropped before the worker.
-    pub devices: Vec<(config::Vsock, VsockServer)>,
-    worker: Option<VsockWorker>,
+    pub devices: Vec<Device>,
+    pub worker: Option<VsockWorker>,
+}
+
+/// A device that works. Dropped, it is gone.
+pub struct Device {
+    pub config: config::Vsock,
+    server: VsockServer,
 }
 
 fn duration(poll: Poll) -> Duration {
@@ -20,17 +33,49 @@ fn duration(poll: Poll) -> Duration {
     }
 }
 
+/// `poll`: what holds for devices that say nothing themselves.
+fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
+    let settings = Settings {
+        direct: vsock.direct,
+        buffer: vsock.buffer,
+        connections: vsock.connections,
+        poll: duration(vsock.poll.unwrap_or(poll)),
+        ..Settings::default()
+    };
+    VsockConfig {
+        name: format!("vsock {}", vsock.cid),
+        cid: vsock.cid,
+        socket: vsock.socket.clone(),
+        role: vsock.role,
+        host: vsock.host.clone(),
+        forward: vsock.forward.clone(),
+        groups: vsock.groups.clone(),
+        features: vsock.features,
+        settings,
+        connects: vsock.connects,
+        socket_memory: vsock.socket_memory,
+    }
+}
+
 impl Vsocks {
-    /// Starts what the configuration names.
-    pub fn start(config: &config::Config) -> Result<Vsocks, Box<dyn std::error::Error>> {
+    /// Starts what the configuration names; told to stop meanwhile, it has not started the rest.
+    pub fn start(config: &config::Config, progress: &Progress) -> Result<Vsocks, Box<dyn std::error::Error>> {
         let mut vsocks = Vsocks { devices: Vec::new(), worker: None };
         for vsock in &config.vsocks {
-            vsocks.add(vsock, config)?;
+            if !progress.is_stopping() {
+                vsocks.add(vsock, config, progress)?;
+            }
         }
         Ok(vsocks)
     }
 
-    fn add(&mut self, vsock: &config::Vsock, config: &config::Config) -> Result<(), Box<dyn std::error::Error>> {
+    fn add(
+        &mut self,
+        vsock: &config::Vsock,
+        config: &config::Config,
+        progress: &Progress,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        progress.at(format!("starting vsock {}", vsock.cid));
         let worker = match &mut self.worker {
             Some(worker) => worker,
             // Without vsock devices it is not needed.
@@ -40,41 +85,49 @@ impl Vsocks {
                 none.insert(worker.map_err(|error| format!("cannot start the vsock worker: {error}"))?)
             }
         };
-        let settings = Settings {
-            direct: vsock.direct,
-            buffer: vsock.buffer,
-            connections: vsock.connections,
-            poll: duration(vsock.poll.unwrap_or(config.workers.poll)),
-            ..Settings::default()
-        };
-        let server = VsockServer::start(
-            VsockConfig {
-                name: format!("vsock {}", vsock.cid),
-                cid: vsock.cid,
-                socket: vsock.socket.clone(),
-                role: vsock.role,
-                host: vsock.host.clone(),
-                forward: vsock.forward.clone(),
-                groups: vsock.groups.clone(),
-                features: vsock.features,
-                settings,
-                connects: vsock.connects,
-                socket_memory: vsock.socket_memory,
-            },
-            worker,
-        )?;
-        self.devices.push((vsock.clone(), server));
+        let server = VsockServer::start(vsock_config(vsock, config.workers.poll), worker)?;
+        let made = (vsock.role == Role::Server).then_some(&vsock.socket);
+        made.into_iter().chain(&vsock.host).for_each(|path| progress.made(path));
+        self.devices.push(Device { config: vsock.clone(), server });
         Ok(())
     }
 
-    /// Devices that are not in the configuration any more, or differ, go; new ones come; the others do not notice.
-    pub fn reload(&mut self, config: &config::Config) {
-        self.devices.retain(|(running, _)| config.vsocks.contains(running));
+    /// What can be changed in place is; devices that are not in the configuration any more go, new ones come, those that cannot
+    /// be changed in place are made anew; the others do not notice.
+    pub fn reload(&mut self, config: &config::Config, progress: &Progress) {
+        let poll = config.workers.poll;
+        if let Some(worker) = &self.worker
+            && let Err(error) = worker.set(config.workers.cpus.first().copied(), duration(poll))
+        {
+            log::error!("the vsock worker stays where it is (key `workers.cpus`): {error}");
+        }
+        self.devices.retain(|device| {
+            let after = config.vsocks.iter().find(|vsock| vsock.cid == device.config.cid);
+            let cut = after.is_none_or(|vsock| of_vsock(&device.config, vsock).iter().any(Change::cuts));
+            if cut {
+                progress.at(format!("stopping vsock {}", device.config.cid));
+            }
+            !cut
+        });
         for vsock in &config.vsocks {
-            if !self.devices.iter().any(|(running, _)| running.cid == vsock.cid)
-                && let Err(error) = self.add(vsock, config)
-            {
-                log::error!("{error}");
+            if progress.is_stopping() {
+                return;
+            }
+            let Some(device) = self.devices.iter_mut().find(|device| device.config.cid == vsock.cid) else {
+                self.add(vsock, config, progress).unwrap_or_else(|error| log::error!("{error}"));
+                continue;
+            };
+            progress.at(format!("changing vsock {}", vsock.cid));
+            let host = device.config.host.clone();
+            match device.server.set(&vsock_config(vsock, poll)) {
+                Ok(()) => device.config = vsock.clone(),
+                Err(error) => {
+                    log::error!("{error}; it stays as it is");
+                    device.config = config::Vsock { host, ..vsock.clone() };
+                }
+            }
+            if let Some(host) = &device.config.host {
+                progress.made(host);
             }
         }
     }
@@ -96,7 +149,7 @@ impl Vsocks {
         let rows: Vec<Vec<String>> = self
             .devices
             .iter()
-            .map(|(config, server)| {
+            .map(|Device { config, server }| {
                 let report = server.stack().report();
                 let numbers = [
                     report.connections as u64,
@@ -119,7 +172,7 @@ impl Vsocks {
     pub fn connections(&self) -> String {
         let header = ["guest", "host port", "kind", "to guest", "from guest", "credit", "queued", "unread"];
         let mut rows: Vec<Vec<String>> = Vec::new();
-        for (_, server) in &self.devices {
+        for Device { server, .. } in &self.devices {
             for connection in server.stack().connections() {
                 let kind = match connection.kind {
                     Kind::Stream => "stream",
@@ -141,7 +194,7 @@ impl Vsocks {
 
     /// The same as JSON.
     pub fn json(&self) -> serde_json::Value {
-        let device = |(config, server): &(config::Vsock, VsockServer)| {
+        let device = |Device { config, server }: &Device| {
             let report = server.stack().report();
             let sockets = server.sockets();
             serde_json::json!({

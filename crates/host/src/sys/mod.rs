@@ -2,7 +2,7 @@
 
 mod tun;
 
-pub(crate) use tun::{mtu, open_tap, set_link};
+pub(crate) use tun::{mtu, open_tap, set_link, set_mtu};
 
 use ringroad_mem::Span;
 use std::{
@@ -25,6 +25,28 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
         libc::CPU_SET(cpu, &mut set);
         libc::sched_setaffinity(0, size_of_val(&set), &set)
     };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Lets the calling thread run where the first thread of the process may, which nobody pins.
+pub fn unpin_current_thread() -> io::Result<()> {
+    // SAFETY: the calls fill and read a cpu_set_t, whose size they are told; a zeroed one is the empty set.
+    let result = unsafe {
+        let mut set = std::mem::zeroed::<libc::cpu_set_t>();
+        match libc::sched_getaffinity(libc::getpid(), size_of_val(&set), &mut set) {
+            0 => libc::sched_setaffinity(0, size_of_val(&set), &set),
+            failed => failed,
+        }
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether this process may make files in a folder; else why not.
+pub fn is_writable(folder: &std::path::Path) -> io::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;
+    // SAFETY: the path ends with a zero and outlives the call, which only reads it.
+    let result = unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK | libc::X_OK, libc::AT_EACCESS) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

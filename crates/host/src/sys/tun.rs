@@ -41,18 +41,25 @@ pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {
     Ok(file)
 }
 
+/// Sets the MTU.
+pub(crate) fn set_mtu(name: &str, mtu: u16) -> io::Result<()> {
+    // Any socket will do for interface requests.
+    let socket = std::os::unix::net::UnixDatagram::unbound()?;
+    let mut request = request(name)?;
+    request.ifr_ifru.ifru_mtu = mtu.into();
+    // SAFETY: the request reads an ifreq and the union field that it is defined with.
+    unsafe { check(libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFMTU, &mut request)) }
+}
+
 /// Sets the MTU, if one is given, and brings the interface up.
 pub(crate) fn set_link(name: &str, mtu: Option<u16>) -> io::Result<()> {
-    // Any socket will do for interface requests.
+    if let Some(mtu) = mtu {
+        set_mtu(name, mtu)?;
+    }
     let socket = std::os::unix::net::UnixDatagram::unbound()?;
     let fd = socket.as_raw_fd();
     // SAFETY: the requests read and write an ifreq, and the union fields are those that they are defined with.
     unsafe {
-        if let Some(mtu) = mtu {
-            let mut request = request(name)?;
-            request.ifr_ifru.ifru_mtu = mtu.into();
-            check(libc::ioctl(fd, libc::SIOCSIFMTU, &mut request))?;
-        }
         let mut request = request(name)?;
         check(libc::ioctl(fd, libc::SIOCGIFFLAGS, &mut request))?;
         request.ifr_ifru.ifru_flags |= libc::IFF_UP as libc::c_short;

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     gate::Gate,
     notes::Notes,
-    port::{Kind, Port},
+    port::{Kind, Port, PortSettings},
     worker::{PortHandle, Worker},
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue};
@@ -48,8 +48,9 @@ pub struct VhostConfig {
 
 /// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
 pub struct Server {
-    port: Arc<Port>,
+    // Dropped before the port leaves the switch.
     _socket: Socket,
+    handle: Arc<PortHandle>,
 }
 
 impl Server {
@@ -61,21 +62,29 @@ impl Server {
         let attention = eventfd().map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
         let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
-        let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
+        let VhostConfig { mode, hairpin, poll, tuning, .. } = config;
+        let port = Arc::new(Port::vhost(vhost, PortSettings { mode, hairpin, poll, tuning }));
         let path = config.socket.clone();
+        let mut added = None;
         let socket = Socket::start(&name, &config.socket, config.role, told, || {
-            let VhostConfig { features, config, tuning, .. } = config.clone();
+            let VhostConfig { features, config, .. } = config.clone();
             let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
-            let handle = Arc::new(worker.add(port.clone())?);
             let notes = Notes::open(&name, &path, 2 * usize::from(config.queue_pairs));
-            Ok(NetDevice { name: name.clone(), handle, offer: features, config, tuning, running, notes })
+            let handle = added.insert(Arc::new(worker.add(port)?)).clone();
+            Ok(NetDevice { name: name.clone(), handle, offer: features, config, running, notes })
         })?;
-        Ok(Server { port, _socket: socket })
+        let none = || SocketError::Start { name: name.clone(), error: std::io::ErrorKind::NotFound.into() };
+        Ok(Server { _socket: socket, handle: added.ok_or_else(none)? })
     }
 
     /// What the switch sees.
     pub fn port(&self) -> &Arc<Port> {
-        &self.port
+        self.handle.port()
+    }
+
+    /// Has the port behave like this; its guest does not notice.
+    pub fn set(&self, settings: PortSettings) {
+        self.handle.set(settings);
     }
 }
 
@@ -86,7 +95,6 @@ struct NetDevice {
     handle: Arc<PortHandle>,
     offer: Features,
     config: Config,
-    tuning: Tuning,
     /// Which receive queues run.
     running: Arc<Mutex<Vec<bool>>>,
     notes: Notes,
@@ -131,7 +139,8 @@ impl Device for NetDevice {
 
     fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String> {
         let Ring { memory, acked, size, addresses, base } = ring;
-        let tuning = self.tuning;
+        // Asked for within the gate: whoever changes it meanwhile tunes the queue afterwards.
+        let tuning = || self.handle.port().settings().tuning;
         let port = self.port();
         let pair = index / 2;
         let journal = self.notes.journal(index);
@@ -140,7 +149,7 @@ impl Device for NetDevice {
             let start = |base| {
                 let (mut queue, resumed) = RxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
                 say(&self.name, index, base, resumed);
-                queue.tune(tuning);
+                queue.tune(tuning());
                 Ok(queue)
             };
             let started = start_slot(&port.rx[pair], base, start, RxQueue::base).map_err(|error| error.to_string())?;
@@ -152,7 +161,7 @@ impl Device for NetDevice {
         let start = |base| {
             let (mut queue, resumed) = TxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
             say(&self.name, index, base, resumed);
-            queue.tune(tuning);
+            queue.tune(tuning());
             Ok(queue)
         };
         let started = start_slot(&port.tx[pair], base, start, TxQueue::base).map_err(|error| error.to_string())?;

@@ -5,7 +5,7 @@ use crate::gate::{Gate, Lease};
 use parking_lot::MutexGuard;
 use ringroad_mem::{Span, Table};
 use ringroad_net::{Burst, Counters, RxQueue, Sink, Source, TxQueue};
-use ringroad_ring::Fault;
+use ringroad_ring::{Fault, Tuning};
 use std::sync::{
     Arc,
     atomic::{AtomicUsize, Ordering},
@@ -118,6 +118,16 @@ impl VhostPort {
             return None;
         }
         Some(VhostSink { slot, port: self, index })
+    }
+
+    /// Has all queues that run do this, one after the other, each between two bursts.
+    pub(crate) fn tune(&self, tuning: Tuning) {
+        for gate in &self.rx {
+            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
+        }
+        for gate in &self.tx {
+            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
+        }
     }
 
     /// Counts what the frontend has done wrong, and says so on the vring's err descriptor.

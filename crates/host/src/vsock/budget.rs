@@ -48,9 +48,9 @@ pub(super) struct Budget {
     /// Requests that wait to be connected.
     waiting: AtomicUsize,
     /// How many may.
-    most_waiting: usize,
+    most_waiting: AtomicUsize,
     buffers: AtomicUsize,
-    most_buffers: usize,
+    most_buffers: AtomicUsize,
     /// Connects.
     pub connects: Quota,
     refused: AtomicU64,
@@ -65,13 +65,21 @@ impl Budget {
             open: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             // Not longer than a second: a guest is better off with a refusal than with an answer too late.
-            most_waiting: burst as usize,
+            most_waiting: AtomicUsize::new(burst as usize),
             buffers: AtomicUsize::new(0),
-            most_buffers: config.socket_memory,
+            most_buffers: AtomicUsize::new(config.socket_memory),
             connects: Quota::new(burst, config.connects.max(1)),
             refused: AtomicU64::new(0),
             turned_away: AtomicU64::new(0),
         }
+    }
+
+    /// Has it be as large as this. What was granted before stays.
+    pub(super) fn set(&self, config: &VsockConfig) {
+        let burst = config.connects.clamp(1, BURST);
+        self.connects.set(burst, config.connects.max(1));
+        self.most_waiting.store(burst as usize, Ordering::Relaxed);
+        self.most_buffers.store(config.socket_memory, Ordering::Relaxed);
     }
 
     pub(super) fn report(&self) -> SocketReport {
@@ -96,7 +104,9 @@ impl Budget {
 
     /// A place for a request that is to be connected; else it is counted as refused.
     pub(super) fn admit_request(self: &Arc<Self>) -> Option<Place> {
-        let place = (self.waiting.load(Ordering::Relaxed) < self.most_waiting).then(|| self.admit()).flatten();
+        let place = (self.waiting.load(Ordering::Relaxed) < self.most_waiting.load(Ordering::Relaxed))
+            .then(|| self.admit())
+            .flatten();
         match &place {
             Some(_) => _ = self.waiting.fetch_add(1, Ordering::Relaxed),
             None => self.refuse(),
@@ -116,7 +126,8 @@ impl Budget {
     /// Memory of the kernel for one socket: `wanted` bytes or fewer, a quarter of what is left at most, so that those who come
     /// later get some too.
     pub(super) fn grant(&self, wanted: usize) -> usize {
-        let share = |granted: usize| wanted.min(self.most_buffers.saturating_sub(granted) / 4) & !4095;
+        let most = self.most_buffers.load(Ordering::Relaxed);
+        let share = |granted: usize| wanted.min(most.saturating_sub(granted) / 4) & !4095;
         let more = |granted: usize| Some(granted + share(granted));
         self.buffers.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).map_or(0, share)
     }
@@ -127,7 +138,7 @@ impl Budget {
 
     /// Whether more than half of the memory is granted: who does not need his should let it go.
     pub(super) fn is_tight(&self) -> bool {
-        self.buffers.load(Ordering::Relaxed) > self.most_buffers / 2
+        self.buffers.load(Ordering::Relaxed) > self.most_buffers.load(Ordering::Relaxed) / 2
     }
 }
 

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::bits;
 use ringroad_vsock::{
-    Broken, Config, Door, Events, Features, Host, Key, Kind, Queue, RxQueue, Settings, Stack, TxQueue, kinds,
+    Broken, Config, Door, Events, Features, Host, Hub, Key, Kind, Queue, RxQueue, Settings, Stack, TxQueue, kinds,
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
@@ -95,7 +95,7 @@ pub(super) struct Guest {
     pub mail: Arc<Mailbox>,
     pub budget: Arc<Budget>,
     lines: Arc<Lines>,
-    host: Option<PathBuf>,
+    ways: Arc<Mutex<Ways>>,
     notifiers: Arc<Notifiers>,
     /// Wakes the thread of its socket: its memory is gone.
     attention: EventFd,
@@ -103,6 +103,12 @@ pub(super) struct Guest {
     /// What each running vring was started with. A lock of its own, held for no longer than it takes to look: the worker
     /// takes it.
     memory: Mutex<[Option<Arc<Table>>; VRINGS]>,
+}
+
+/// Where a guest's connections with the host lead, and come from. Can be changed while it runs.
+struct Ways {
+    host: Option<PathBuf>,
+    forward: Vec<(u32, SocketAddr)>,
 }
 
 /// What control knows of the vrings.
@@ -159,8 +165,8 @@ impl Guest {
         self.lines.say(level, format_args!("{}: {what}", self.name));
     }
 
-    pub(super) fn host_path(&self) -> std::path::Display<'_> {
-        self.host.as_deref().unwrap_or(Path::new("")).display()
+    pub(super) fn host_path(&self) -> String {
+        self.ways.lock().host.as_deref().unwrap_or(Path::new("")).display().to_string()
     }
 
     fn set_memory(&self, vring: usize, memory: Option<Arc<Table>>) {
@@ -223,17 +229,17 @@ struct Around {
     budget: Arc<Budget>,
     lines: Arc<Lines>,
     notifiers: Arc<Notifiers>,
-    host: Option<PathBuf>,
-    forward: Vec<(u32, SocketAddr)>,
+    ways: Arc<Mutex<Ways>>,
 }
 
 impl Around {
     /// Where a port of the host leads.
     fn target(&self, port: u32) -> Option<Target> {
-        if let Some(&(_, address)) = self.forward.iter().find(|&&(forward, _)| forward == port) {
+        let ways = self.ways.lock();
+        if let Some(&(_, address)) = ways.forward.iter().find(|&&(forward, _)| forward == port) {
             return Some(Target::Tcp(address));
         }
-        let mut path = self.host.clone()?.into_os_string();
+        let mut path = ways.host.clone()?.into_os_string();
         path.push(format!("_{port}"));
         Some(Target::Unix(path.into()))
     }
@@ -339,6 +345,7 @@ impl Host<HostRelay> for Around {
 /// A running vsock device. Dropped, it disconnects and removes its sockets.
 pub struct VsockServer {
     guest: Arc<Guest>,
+    hub: Arc<Hub<HostSide>>,
     socket: Option<Socket>,
 }
 
@@ -352,14 +359,14 @@ impl VsockServer {
         let budget = Arc::new(Budget::new(&config, worker.shared.total.clone()));
         let lines = Arc::new(Lines::new());
         let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
+        let ways = Arc::new(Mutex::new(Ways { host: config.host.clone(), forward: config.forward.clone() }));
         let around = Around {
             name: name.to_owned(),
             mail: mail.clone(),
             budget: budget.clone(),
             lines: lines.clone(),
             notifiers: notifiers.clone(),
-            host: config.host.clone(),
-            forward: config.forward.clone(),
+            ways: ways.clone(),
         };
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
@@ -374,17 +381,45 @@ impl VsockServer {
             mail,
             budget,
             lines,
-            host: config.host.clone(),
+            ways,
             notifiers,
             attention,
             vrings: Mutex::default(),
             memory: Mutex::default(),
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
-        let mut server = VsockServer { guest: guest.clone(), socket: None };
+        let mut server = VsockServer { guest: guest.clone(), hub: worker.hub.clone(), socket: None };
         let device = VsockDevice { guest, offer: config.features.bits() };
         server.socket = Some(Socket::start(name, &config.socket, config.role, told, || Ok(device))?);
         Ok(server)
+    }
+
+    /// Has it behave like this, as far as its guest need not be told: settings, groups, and where connections with the host
+    /// lead. All the rest of the configuration is as before.
+    ///
+    /// # Errors
+    /// The socket for programs of the host cannot be made; the one there was stays, all the rest is as it should be.
+    pub fn set(&self, config: &VsockConfig) -> Result<(), SocketError> {
+        let Guest { name, mail, stack, ways, budget, .. } = &*self.guest;
+        stack.set(config.settings);
+        budget.set(config);
+        if !config.groups.is_empty() || stack.has_joined() {
+            self.hub.join(stack, config.groups.clone());
+        }
+        ways.lock().forward.clone_from(&config.forward);
+        let before = ways.lock().host.clone();
+        if before == config.host {
+            return Ok(());
+        }
+        let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
+        ways.lock().host.clone_from(&config.host);
+        let (sender, listens) = mpsc::channel();
+        mail.shared.control(Control::Listen(mail.guest, listener, sender));
+        let _ = listens.recv();
+        if let Some(path) = before {
+            let _ = fs::remove_file(path);
+        }
+        Ok(())
     }
 
     /// The host's end of the device: for sockets of this program.
@@ -410,7 +445,7 @@ impl Drop for VsockServer {
         let (sender, removed) = mpsc::channel();
         guest.mail.shared.control(Control::Remove(guest.mail.guest, sender));
         let _ = removed.recv();
-        if let Some(path) = &guest.host {
+        if let Some(path) = &guest.ways.lock().host {
             let _ = fs::remove_file(path);
         }
     }

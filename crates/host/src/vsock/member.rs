@@ -75,7 +75,7 @@ enum State {
 /// A guest at the worker.
 pub(super) struct Member {
     pub guest: Arc<Guest>,
-    listener: Option<UnixListener>,
+    pub listener: Option<UnixListener>,
     /// Its sockets. One for each guest: events of many sockets of one are not in the way of others' few.
     epoll: Epoll,
     entries: HashMap<u64, Entry>,

@@ -21,6 +21,7 @@ use std::{
         mpsc,
     },
     thread::{self, ThreadId},
+    time::Duration,
 };
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
@@ -31,6 +32,9 @@ use vmm_sys_util::{
 pub(super) enum Control {
     Add(Arc<Guest>, Option<UnixListener>, mpsc::Sender<io::Result<()>>),
     Remove(u32, mpsc::Sender<()>),
+    /// Programs connect there from now on.
+    Listen(u32, Option<UnixListener>, mpsc::Sender<()>),
+    Configure(Option<usize>, Duration, mpsc::Sender<io::Result<()>>),
     Stop,
 }
 

@@ -8,6 +8,7 @@ use super::{
     shared::{Control, Shared, Token},
 };
 use crate::sys;
+use log::Level;
 use ringroad_vsock::Hub;
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -50,6 +51,16 @@ impl VsockWorker {
         };
         result.recv().unwrap_or_else(|_| Err(ended()))?;
         Ok(VsockWorker { shared, hub: Hub::new(connections), thread: Some(thread) })
+    }
+
+    /// Has it run on another CPU, or any, and look for `poll` after the last packet.
+    ///
+    /// # Errors
+    /// The CPU is not there or not allowed; it stays where it was.
+    pub fn set(&self, cpu: Option<usize>, poll: Duration) -> io::Result<()> {
+        let (sender, done) = mpsc::channel();
+        self.shared.control(Control::Configure(cpu, poll, sender));
+        done.recv().unwrap_or_else(|_| Err(ended()))
     }
 
     pub(super) fn add(&self, guest: Arc<Guest>, listener: Option<UnixListener>) -> io::Result<()> {
@@ -211,6 +222,14 @@ impl<'a> Loop<'a> {
                     due.inspect(|&due| _ = self.deadlines.remove(&(due, number)));
                     let _ = reply.send(());
                 }
+                Control::Listen(number, listener, reply) => {
+                    self.listen(number, listener);
+                    let _ = reply.send(());
+                }
+                Control::Configure(cpu, poll, reply) => {
+                    self.poll = poll;
+                    let _ = reply.send(cpu.map_or_else(sys::unpin_current_thread, sys::pin_current_thread));
+                }
                 Control::Stop => return false,
             }
         }
@@ -218,6 +237,19 @@ impl<'a> Loop<'a> {
             self.list(guest, |member| member.mail = true);
         }
         true
+    }
+
+    /// Programs connect to this socket of a guest from now on; the one before, if there was one, is closed.
+    fn listen(&mut self, guest: u32, listener: Option<UnixListener>) {
+        let Some(member) = self.members.get_mut(&guest) else { return };
+        let watched = listener
+            .as_ref()
+            .map_or(Ok(()), |listener| self.shared.watch(listener.as_raw_fd(), Token::Listener(guest)));
+        if let Err(error) = watched {
+            member.guest.say(Level::Error, format_args!("cannot wait for programs: {error}"));
+        }
+        member.listener = listener;
+        self.list(guest, |member| member.knocking = true);
     }
 
     fn add(&mut self, guest: Arc<Guest>, listener: Option<UnixListener>) -> io::Result<()> {

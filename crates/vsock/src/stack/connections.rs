@@ -16,19 +16,19 @@ impl<S: Side> Stack<S> {
     pub(super) fn request(&self, key: Key, kind: Kind, header: &VsockHdr) {
         let listener = {
             let table = self.table.lock();
-            if table.conns.len() >= self.settings.connections {
+            if table.conns.len() >= self.settings().connections {
                 drop(table);
                 return self.refuse(header);
             }
             table.listeners.get(&(key.port, kind)).cloned()
         };
         let phase = if listener.is_some() { Phase::Open } else { Phase::Accepting };
-        let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings.buffer, phase));
+        let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, phase));
         // What the request says of the peer's room.
         conn.announce(&mut conn.lock(), header);
         if let Some(listener) = listener {
             let mut waiting = listener.waiting.lock();
-            if waiting.len() >= self.settings.backlog {
+            if waiting.len() >= self.settings().backlog {
                 drop(waiting);
                 return self.refuse(header);
             }
@@ -51,7 +51,7 @@ impl<S: Side> Stack<S> {
             }
             Door::Later(relay) => {
                 conn.lock().relay = Some(relay);
-                self.give_time(&conn, self.settings.connect);
+                self.give_time(&conn, self.settings().connect);
             }
             Door::Shut => {
                 self.remove(&conn);
@@ -159,8 +159,8 @@ impl<S: Side> Stack<S> {
         }
         let conn = {
             let mut table = self.table.lock();
-            if table.conns.len() >= self.settings.connections {
-                let why = format!("there are {} connections already", self.settings.connections);
+            if table.conns.len() >= self.settings().connections {
+                let why = format!("there are {} connections already", table.conns.len());
                 return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
             }
             // As there are fewer connections than ports, one is free.
@@ -173,13 +173,13 @@ impl<S: Side> Stack<S> {
                 }
             };
             let key = Key { port, peer };
-            let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings.buffer, Phase::Connecting));
+            let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, Phase::Connecting));
             conn.lock().relay = relay;
             table.conns.insert(key, conn.clone());
             conn
         };
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
-        self.give_time(&conn, self.settings.connect);
+        self.give_time(&conn, self.settings().connect);
         self.send_control(&conn, Op::Request);
         // The worker has a new deadline.
         self.host.wake();
@@ -249,7 +249,7 @@ impl<S: Side> Stack<S> {
                 self.sender.send(&who, header, &mut Payload::empty(), 0).1
             };
             if both {
-                self.give_time(conn, self.settings.linger);
+                self.give_time(conn, self.settings().linger);
                 self.host.wake();
             }
             self.effect(effect);
@@ -282,7 +282,7 @@ impl<S: Side> Stack<S> {
 
     /// How many more bytes of a connection may wait in the outbox.
     pub(crate) fn room(&self, conn: &Conn<S::Relay>) -> usize {
-        (self.settings.buffer as usize).max(MAX_PACKET).saturating_sub(conn.waiting())
+        (conn.buf_alloc as usize).max(MAX_PACKET).saturating_sub(conn.waiting())
     }
 
     pub(crate) fn may_send(&self, inner: &crate::connection::Inner<S::Relay>) -> io::Result<()> {

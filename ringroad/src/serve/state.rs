@@ -1,0 +1,301 @@
+//! What runs: the worker, the ports, the vsock devices; how it starts, changes and ends. Only control is here.
+
+use super::{
+    changes::{Change, MTU, changes, of_port},
+    explain, print,
+    progress::Progress,
+    vsock::Vsocks,
+};
+use crate::{
+    config::{self, Config, mac},
+    logger,
+};
+use ringroad_host::{
+    Port, PortHandle, PortReport, PortSettings, Tap, Worker, WorkerConfig,
+    vhost_user::{Role, Server, VhostConfig},
+};
+use ringroad_net::Config as Space;
+use ringroad_switch::Poll;
+use std::{path::Path, sync::Arc};
+
+type Failure = Box<dyn std::error::Error>;
+
+/// Everything that runs.
+pub struct State {
+    // Dropped before the worker that serves them.
+    ports: Vec<Running>,
+    vsocks: Vsocks,
+    worker: Worker,
+    /// What the program itself runs with; ports and devices have their own.
+    config: Config,
+    progress: Progress,
+}
+
+fn worker_config(config: &Config) -> WorkerConfig {
+    let cpu = config.workers.cpus.first().copied();
+    let (addresses, ageing) = (config.switch.entries, config.switch.ageing.as_secs() as u32);
+    let config::Workers { gather, turn, .. } = config.workers;
+    WorkerConfig { cpu, addresses, ageing, gather, turn }
+}
+
+fn start_worker(config: &Config) -> Result<Worker, Failure> {
+    let worker = worker_config(config);
+    Worker::start(worker).map_err(|error| match worker.cpu {
+        Some(cpu) => format!("cannot run a worker on CPU {cpu} (key `workers.cpus`): {error}").into(),
+        None => format!("cannot start a worker: {error}").into(),
+    })
+}
+
+impl State {
+    /// Starts all that the configuration names; told to stop meanwhile, it has not started the rest.
+    pub fn start(config: &Config, progress: Progress) -> Result<State, Failure> {
+        progress.at("starting the worker");
+        let worker = start_worker(config)?;
+        let mut ports = Vec::new();
+        for port in &config.ports {
+            if !progress.is_stopping() {
+                ports.push(Running::start(port, config.workers.poll, &worker, &progress)?);
+            }
+        }
+        let vsocks = Vsocks::start(config, &progress)?;
+        progress.at("waiting for signals");
+        Ok(State { ports, vsocks, worker, config: config.clone(), progress })
+    }
+
+    /// How much there is.
+    pub fn summary(&self) -> String {
+        print::summary(self.ports.len(), self.vsocks.devices.len())
+    }
+
+    /// What runs now, as a file would say it: without what could not be started.
+    fn running(&self) -> Config {
+        let ports = self.ports.iter().map(|running| running.config.clone()).collect();
+        let vsocks = self.vsocks.devices.iter().map(|device| device.config.clone()).collect();
+        Config { ports, vsocks, ..self.config.clone() }
+    }
+
+    /// Says what a reload would do.
+    pub fn preview(&mut self, file: &Path) {
+        let config = match Config::load(file) {
+            Ok(config) => config,
+            Err(error) => return log::error!("{error}; a reload would change nothing"),
+        };
+        if let Some(findings) = explain(file, &config::check(&config)) {
+            findings.lines().for_each(|line| log::error!("{line}"));
+        }
+        let changes = changes(&self.running(), &config);
+        for change in &changes {
+            log::info!("a reload would do this: {change}");
+        }
+        log::info!(
+            "a reload would change {} keys and {} cut somebody off",
+            changes.len(),
+            match changes.iter().any(Change::cuts) {
+                true => "would",
+                false => "would not",
+            }
+        );
+    }
+
+    /// Reads the configuration again. What can be changed in place is; ports that are not in it any more go, new ones come, those
+    /// that cannot be changed in place are made anew; the others do not notice.
+    pub fn reload(&mut self, file: &Path) {
+        self.progress.at(format!("reading {}", file.display()));
+        let config = match Config::load(file) {
+            Ok(config) => config,
+            Err(error) => return log::error!("{error}; everything stays as it is"),
+        };
+        let changes = changes(&self.running(), &config);
+        for change in &changes {
+            match change.cuts() {
+                true => log::warn!("reload: {change}"),
+                false => log::info!("reload: {change}"),
+            }
+        }
+        let findings = config::check(&config);
+        self.configure(&config);
+        self.reload_ports(&config, |port| {
+            let owner = config::owner(port);
+            let found: Vec<_> = findings.iter().filter(|finding| finding.owner == owner).cloned().collect();
+            explain(file, &found)
+        });
+        self.vsocks.reload(&config, &self.progress);
+        self.progress.at("waiting for signals");
+        log::info!("configuration read again: {}", self.summary());
+    }
+
+    /// What is nobody's alone.
+    fn configure(&mut self, config: &Config) {
+        logger::limit(config.log.lines);
+        self.progress.at("changing the worker");
+        let before = self.config.workers.cpus.clone();
+        self.config = Config { ports: Vec::new(), vsocks: Vec::new(), ..config.clone() };
+        if let Err(error) = self.worker.set(worker_config(config)) {
+            log::error!("the worker stays where it is: CPU {:?} (key `workers.cpus`): {error}", config.workers.cpus);
+            self.config.workers.cpus = before;
+        }
+    }
+
+    /// `wrong`: why a port cannot be made on this machine.
+    fn reload_ports(&mut self, config: &Config, wrong: impl Fn(&config::Port) -> Option<String>) {
+        let poll = config.workers.poll;
+        // First all that go, so that others can have their sockets and interfaces.
+        for running in std::mem::take(&mut self.ports) {
+            let after = config.ports.iter().find(|port| port.name == running.config.name);
+            let cut = after.is_none_or(|port| of_port(&running.config, port).iter().any(Change::cuts));
+            match after.filter(|_| cut).and_then(&wrong) {
+                Some(why) => {
+                    log::error!("{why}; port {} stays as it is", running.config.name);
+                    self.ports.push(running);
+                }
+                None if cut => {
+                    self.progress.at(format!("stopping port {}", running.config.name));
+                    drop(running);
+                }
+                None => self.ports.push(running),
+            }
+        }
+        for port in &config.ports {
+            if self.progress.is_stopping() {
+                return;
+            }
+            match self.ports.iter_mut().find(|running| running.config.name == port.name) {
+                Some(running) if of_port(&running.config, port).iter().any(Change::cuts) => {}
+                Some(running) => {
+                    self.progress.at(format!("changing port {}", port.name));
+                    running.set(port, poll);
+                }
+                None => match Running::start(port, poll, &self.worker, &self.progress) {
+                    Ok(running) => self.ports.push(running),
+                    Err(error) => log::error!("{error}"),
+                },
+            }
+        }
+        let place = |name: &str| config.ports.iter().position(|port| port.name == name);
+        self.ports.sort_by_key(|running| place(&running.config.name));
+    }
+
+    /// Prints what has happened so far; `all`: connection by connection too.
+    pub fn print(&self, all: bool) {
+        let mut text = String::new();
+        if !self.ports.is_empty() {
+            text += &print::table(self.ports.iter().map(Running::report));
+        }
+        if !self.vsocks.devices.is_empty() {
+            text += &self.vsocks.table();
+            if all {
+                text += &self.vsocks.connections();
+            }
+        }
+        if !logger::print(text) {
+            log::warn!("counters not printed: those before were not read from stdout");
+        }
+    }
+
+    /// The same as JSON.
+    pub fn json(&self) -> serde_json::Value {
+        let ports: Vec<_> = self.ports.iter().map(|running| print::json(&running.report())).collect();
+        serde_json::json!({ "ports": ports, "vsock": self.vsocks.json() })
+    }
+
+    /// Ends all of it, one after the other.
+    pub fn end(self) {
+        let State { ports, vsocks, worker, progress, .. } = self;
+        for running in ports {
+            progress.at(format!("stopping port {}", running.config.name));
+            drop(running);
+        }
+        for device in vsocks.devices {
+            progress.at(format!("stopping vsock {}", device.config.cid));
+            drop(device);
+        }
+        progress.at("stopping the vsock worker");
+        drop(vsocks.worker);
+        progress.at("stopping the worker");
+        drop(worker);
+    }
+}
+
+/// A port that works. Dropped, it is gone.
+struct Running {
+    config: config::Port,
+    kind: Kind,
+}
+
+enum Kind {
+    Vhost(Server),
+    Tap(PortHandle),
+}
+
+/// `poll`: what holds for ports that say nothing themselves.
+fn settings(port: &config::Port, poll: Poll) -> PortSettings {
+    let tuning = match &port.kind {
+        config::Kind::VhostUser { tuning, .. } => *tuning,
+        config::Kind::Tap { .. } => Default::default(),
+    };
+    PortSettings { mode: port.mode, hairpin: port.hairpin, poll: port.poll.unwrap_or(poll), tuning }
+}
+
+impl Running {
+    fn start(port: &config::Port, poll: Poll, worker: &Worker, progress: &Progress) -> Result<Self, Failure> {
+        progress.at(format!("starting port {}", port.name));
+        let settings = settings(port, poll);
+        let kind = match &port.kind {
+            config::Kind::VhostUser { socket, role, features, queues, .. } => {
+                let PortSettings { mode, hairpin, poll, tuning } = settings;
+                let config =
+                    Space { mac: mac(port), link_up: true, queue_pairs: *queues, mtu: port.mtu.unwrap_or(MTU) };
+                let vhost = VhostConfig {
+                    name: port.name.clone(),
+                    socket: socket.clone(),
+                    role: *role,
+                    features: *features,
+                    config,
+                    mode,
+                    hairpin,
+                    poll,
+                    tuning,
+                };
+                let server = Server::start(vhost, worker)?;
+                if *role == Role::Server {
+                    progress.made(socket);
+                }
+                Kind::Vhost(server)
+            }
+            config::Kind::Tap { interface, queues } => {
+                let tap = Tap::open(&port.name, interface, *queues, port.mtu)?;
+                Kind::Tap(worker.add(Arc::new(Port::tap(tap, settings)))?)
+            }
+        };
+        Ok(Running { config: port.clone(), kind })
+    }
+
+    /// Changes what can be changed in place. Its guest does not notice.
+    fn set(&mut self, port: &config::Port, poll: Poll) {
+        let settings = settings(port, poll);
+        let before = std::mem::replace(&mut self.config, port.clone());
+        let there = match &self.kind {
+            Kind::Vhost(server) => server.port(),
+            Kind::Tap(handle) => handle.port(),
+        };
+        if settings != there.settings() {
+            match &self.kind {
+                Kind::Vhost(server) => server.set(settings),
+                Kind::Tap(handle) => handle.set(settings),
+            }
+        }
+        if let (Kind::Tap(handle), Some(mtu)) = (&self.kind, port.mtu.filter(|_| port.mtu != before.mtu))
+            && let Err(error) = handle.port().set_mtu(mtu)
+        {
+            log::error!("port {}: its interface's MTU stays as it is, it cannot be {mtu}: {error}", port.name);
+            self.config.mtu = before.mtu;
+        }
+    }
+
+    fn report(&self) -> PortReport {
+        match &self.kind {
+            Kind::Vhost(server) => server.port().report(),
+            Kind::Tap(handle) => handle.port().report(),
+        }
+    }
+}
