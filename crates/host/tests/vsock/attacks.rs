@@ -359,6 +359,40 @@ fn a_program_is_heard_at_once_however_many_have_only_said_half() {
 }
 
 #[test]
+fn a_crowd_that_never_ends_takes_its_own_guests_time_only() {
+    let pair = Pair::new(|_| {});
+    let path = pair.attacker.host.clone().unwrap();
+    let address = socket2::SockAddr::unix(path).unwrap();
+    let before = pair.beside(1, Duration::from_millis(500), |_| {});
+    let mut came = 0;
+    let after = pair.beside(2, Duration::from_secs(2), |stop| {
+        // The last ones are kept open, so that it is not they who go.
+        let mut crowd = std::collections::VecDeque::new();
+        while !stop.load(Ordering::Relaxed) {
+            let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            if socket.connect(&address).is_ok() {
+                came += 1;
+                let _ = socket.send(b"CONNECT 1");
+                crowd.push_back(socket);
+            } else {
+                thread::yield_now();
+            }
+            if crowd.len() > 2000 {
+                crowd.pop_front();
+            }
+        }
+    });
+    println!("before: {before:?}, beside {came}: {after:?}, {:?}", pair.server.sockets());
+    assert!(came > 5000, "{came} are no crowd");
+    assert!(pair.server.sockets().open <= 257 && pair.server.sockets().turned_away > 1000);
+    assert!(
+        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
+        "{before:?}, {after:?}"
+    );
+}
+
+#[test]
 fn programs_that_do_not_read_leave_the_kernel_its_memory() {
     const MANY: u32 = 300;
     const BUDGET: usize = 4 << 20;
