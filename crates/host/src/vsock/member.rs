@@ -32,7 +32,7 @@ const COMMANDS: usize = 128;
 /// Sockets that are read or written in a turn, and bytes.
 const SOCKETS: usize = 64;
 const BYTES: usize = 512 << 10;
-/// Programs that are accepted in a turn.
+/// Programs that are accepted in a turn, or turned away as they are late.
 const ACCEPTS: usize = 32;
 /// Events of its sockets that are taken up in a turn.
 const EVENTS: usize = 64;
@@ -217,7 +217,8 @@ impl Member {
             stack.sweep();
             self.shrink();
         }
-        while let Some(slot) = self.asking.late(now) {
+        for _ in 0..ACCEPTS {
+            let Some(slot) = self.asking.late(now) else { break };
             self.turn_away(slot, format_args!("it has not sent \"CONNECT <port>\" in time"));
         }
         self.connect_at = self.connect_at.filter(|&time| time > now);

@@ -33,6 +33,8 @@ pub(super) struct Wire {
     tcp: bool,
     /// Its connection has ended: what is known of its key may be about another one by now.
     over: AtomicBool,
+    /// It is reset when it is closed: what was not read is lost.
+    reset: AtomicBool,
     granted: Mutex<Granted>,
     mail: Arc<Mailbox>,
     place: Place,
@@ -46,6 +48,7 @@ impl Wire {
             socket: OnceLock::new(),
             tcp,
             over: AtomicBool::new(false),
+            reset: AtomicBool::new(false),
             granted: Mutex::default(),
             mail: mail.clone(),
             place,
@@ -122,8 +125,9 @@ impl Wire {
     /// Whether its program has something to read yet. What it has not read stays in the kernel, and stays on the guest's
     /// budget, though the connection is over.
     pub(super) fn is_unread(&self) -> bool {
-        // The kernel tells us of the last bytes while it still counts one of them.
-        !self.tcp && self.socket().is_some_and(|socket| sys::unread(socket.as_fd()).is_ok_and(|unread| unread > 1))
+        // The kernel tells us of the last bytes while it still counts one of them, and of a TCP connection counts its end.
+        let lost = self.reset.load(Ordering::Acquire);
+        !lost && self.socket().is_some_and(|socket| sys::unread(socket.as_fd()).is_ok_and(|unread| unread > 1))
     }
 
     /// Gives memory back if its program has read all; `false`: it has not.
@@ -217,6 +221,7 @@ impl Relay for HostRelay {
         {
             // A TCP connection is reset too.
             let _ = SockRef::from(socket).set_linger(Some(std::time::Duration::ZERO));
+            self.wire.reset.store(true, Ordering::Release);
         }
         self.wire.over.store(true, Ordering::Release);
         self.wire.mail.send(Command::Close(self.wire.slot));

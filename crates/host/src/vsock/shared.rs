@@ -58,7 +58,8 @@ pub(super) struct Shared {
     epoll: Epoll,
     wake: EventFd,
     thread: OnceLock<ThreadId>,
-    control: Mutex<Vec<Control>>,
+    /// `None`: the worker has ended, and hears nothing any more.
+    control: Mutex<Option<Vec<Control>>>,
     /// Guests with something in their mailboxes.
     posts: Mutex<Vec<u32>>,
     pending: AtomicBool,
@@ -112,7 +113,7 @@ impl Shared {
             epoll: Epoll::new()?,
             wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             thread: OnceLock::new(),
-            control: Mutex::default(),
+            control: Mutex::new(Some(Vec::new())),
             posts: Mutex::default(),
             pending: AtomicBool::new(false),
             guests: AtomicU32::new(0),
@@ -133,8 +134,15 @@ impl Shared {
     }
 
     pub(super) fn control(&self, control: Control) {
-        self.control.lock().push(control);
+        if let Some(list) = &mut *self.control.lock() {
+            list.push(control);
+        }
         self.notify();
+    }
+
+    /// The worker has ended: whoever waits for an answer waits no more.
+    pub(super) fn end(&self) {
+        *self.control.lock() = None;
     }
 
     fn notify(&self) {
@@ -153,7 +161,8 @@ impl Shared {
     /// The news there is.
     pub(super) fn take(&self) -> (Vec<Control>, Vec<u32>) {
         self.pending.store(false, Ordering::Relaxed);
-        (std::mem::take(&mut *self.control.lock()), std::mem::take(&mut *self.posts.lock()))
+        let control = self.control.lock().as_mut().map(std::mem::take).unwrap_or_default();
+        (control, std::mem::take(&mut *self.posts.lock()))
     }
 
     /// A number for a guest.

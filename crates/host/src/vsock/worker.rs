@@ -47,6 +47,7 @@ impl VsockWorker {
                 if go {
                     Loop::new(&shared, poll).run();
                 }
+                shared.end();
             })?
         };
         result.recv().unwrap_or_else(|_| Err(ended()))?;

@@ -6,6 +6,7 @@ use crate::common::{self, Peer, Vring, longs, mem_table, request::*, words};
 use ringroad_vsock::{Driver, DriverConfig, Inlet, Link, Payload};
 use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
+    ops::Range,
     os::fd::AsRawFd,
     sync::{
         Mutex, Once,
@@ -175,13 +176,13 @@ impl Attacker {
     }
 
     /// Sends to a port of the host on so many connections, as long as anything is taken.
-    fn fill(&mut self, port: u32, count: u32) {
+    fn fill(&mut self, port: u32, from: Range<u32>) {
         const BUFFER: u32 = 256 << 10;
-        let mut sent = vec![0u32; count as usize];
+        let mut sent = vec![0u32; from.end as usize];
         let mut passed = sent.clone();
         let mut last = Instant::now();
         while last.elapsed() < Duration::from_millis(300) {
-            for from in 0..count {
+            for from in from.clone() {
                 let sent = &mut sent[from as usize];
                 let len = (BUFFER - (*sent - passed[from as usize])).min(4000);
                 if len > 0 && self.put(Attacker::header(Op::Data, from, port), &vec![7; len as usize]) {
@@ -358,23 +359,62 @@ fn a_program_is_heard_at_once_however_many_have_only_said_half() {
 }
 
 #[test]
+fn a_crowd_that_never_ends_takes_its_own_guests_time_only() {
+    let pair = Pair::new(|_| {});
+    let path = pair.attacker.host.clone().unwrap();
+    let address = socket2::SockAddr::unix(path).unwrap();
+    let before = pair.beside(1, Duration::from_millis(500), |_| {});
+    let mut came = 0;
+    let after = pair.beside(2, Duration::from_secs(2), |stop| {
+        // The last ones are kept open, so that it is not they who go.
+        let mut crowd = std::collections::VecDeque::new();
+        while !stop.load(Ordering::Relaxed) {
+            let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            if socket.connect(&address).is_ok() {
+                came += 1;
+                let _ = socket.send(b"CONNECT 1");
+                crowd.push_back(socket);
+            } else {
+                thread::yield_now();
+            }
+            if crowd.len() > 2000 {
+                crowd.pop_front();
+            }
+        }
+    });
+    println!("before: {before:?}, beside {came}: {after:?}, {:?}", pair.server.sockets());
+    assert!(came > 5000, "{came} are no crowd");
+    assert!(pair.server.sockets().open <= 257 && pair.server.sockets().turned_away > 1000);
+    assert!(
+        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
+        "{before:?}, {after:?}"
+    );
+}
+
+#[test]
 fn programs_that_do_not_read_leave_the_kernel_its_memory() {
     const MANY: u32 = 300;
     const BUDGET: usize = 4 << 20;
     let pair = Pair::new(|config| config.socket_memory = BUDGET);
     let mut attacker = pair.attacker();
     let listener = pair.listen_on_host(7);
-    assert_eq!(attacker.connect(7, 0, MANY), (MANY, 0));
-    let programs: Vec<_> = (0..MANY).map(|_| listener.accept().unwrap().0).collect();
-    attacker.fill(7, MANY);
+    let mut programs = Vec::new();
+    for first in (0..MANY).step_by(100) {
+        assert_eq!(attacker.connect(7, first, 100), (100, 0));
+        programs.extend((0..100).map(|_| listener.accept().unwrap().0));
+        attacker.fill(7, first..first + 100);
+        // That they are over makes no difference: nobody has read it.
+        (first..first + 100).for_each(|port| attacker.send(Attacker::header(Op::Reset, port, 7), &[]));
+        soon("they are over", || pair.server.stack().report().connections == 0);
+    }
+    assert_eq!(pair.server.sockets().open, MANY as usize);
     assert!(pair.server.sockets().buffers <= BUDGET);
-    // What the kernel has is what is left when the device is gone.
-    let Pair { rig, server, .. } = pair;
-    drop(server);
     let kept: usize =
         programs.into_iter().map(|mut program| io::copy(&mut program, &mut io::sink()).unwrap() as usize).sum();
     assert!(kept > 1 << 20 && kept <= BUDGET + MANY as usize * (8 << 10), "the kernel kept {kept} bytes");
-    rig.all_is_well();
+    soon("all is given back", || pair.server.sockets().open == 0 && pair.server.sockets().buffers == 0);
+    pair.rig.all_is_well();
 }
 
 #[test]
@@ -385,7 +425,7 @@ fn memory_that_nobody_needs_now_is_there_for_others() {
     let listener = pair.listen_on_host(7);
     assert_eq!(attacker.connect(7, 0, 40), (40, 0));
     let programs: Vec<_> = (0..40).map(|_| listener.accept().unwrap().0).collect();
-    attacker.fill(7, 40);
+    attacker.fill(7, 0..40);
     let full = pair.server.sockets().buffers;
     assert!(full > BUDGET / 4 * 3, "{full}");
     for program in &programs {

@@ -230,3 +230,13 @@ fn a_guest_that_goes_and_comes_again() {
     soon("the device runs", || rig.host().is_running());
     rig.all_is_well();
 }
+
+#[test]
+fn a_device_may_outlive_its_worker() {
+    let rig = Rig::new();
+    let _connected = rig.to_guest(1);
+    let Rig { client, server, worker, folder: _folder, .. } = rig;
+    at_once(|| drop(worker));
+    at_once(|| drop(server));
+    drop(client);
+}
