@@ -1059,7 +1059,7 @@ fn help() {
         (&["--help"][..], &["Examples:", "ringroad demo", "ringroad serve -c", "ringroad blast", "ringroad bench"][..]),
         (&["serve", "--help"], &["Example", "[[port]]", "kind = \"vhost-user\"", "SIGUSR1"]),
         (&["demo", "--help"], &["Example", "ringroad demo --seconds"]),
-        (&["blast", "--help"], &["Examples:", "ringroad blast /run/vm1.sock"]),
+        (&["blast", "--help"], &["Examples:", "ringroad blast /run/ringroad/vm1.sock"]),
         (&["bench", "--help"], &["Example", "ringroad bench"]),
     ] {
         let (code, out, _) = run(arguments);
