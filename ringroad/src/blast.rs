@@ -41,9 +41,9 @@ impl Ring {
 /// Send and receive test traffic through a vhost-user network device, ours or another's
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
-    ringroad blast /run/vm1.sock                             64-byte frames for 10 seconds, counting what comes back\n  \
-    ringroad blast /run/vm1.sock --size imix --verify        every byte checked\n  \
-    ringroad blast /run/vm2.sock --mode reflect --seconds 60 the other end")]
+    ringroad blast /run/ringroad/vm1.sock                             64-byte frames for 10 seconds, counting what comes back\n  \
+    ringroad blast /run/ringroad/vm1.sock --size imix --verify        every byte checked\n  \
+    ringroad blast /run/ringroad/vm2.sock --mode reflect --seconds 60 the other end")]
 pub struct Args {
     /// The socket of the device
     socket: PathBuf,

@@ -25,10 +25,10 @@ use std::{
 /// Be a guest of a vhost-user vsock device, ours or another's
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
-    ringroad vsock cat /run/vm1.vsock 2:1024      standard input and output to port 1024 of the host\n  \
-    ringroad vsock cat /run/vm1.vsock --accept 52 wait for a connection to port 52 of ours\n  \
-    ringroad vsock echo /run/vm1.vsock 7          send everything back that comes to port 7\n  \
-    ringroad vsock bench /run/vm1.vsock 2:7       round trips and throughput with an echo at port 7 of the host")]
+    ringroad vsock cat /run/ringroad/vm1.vsock 2:1024      standard input and output to port 1024 of the host\n  \
+    ringroad vsock cat /run/ringroad/vm1.vsock --accept 52 wait for a connection to port 52 of ours\n  \
+    ringroad vsock echo /run/ringroad/vm1.vsock 7          send everything back that comes to port 7\n  \
+    ringroad vsock bench /run/ringroad/vm1.vsock 2:7       round trips and throughput with an echo at port 7 of the host")]
 pub struct Args {
     #[command(subcommand)]
     command: Command,

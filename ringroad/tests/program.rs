@@ -521,7 +521,7 @@ fn reload() {
     fs::write(folder.file("blocked.sock"), "").unwrap();
     folder.config(&[("kept", ""), ("new", ""), ("blocked", "")]);
     serve.signal("HUP");
-    serve.says("port blocked: ");
+    serve.says("ringroad.toml:14: port \"blocked\": key `socket`: expected nothing or a socket at ");
     serve.says("configuration read again: 2 ports");
     exchange(&mut kept, &mut new);
     fs::remove_file(folder.file("blocked.sock")).unwrap();
@@ -849,6 +849,66 @@ fn the_log_is_bounded() {
     serve.stop("TERM");
 }
 
+/// A reload that would take a port away and could not bring it back leaves it alone.
+#[test]
+fn a_reload_that_cannot_be_done_cuts_nobody() {
+    let folder = Folder::new("cannot");
+    let config = folder.config(&[("a", ""), ("b", "")]);
+    let mut serve = Program::serve(&config, &[]);
+    serve.says("ready");
+    let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
+    let (mut a, mut b) = (guest("a"), guest("b"));
+    let text_of_file = fs::read_to_string(&config).unwrap();
+    folder.write(&text_of_file.replace("a.sock", "missing/a.sock"));
+    serve.signal("HUP");
+    serve.says("port \"a\": key `socket`: expected a folder that exists");
+    serve.says("port a stays as it is");
+    serve.says("configuration read again: 2 ports");
+    exchange(&mut a, &mut b);
+    assert!(!a.0.is_closed() && !b.0.is_closed());
+    // Two ports can exchange their sockets: both go before one comes.
+    let swapped = text_of_file.replace("a.sock", "x.sock").replace("b.sock", "a.sock").replace("x.sock", "b.sock");
+    folder.write(&swapped);
+    serve.signal("HUP");
+    assert!(within(PATIENCE, || a.0.is_closed() && b.0.is_closed()));
+    assert!(
+        within(PATIENCE, || serve.err().matches("configuration read again: 2 ports").count() == 2),
+        "{}",
+        serve.err()
+    );
+    exchange(&mut guest("a"), &mut guest("b"));
+    serve.stop("TERM");
+}
+
+#[test]
+fn it_ends_while_it_starts() {
+    let folder = Folder::new("starts");
+    ringroad_host::raise_file_limit();
+    // Somebody else's socket with no room for one more that connects: whether it is in use cannot be seen without waiting.
+    let socket = folder.file("a.sock");
+    let _listener = UnixListener::bind(&socket).unwrap();
+    let waiting = Arc::<Mutex<Vec<UnixStream>>>::default();
+    {
+        let (waiting, socket) = (waiting.clone(), socket.clone());
+        thread::spawn(move || {
+            while let Ok(stream) = UnixStream::connect(&socket) {
+                waiting.lock().unwrap().push(stream);
+            }
+        });
+    }
+    let mut count = 0;
+    assert!(within(PATIENCE, || {
+        thread::sleep(Duration::from_millis(100));
+        let now = waiting.lock().unwrap().len();
+        std::mem::replace(&mut count, now) == now
+    }));
+    let mut serve = Program::serve(&folder.config(&[("a", "")]), &[]);
+    thread::sleep(Duration::from_millis(300));
+    let (time, _) = time_to_end(&mut serve.child);
+    assert!(time < Duration::from_secs(1), "{time:?} with {count} waiting: {}", serve.err());
+    assert!(socket.exists(), "it is not ours");
+}
+
 #[test]
 fn it_ends_whatever_control_waits_for() {
     let folder = Folder::new("hangs");
@@ -1059,7 +1119,7 @@ fn help() {
         (&["--help"][..], &["Examples:", "ringroad demo", "ringroad serve -c", "ringroad blast", "ringroad bench"][..]),
         (&["serve", "--help"], &["Example", "[[port]]", "kind = \"vhost-user\"", "SIGUSR1"]),
         (&["demo", "--help"], &["Example", "ringroad demo --seconds"]),
-        (&["blast", "--help"], &["Examples:", "ringroad blast /run/vm1.sock"]),
+        (&["blast", "--help"], &["Examples:", "ringroad blast /run/ringroad/vm1.sock"]),
         (&["bench", "--help"], &["Example", "ringroad bench"]),
     ] {
         let (code, out, _) = run(arguments);

@@ -65,7 +65,7 @@ pub fn check(config: &Config) -> Vec<Finding> {
         }
     }
     for (index, vsock) in config.vsocks.iter().enumerate() {
-        let owner = format!("vsock {}", index + 1);
+        let owner = vsock_owner(index);
         let made = (vsock.role == Role::Server).then_some(("socket", &vsock.socket));
         for (key, path) in made.into_iter().chain(vsock.host.iter().map(|host| ("host", host))) {
             socket_can_be_made(path).unwrap_or_else(|message| find(&owner, key, message));
@@ -79,6 +79,11 @@ pub fn check(config: &Config) -> Vec<Finding> {
 /// A port as errors in the file call it.
 pub fn owner(port: &Port) -> String {
     format!("port {:?}", port.name)
+}
+
+/// The same for the device at a place of the list.
+pub fn vsock_owner(index: usize) -> String {
+    format!("vsock {}", index + 1)
 }
 
 /// `0-3,8`: the kernel's way to write a list of CPUs.

@@ -10,7 +10,7 @@
 mod check;
 mod vsock;
 
-pub use check::{Finding, check, owner};
+pub use check::{Finding, check, owner, vsock_owner};
 pub use vsock::Vsock;
 
 use std::collections::HashMap;

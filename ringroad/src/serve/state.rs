@@ -114,12 +114,12 @@ impl State {
         }
         let findings = config::check(&config);
         self.configure(&config);
-        self.reload_ports(&config, |port| {
-            let owner = config::owner(port);
+        let wrong = |owner: &str| {
             let found: Vec<_> = findings.iter().filter(|finding| finding.owner == owner).cloned().collect();
             explain(file, &found)
-        });
-        self.vsocks.reload(&config, &self.progress);
+        };
+        self.reload_ports(&config, wrong);
+        self.vsocks.reload(&config, &self.progress, wrong);
         self.progress.at("waiting for signals");
         log::info!("configuration read again: {}", self.summary());
     }
@@ -136,14 +136,15 @@ impl State {
         }
     }
 
-    /// `wrong`: why a port cannot be made on this machine.
-    fn reload_ports(&mut self, config: &Config, wrong: impl Fn(&config::Port) -> Option<String>) {
+    /// `wrong`: why an owner's port cannot be made on this machine.
+    fn reload_ports(&mut self, config: &Config, wrong: impl Fn(&str) -> Option<String>) {
+        let wrong = |port: &config::Port| wrong(&config::owner(port));
         let poll = config.workers.poll;
         // First all that go, so that others can have their sockets and interfaces.
         for running in std::mem::take(&mut self.ports) {
             let after = config.ports.iter().find(|port| port.name == running.config.name);
             let cut = after.is_none_or(|port| of_port(&running.config, port).iter().any(Change::cuts));
-            match after.filter(|_| cut).and_then(&wrong) {
+            match after.filter(|_| cut).and_then(wrong) {
                 Some(why) => {
                     log::error!("{why}; port {} stays as it is", running.config.name);
                     self.ports.push(running);
@@ -165,7 +166,9 @@ impl State {
                     self.progress.at(format!("changing port {}", port.name));
                     running.set(port, poll);
                 }
-                None => match Running::start(port, poll, &self.worker, &self.progress) {
+                None => match wrong(port)
+                    .map_or_else(|| Running::start(port, poll, &self.worker, &self.progress), |why| Err(why.into()))
+                {
                     Ok(running) => self.ports.push(running),
                     Err(error) => log::error!("{error}"),
                 },

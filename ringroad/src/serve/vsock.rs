@@ -93,8 +93,12 @@ impl Vsocks {
     }
 
     /// What can be changed in place is; devices that are not in the configuration any more go, new ones come, those that cannot
-    /// be changed in place are made anew; the others do not notice.
-    pub fn reload(&mut self, config: &config::Config, progress: &Progress) {
+    /// be changed in place are made anew; the others do not notice. `wrong`: why an owner's device cannot be made on this machine.
+    pub fn reload(&mut self, config: &config::Config, progress: &Progress, wrong: impl Fn(&str) -> Option<String>) {
+        let wrong = |cid: u64| {
+            let index = config.vsocks.iter().position(|vsock| vsock.cid == cid)?;
+            wrong(&config::vsock_owner(index))
+        };
         let poll = config.workers.poll;
         if let Some(worker) = &self.worker
             && let Err(error) = worker.set(config.workers.cpus.first().copied(), duration(poll))
@@ -104,19 +108,28 @@ impl Vsocks {
         self.devices.retain(|device| {
             let after = config.vsocks.iter().find(|vsock| vsock.cid == device.config.cid);
             let cut = after.is_none_or(|vsock| of_vsock(&device.config, vsock).iter().any(Change::cuts));
-            if cut {
-                progress.at(format!("stopping vsock {}", device.config.cid));
+            if !cut {
+                return true;
             }
-            !cut
+            if let Some(why) = wrong(device.config.cid) {
+                log::error!("{why}; vsock {} stays as it is", device.config.cid);
+                return true;
+            }
+            progress.at(format!("stopping vsock {}", device.config.cid));
+            false
         });
         for vsock in &config.vsocks {
             if progress.is_stopping() {
                 return;
             }
             let Some(device) = self.devices.iter_mut().find(|device| device.config.cid == vsock.cid) else {
-                self.add(vsock, config, progress).unwrap_or_else(|error| log::error!("{error}"));
+                let added = wrong(vsock.cid).map_or_else(|| self.add(vsock, config, progress), |why| Err(why.into()));
+                added.unwrap_or_else(|error| log::error!("{error}"));
                 continue;
             };
+            if of_vsock(&device.config, vsock).iter().any(Change::cuts) {
+                continue;
+            }
             progress.at(format!("changing vsock {}", vsock.cid));
             let host = device.config.host.clone();
             match device.server.set(&vsock_config(vsock, poll)) {

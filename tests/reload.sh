@@ -1,0 +1,373 @@
+#!/usr/bin/env bash
+# What a reload (SIGHUP) does to real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad. As root:
+#
+#   tests/reload.sh [in-place] [reconnects]     (which parts; default: both)
+#
+# It starts the daemon ($RINGROAD, default target/release/ringroad) in a network namespace of its own, with two vhost-user ports, a
+# tap port and a vsock device, boots both guests with scripts/guests, and changes one key after the other.
+#
+# in-place: while each key changes, pings from the host to both guests must lose nothing, a TCP stream from the host to each goes on
+# (its lines are numbered, and none may be missing at the end), a vsock connection stays, no frontend disconnects, and the TAP
+# interface keeps its index and address. The log must have said "in place" of that key, and of no other.
+# reconnects: what must reconnect one guest, or make the interface anew, does, and the others' pings lose nothing meanwhile.
+# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+guests=$root/scripts/guests
+ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
+
+say() { echo "reload.sh: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+parts=()
+for word; do
+  case $word in
+    in-place | reconnects) parts+=("$word") ;;
+    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+  esac
+done
+[ ${#parts[@]} -gt 0 ] || parts=(in-place reconnects)
+[ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
+[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
+if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
+  "$guests" setup
+  RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "$@"
+fi
+
+state=$(mktemp -d /tmp/ringroad-reload.XXXXXX)
+export RINGROAD_GUESTS=$state/guests
+vsock=$("$root/scripts/peers" where)/vsock
+# shellcheck disable=SC2034 # read as ${!name}
+host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3
+daemon='' passed=0 failed=0 figure='' reloads=0 streams=() holder=''
+
+# --- the daemon and its configuration -----------------------------------------------------------------------------------
+
+running() { # PID: also false for a zombie
+  local stat
+  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  [[ ${stat##*) } != Z* ]]
+}
+
+# Lines that are added: before everything, to each port, to the vsock device.
+connected= head='' qemu_port='' uml_port='' tap_port='' vsock_device=''
+
+write_config() {
+  cat >"$state/ringroad.toml" <<TOML
+$head
+[[port]]
+name = "qemu"
+kind = "vhost-user"
+socket = "$state/qemu.sock"
+$qemu_port
+[[port]]
+name = "uml"
+kind = "vhost-user"
+socket = "$state/uml.sock"
+$uml_port
+[[port]]
+name = "host"
+kind = "tap"
+interface = "rr0"
+$tap_port
+[[vsock]]
+cid = 3
+socket = "$state/qemu.vsock"
+host = "$state/qemu.host"
+$vsock_device
+TOML
+}
+
+start_daemon() {
+  write_config
+  "$ringroad" serve -c "$state/ringroad.toml" >"$state/ringroad.log" 2>&1 &
+  daemon=$!
+  local tries=0
+  until [ -S "$state/qemu.sock" ] && [ -S "$state/uml.sock" ] && [ -S "$state/qemu.vsock" ] && ip link show rr0 >/dev/null 2>&1; do
+    running "$daemon" || return 1
+    [ $((tries += 1)) -le 100 ] || return 1
+    sleep 0.1
+  done
+  ip link set lo up
+  give_address
+  figure="3 ports and a vsock device"
+}
+
+give_address() {
+  ip addr add $host/24 dev rr0
+  ip link set rr0 up
+}
+
+reload() { # writes the configuration, has it read, waits until it is; what the daemon says meanwhile is in $state/said
+  local tries=0 before
+  before=$(wc -l <"$state/ringroad.log")
+  write_config
+  kill -HUP "$daemon"
+  reloads=$((reloads + 1))
+  until [ "$(grep -c 'configuration read again' "$state/ringroad.log")" -ge $reloads ]; do
+    running "$daemon" || { echo "the daemon has ended"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "the configuration was not read again within 5 s"; return 1; }
+    sleep 0.05
+  done
+  tail -n "+$((before + 1))" "$state/ringroad.log" >"$state/said"
+}
+
+stop_daemon() { # it must still be the one that was started, and end within a second
+  local tries=0 status=0 begun=${EPOCHREALTIME//[.,]/}
+  running "$daemon" || { echo "the daemon had ended before"; return 1; }
+  kill -TERM "$daemon"
+  while running "$daemon"; do
+    [ $((tries += 1)) -le 100 ] || { echo "the daemon did not end within 1 s"; return 1; }
+    sleep 0.01
+  done
+  wait "$daemon" || status=$?
+  daemon=''
+  [ $status = 0 ] || { echo "the daemon ended with status $status"; return 1; }
+  ! grep -n 'panicked at' "$state/ringroad.log" || return 1
+  figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
+}
+
+cleanup() {
+  local tries=0 IFS=$' \t\n'
+  trap '' INT TERM HUP
+  set +e
+  kill "${streams[@]}" $holder 2>/dev/null
+  [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
+  if [ -n "$daemon" ]; then
+    kill -TERM "$daemon" 2>/dev/null
+    while running "$daemon"; do
+      [ $((tries += 1)) != 60 ] || kill -KILL "$daemon"
+      sleep 0.05
+    done
+  fi
+  rm -rf "$state"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+# --- checks: each leaves its $figure, or fails with what it printed --------------------------------------------------------
+
+check() { # NAME, command…
+  local name=$1
+  shift
+  figure=''
+  if "$@" >"$state/output" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok $name${figure:+ $figure}"
+    return 0
+  fi
+  failed=$((failed + 1))
+  echo "FAILED $name ($*)"
+  { tail -n 30 "$state/output"; echo "--- the end of the daemon's log"; tail -n 20 "$state/ringroad.log"; } 2>&1 | sed 's/^/    /'
+  return 1
+}
+
+in_guest() { "$guests" run "$1" --timeout 60 "$2"; }
+
+boot() { # KIND, option…
+  local kind=$1
+  shift
+  "$guests" boot "$kind" "$state/$kind.sock" --ip "${!kind}/24" "$@"
+}
+
+# Forty pings, two seconds: from the host to a guest. All of them must be answered.
+ping_start() { busybox ping -c 40 -i 0.05 -W 2 "${!1}" >"$state/ping-$1" 2>&1 & }
+
+ping_ends() { # GUEST, PID
+  wait "$2" || true
+  grep -q ', 0% packet loss' "$state/ping-$1" || { tail -n 3 "$state/ping-$1"; return 1; }
+}
+
+pings() { # GUEST: as a check of its own
+  ping_start "$1"
+  ping_ends "$1" $! || return
+  figure=$(sed -n 's|.*min/avg/max = [^/]*/\([^/]*\)/.*|\1 ms|p' "$state/ping-$1")
+}
+
+stream_start() { # GUEST: numbered lines by TCP, for as long as it lives
+  in_guest "$1" 'rm -f /tmp/hold /tmp/lines; mkfifo /tmp/hold; nc -l -p 5002 0<>/tmp/hold >/tmp/lines 2>/dev/null & for i in $(seq 50); do netstat -ltn | grep -q :5002 && exit 0; sleep 0.1; done; exit 1' || return
+  { n=0; while :; do echo $((n += 1)); sleep 0.02; done; } 2>/dev/null | busybox nc "${!1}" 5002 >/dev/null 2>&1 &
+  streams+=($!)
+}
+
+stream_goes_on() { # GUEST: it has become longer, and has no gaps
+  local before after
+  before=$(in_guest "$1" 'wc -l </tmp/lines')
+  for _ in $(seq 30); do
+    after=$(in_guest "$1" 'wc -l </tmp/lines')
+    [ "$after" -le "$before" ] || break
+    sleep 0.2
+  done
+  [ "$after" -gt "$before" ] || { echo "the TCP stream to $1 stands still at line $before"; return 1; }
+  in_guest "$1" "head -n $after /tmp/lines | awk '\$1 != NR { exit 1 }'" || { echo "the TCP stream to $1 has a gap"; return 1; }
+  figure="$after lines"
+}
+
+vsock_start() { # a connection from the host to the guest, which echoes now and at its end
+  in_guest qemu 'vsock listen 1000 echo --background' || return
+  rm -f "$state/holding"
+  mkfifo "$state/holding"
+  # Its input stays open until it is told to end.
+  "$vsock" connect "$state/qemu.host" 1000 hold 1 <"$state/holding" >"$state/held" 2>&1 &
+  holder=$!
+  exec 9>"$state/holding"
+  sleep 1
+  running $holder || { cat "$state/held"; return 1; }
+}
+
+vsock_ends() {
+  local pid=$holder
+  running "$pid" || { echo "the vsock connection has ended"; cat "$state/held"; return 1; }
+  holder=''
+  exec 9>&-
+  wait "$pid" || { cat "$state/held"; return 1; }
+  grep -q '^ok' "$state/held"
+}
+
+frontends() { grep -c "port $1: frontend connected" "$state/ringroad.log" || true; }
+
+# --- in place ------------------------------------------------------------------------------------------------------------
+
+index_of_tap() { ip -o link show rr0 | cut -d : -f 1; }
+
+keeps() { # KEYS that must be told "in place", space between; GUESTS that must not lose a ping
+  local key guest pid index lines
+  local -A pids=()
+  index=$(index_of_tap)
+  for guest in $2; do ping_start "$guest"; pids[$guest]=$!; done
+  sleep 0.5
+  reload || return
+  for guest in $2; do ping_ends "$guest" "${pids[$guest]}" || { echo "pings to $guest were lost"; return 1; }; done
+  for key in $1; do
+    grep -q "reload: .*key \`$key\`: in place" "$state/said" || { echo "nothing was said of $key"; cat "$state/said"; return 1; }
+  done
+  lines=$(grep -c 'reload: ' "$state/said" || true)
+  [ "$lines" = "$(wc -w <<<"$1")" ] || { echo "other keys too:"; cat "$state/said"; return 1; }
+  ! grep 'frontend gone' "$state/said" || return 1
+  [ "$(index_of_tap)" = "$index" ] || { echo "the interface was made anew"; return 1; }
+  ip -o addr show dev rr0 | grep -q "inet $host/24" || { echo "the interface has lost its address"; return 1; }
+  for guest in $2; do stream_goes_on "$guest" || return; done
+  [ "$(frontends qemu) $(frontends uml)" = "$connected" ] || { echo "a frontend has connected again"; return 1; }
+}
+
+in_place() {
+  local both="qemu uml" line section key
+  check "tcp to qemu" stream_start qemu || return 0
+  check "tcp to uml" stream_start uml || return 0
+  check "vsock to qemu" vsock_start || return 0
+  connected="$(frontends qemu) $(frontends uml)"
+  # The program's: each line is there for one reload, and gone with the next.
+  for line in 'log lines = 500' 'workers poll = "50us"' 'workers gather = "off"' 'workers turn = 1' 'workers cpus = [0]' \
+    'switch ageing = "60s"' 'switch entries = 128'; do
+    read -r section key _ <<<"$line"
+    head="[$section]"$'\n'"${line#* }"
+    check "$section.$key" keeps "$section.$key" "$both" || true
+    head=''
+    check "$section.$key back" keeps "$section.$key" "$both" || true
+  done
+  for line in 'poll = "50us"' 'poll = "0"' 'hairpin = true' 'tuning = { prefetch = 0 }' 'tuning = { fast_path = false, small_copy = false }'; do
+    key=port.${line%% *}
+    qemu_port=$line
+    check "qemu: $line" keeps "$key" "$both" || true
+    qemu_port='' uml_port=$line
+    check "uml: $line" keeps "$key $key" "$both" || true
+    uml_port=''
+    check "uml: $key back" keeps "$key" "$both" || true
+  done
+  for line in 'poll = "1ms"' 'hairpin = true' 'mtu = 1400' 'mtu = 1500'; do
+    key=port.${line%% *}
+    tap_port=$line
+    check "host: $line" keeps "$key" "$both" || true
+    [ "$key" = port.mtu ] || { tap_port=''; check "host: $key back" keeps "$key" "$both" || true; }
+  done
+  tap_port=''
+  check "host: port.mtu back" keeps port.mtu "$both" || true
+  # A port that drops has no answers; the other one does not notice, and its guest stays connected.
+  for line in 'mode = "drop"' 'mode = "reflect"'; do
+    uml_port=$line
+    check "uml: $line" keeps port.mode qemu || true
+    uml_port=''
+    check "uml: port.mode back" keeps port.mode qemu || true
+    check "uml: ping after $line" pings uml || true
+  done
+  for line in 'send = "queued"' 'buffer = 65536' 'connections = 100' 'poll = "50us"' 'groups = ["lab"]' 'forward = { 8080 = "127.0.0.1:80" }'; do
+    vsock_device=$line
+    check "vsock: $line" keeps "vsock.${line%% *}" "$both" || true
+    vsock_device=''
+    check "vsock: ${line%% *} back" keeps "vsock.${line%% *}" "$both" || true
+  done
+  check "vsock connection through all of it" vsock_ends || true
+  check "tcp stream to qemu through all of it" stream_goes_on qemu || true
+  check "tcp stream to uml through all of it" stream_goes_on uml || true
+}
+
+# --- reconnects ------------------------------------------------------------------------------------------------------------
+
+cuts() { # PORT, KEY, WHAT, OTHER, COUNT: so many frontends go, and the other guest loses nothing
+  local pid
+  ping_start "$4"
+  pid=$!
+  sleep 0.5
+  reload || return
+  ping_ends "$4" $pid || { echo "pings to $4 were lost"; return 1; }
+  grep -q "WARN .*reload: port $1: key \`$2\`: $3" "$state/said" || { cat "$state/said"; return 1; }
+  [ "$(grep -c 'frontend gone' "$state/said" || true)" = "$5" ] || { cat "$state/said"; return 1; }
+}
+
+again() { # GUEST: boots again and is there
+  "$guests" reboot "$1" || return
+  pings "$1"
+}
+
+is_new() { # the interface is another one, without an address, and can be given one
+  [ "$(index_of_tap)" != "$1" ] || { echo "it is the same"; return 1; }
+  ! ip -o addr show dev rr0 | grep -q "inet $host/24" || { echo "it has an address"; return 1; }
+  give_address
+}
+
+reconnects() {
+  local index
+  uml_port='features = { in_order = false }'
+  check "uml: features" cuts uml port.features "reconnects the guest" qemu 1 || true
+  check "uml: boots again" again uml || true
+  qemu_port='mtu = 1400'
+  check "qemu: mtu" cuts qemu port.mtu "reconnects the guest" uml 1 || true
+  check "qemu: boots again" again qemu || true
+  # Between the guests: the host has no interface for a moment.
+  index=$(index_of_tap)
+  tap_port='queues = 2'
+  check "host: queues" host_cut || true
+  check "host: is new" is_new "$index" || true
+  check "host: ping qemu" pings qemu || true
+  check "host: ping uml" pings uml || true
+}
+
+host_cut() { # pings from guest to guest lose nothing
+  local pid
+  in_guest qemu "ping -c 40 -i 0.05 -W 2 $uml" >"$state/ping-between" 2>&1 &
+  pid=$!
+  sleep 0.5
+  reload || return
+  wait $pid || true
+  grep -q ', 0% packet loss' "$state/ping-between" || { tail -n 3 "$state/ping-between"; return 1; }
+  grep -q 'WARN .*reload: port host: key `port.queues`: recreates the interface' "$state/said" || { cat "$state/said"; return 1; }
+  ! grep 'frontend gone' "$state/said"
+}
+
+if check "daemon start" start_daemon && check "boot qemu" boot qemu --packed on --vsock "$state/qemu.vsock" && check "boot uml" boot uml; then
+  check "ping qemu" pings qemu || true
+  check "ping uml" pings uml || true
+  for part in "${parts[@]}"; do
+    case $part in
+      in-place) in_place ;;
+      reconnects) reconnects ;;
+    esac
+  done
+  "$guests" stop --all || true
+  check "daemon end" stop_daemon || true
+fi
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
