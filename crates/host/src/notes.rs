@@ -6,7 +6,7 @@
 
 use crate::sys;
 use ringroad_mem::Region;
-use ringroad_ring::Journal;
+use ringroad_ring::{Journal, Resumed};
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
     io,
@@ -77,6 +77,22 @@ impl Notes {
     /// The journal of a vring.
     pub(crate) fn journal(&self, vring: usize) -> Journal {
         self.file.as_ref().map_or(Journal::NONE, |open| Journal::new(&open.region, vring))
+    }
+}
+
+/// Logs how a vring has found its place, if that is worth a line.
+pub(crate) fn say(name: &str, vring: usize, base: u32, resumed: Resumed) {
+    match resumed {
+        Resumed::Base => {}
+        Resumed::Noted { finished } => log::info!(
+            "{name} queue {vring}: goes on where it was before, not at {base:#x} as the frontend says; {finished} buffers given back that had been taken"
+        ),
+        Resumed::UsedIndex => log::info!(
+            "{name} queue {vring}: goes on at its used index, not at {base:#x} as the frontend says: what lies between was never given back"
+        ),
+        Resumed::Lost => log::warn!(
+            "{name} queue {vring}: the frontend says that the ring is fresh, but it has been used, and where it was is not known; reset the device in the guest to continue"
+        ),
     }
 }
 

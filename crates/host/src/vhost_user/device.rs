@@ -41,7 +41,7 @@ pub(crate) trait Device: Clone + Send + 'static {
     fn stop(&self, index: usize, kick: Option<&File>) -> u32;
 
     /// The frontend knows where a vring that has stopped is, or begins anew: notes of it mean nothing any more.
-    fn end_notes(&self, _index: usize) {}
+    fn end_notes(&self, index: usize);
 
     /// Sets a vring's call or err descriptor. A queue that runs notifies its driver once: the one that is replaced may have
     /// owed it that.

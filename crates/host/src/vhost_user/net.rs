@@ -8,12 +8,12 @@ use super::{
 };
 use crate::{
     gate::Gate,
-    notes::Notes,
+    notes::{self, Notes},
     port::{Kind, Port, PortSettings},
     worker::{PortHandle, Worker},
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue};
-use ringroad_ring::{Resumed, SetupError, Tuning};
+use ringroad_ring::{SetupError, Tuning};
 use ringroad_switch::{Mode, Poll};
 use std::{
     fs::File,
@@ -148,7 +148,7 @@ impl Device for NetDevice {
             let counters = port.rx_counters[pair].clone();
             let start = |base| {
                 let (mut queue, resumed) = RxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
-                say(&self.name, index, base, resumed);
+                notes::say(&self.name, index, base, resumed);
                 queue.tune(tuning());
                 Ok(queue)
             };
@@ -160,7 +160,7 @@ impl Device for NetDevice {
         port.tx[pair].enter().no_kick = kick.is_none();
         let start = |base| {
             let (mut queue, resumed) = TxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
-            say(&self.name, index, base, resumed);
+            notes::say(&self.name, index, base, resumed);
             queue.tune(tuning());
             Ok(queue)
         };
@@ -218,22 +218,6 @@ impl Device for NetDevice {
 
     fn forget(&self) {
         self.handle.forget();
-    }
-}
-
-/// Logs how a vring has found its place, if that is worth a line.
-fn say(name: &str, vring: usize, base: u32, resumed: Resumed) {
-    match resumed {
-        Resumed::Base => {}
-        Resumed::Noted { finished } => log::info!(
-            "{name} queue {vring}: goes on where it was before, not at {base:#x} as the frontend says; {finished} buffers given back that had been taken"
-        ),
-        Resumed::UsedIndex => log::info!(
-            "{name} queue {vring}: goes on at its used index, not at {base:#x} as the frontend says: what lies between was never given back"
-        ),
-        Resumed::Lost => log::warn!(
-            "{name} queue {vring}: the frontend says that the ring is fresh, but it has been used, and where it was is not known; reset the device in the guest to continue"
-        ),
     }
 }
 

@@ -8,6 +8,7 @@ use super::{
     shared::{Command, Control, Mailbox, Token},
 };
 use crate::{
+    notes::{self, Notes},
     sys,
     vhost_user::{Call, Device, Ring, Role, Socket, SocketError, bind},
 };
@@ -389,8 +390,10 @@ impl VsockServer {
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
         let mut server = VsockServer { guest: guest.clone(), hub: worker.hub.clone(), socket: None };
-        let device = VsockDevice { guest, offer: config.features.bits() };
-        server.socket = Some(Socket::start(name, &config.socket, config.role, told, || Ok(device))?);
+        let offer = config.features.bits();
+        // Notes have one writer: only who has the socket opens them.
+        let device = || Ok(VsockDevice { guest, offer, notes: Notes::open(name, &config.socket, VRINGS) });
+        server.socket = Some(Socket::start(name, &config.socket, config.role, told, device)?);
         Ok(server)
     }
 
@@ -456,6 +459,7 @@ impl Drop for VsockServer {
 struct VsockDevice {
     guest: Arc<Guest>,
     offer: u64,
+    notes: Notes,
 }
 
 /// Whether a ring that starts there has not been used before. Frontends say it in different ways.
@@ -502,34 +506,38 @@ impl Device for VsockDevice {
         if index == TX && !resumed {
             // A new life of the driver, or of this program.
             guest.stack.reset();
-            vrings.stale = !is_fresh(base, acked);
         }
         guest.set_memory(index, Some(memory.clone()));
+        let journal = self.notes.journal(index);
         let started = match index {
-            RX => RxQueue::start(memory, acked, size, addresses, base).map(|mut queue| {
+            RX => RxQueue::resume(memory, acked, size, addresses, base, journal).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_link(Some(queue));
                 guest.stack.set_kinds(kinds(acked));
-                base
+                (base, how)
             }),
-            TX => TxQueue::start(memory, acked, size, addresses, base).map(|mut queue| {
+            TX => TxQueue::resume(memory, acked, size, addresses, base, journal).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_inlet(Some(queue));
-                base
+                (base, how)
             }),
-            _ => Events::start(memory, acked, size, addresses, base).map(|mut queue| {
+            _ => Events::resume(memory, acked, size, addresses, base, journal).map(|(mut queue, how)| {
                 let base = queue.base();
                 vrings.events = Some(queue);
-                base
+                (base, how)
             }),
         };
-        let started = started.map_err(|error| {
+        let (started, how) = started.map_err(|error| {
             guest.set_memory(index, None);
             if let Some(kick) = kick.filter(|_| index != EVENT) {
                 shared.unwatch(kick.as_raw_fd());
             }
             error.to_string()
         })?;
+        notes::say(&guest.name, index, base, how);
+        if index == TX && !resumed {
+            vrings.stale = !is_fresh(started, acked);
+        }
         if let Some(notifier) = guest.notifiers.vrings.get(index) {
             notifier.faults.store(0, Ordering::Relaxed);
         }
@@ -566,6 +574,10 @@ impl Device for VsockDevice {
         // The others' stays: it may still be truncated.
         guest.set_memory(index, None);
         base
+    }
+
+    fn end_notes(&self, index: usize) {
+        self.notes.journal(index).end();
     }
 
     fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
