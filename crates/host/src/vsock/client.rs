@@ -243,7 +243,7 @@ fn work(stack: &Stack<DriverSide>, around: &Around, epoll: &Epoll, handshake: Ha
         }
     }
     stack.set_kinds(&[]);
-    handshake.stop(VRINGS);
+    handshake.stop(VRINGS).for_each(drop);
     stack.set_link(None);
     stack.set_inlet(None);
     stack.reset();
