@@ -137,7 +137,8 @@ impl Ids {
     /// With IN_ORDER: the id that has been under way for longest but for `ahead` others.
     #[cfg(not(loom))]
     pub(crate) fn under_way(&self, ahead: usize) -> Option<u16> {
-        let place = (ahead < self.ids.len() - self.free).then(|| self.wrap(self.wrap(self.next + self.free) + ahead))?;
+        let place =
+            (ahead < self.ids.len() - self.free).then(|| self.wrap(self.wrap(self.next + self.free) + ahead))?;
         self.ids.get(place).copied()
     }
 

@@ -1,13 +1,13 @@
 //! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
 
+#[cfg(not(loom))]
+use super::layout::Base;
 use super::layout::{AVAILABLE, LINE, Layout, Position, USED, available_flags, used_flags, word};
 use crate::{
     BURST, Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
     driver::{Ids, written},
     notify::Event,
 };
-#[cfg(not(loom))]
-use super::layout::Base;
 #[cfg(not(loom))]
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
