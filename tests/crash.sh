@@ -12,8 +12,7 @@
 #   dpdk    DPDK's driver (testpmd, virtio-user, server=1: it makes the socket, and the daemon comes back to it) sends back what
 #           blast sends: {split, packed} × in_order. N/5 kills (--quick 8)
 #   qemu    a Linux guest under QEMU with reconnect-ms=200, packed and split: two TCP connections with the host, one each way,
-#           go on over N/5 kills each (--quick 5), with equal SHA-256 at the end, while it is pinged; how long until a ping is
-#           answered again
+#           go on over N/5 kills each (--quick 8), with equal SHA-256 at the end; how long until a ping is answered again
 #   uml     User-Mode Linux does not come back to a device that has gone: it must not go down with it either
 #   vsock   a guest's end of a vsock device, ours (`ringroad vsock echo --reconnect`): connections end, an echo works again.
 #           N/20 kills for each layout (--quick 4)
@@ -57,7 +56,7 @@ fi
 state=$(mktemp -d /tmp/ringroad-crash.XXXXXX)
 export RINGROAD_GUESTS=$state/guests
 vsock=$("$peers" where)/vsock
-host=10.79.0.1 guest=10.79.0.2
+host=10.79.0.1 guest=10.79.0.2 mac=52:54:00:79:00:02
 # How long frames may stay away after a kill, in seconds: a machine that does other work, too, is slow.
 patience=2
 daemon='' ours=() passed=0 failed=0 figure='' all_kills=0
@@ -280,6 +279,207 @@ ours_part() {
     done
     for without in '' in_order; do
       check "ours $layout ${without:+without $without }merged" ours_one "$each" $layout "$without" merged || true
+    done
+  done
+}
+
+# --- guests -----------------------------------------------------------------------------------------------------------
+
+in_guest() { "$guests" run "$1" --timeout 30 "$2"; } # GUEST, COMMAND
+
+guest_and_host() { # GUEST, boot option…: a port for it and one for the host; boots it
+  local name=$1
+  shift
+  { port "$name"; printf '[[port]]\nname = "host"\nkind = "tap"\ninterface = "rr0"\n'; } >"$state/ringroad.toml"
+  if [ ! -e "$state/tap" ]; then
+    # One that stays when the daemon dies; what is on it stays too.
+    ip link set lo up
+    ip tuntap add rr0 mode tap vnet_hdr
+    ip addr add $host/24 dev rr0
+    ip link set rr0 up
+    # Its carrier goes with the daemon, and neighbours would go with that: then a second is waited for an answer to ARP.
+    ip neigh replace $guest lladdr $mac dev rr0 nud permanent
+    : >"$state/tap"
+  fi
+  start_daemon || return 1
+  "$guests" boot "$name" "$state/$name.sock" --ip $guest/24 --mac $mac "$@"
+}
+
+moved() { # PID, COUNTER: bytes that it has read or written
+  sed -n "s/^$2: //p" "/proc/$1/io"
+}
+
+moves() { # PID, COUNTER, BYTES: more than these; or it is gone, which is seen to elsewhere
+  gone "$1" || [ "$(moved "$1" "$2")" -gt $(($3 + 65536)) ]
+}
+
+pinged() { # SECONDS: pings the guest every 20 ms until one is answered: only those that are sent from now on count
+  local answer deadline=$(($(now) + $1 * 1000000))
+  exec {answer}<>"$state/pings"
+  while [ "$(now)" -lt $deadline ]; do
+    (busybox ping -c 1 -W 2 $guest >/dev/null 2>&1 && echo "$kill" >"$state/pings") &
+    while IFS= read -r -t 0.02 line <&"$answer"; do
+      [ "$line" != "$kill" ] || { exec {answer}<&-; return 0; }
+    done
+  done
+  exec {answer}<&-
+  echo "no answer to pings within $1 s after kill $kill"
+  return 1
+}
+
+came() { [ "$(grep -c 'frontend connected' "$state/ringroad.log")" -ge "$1" ]; } # N: so many frontends so far
+
+still_there() { # PID…: the ends of both connections
+  local pid
+  for pid; do running "$pid" || { echo "a TCP connection was over after kill $kill"; return 1; }; done
+}
+
+# What both ends send until it is time to stop: blocks, each with its number. For busybox's shell too.
+generator() { # STOP, BLOCK
+  echo "i=0; while [ ! -e $1 ]; do i=\$((i+1)); echo \$i; cat $2; done"
+}
+
+qemu_one() { # N, packed on|off
+  local number=$1 kill=0 sender receiver begun bits times=() came=() sums sent got
+  guest_and_host qemu --packed "$2" --reconnect 200 || return 1
+  bits=$(in_guest qemu 'cat /sys/class/net/eth0/device/features') || return 1
+  [ "${bits:34:1}" = "$([ "$2" = on ] && echo 1 || echo 0)" ] || { echo "features $bits, wanted packed $2"; return 1; }
+
+  # Two connections: 5001 to the guest, 5002 from it. busybox nc ends when its input does: the receivers' never does.
+  head -c 65536 /dev/urandom >"$state/block"
+  rm -f "$state"/{stop,in,out,hold,pings} "$state"/*.sum
+  mkfifo "$state"/{in,hold,pings}
+  in_guest qemu "cd /tmp; rm -f stop; mkfifo hold out; head -c 65536 /dev/urandom >block; (nc -l -p 5001 0<>hold | sha256sum >in.sum; echo >in.done) >/dev/null 2>&1 & sleep 1" || return 1
+  busybox nc -l -p 5002 0<>"$state/hold" > >(sha256sum >"$state/out.sum") &
+  receiver=$!
+  ours+=($receiver)
+  busybox nc $guest 5001 <"$state/in" >/dev/null &
+  sender=$!
+  ours+=($sender)
+  busybox sh -c "$(generator "$state/stop" "$state/block")" | tee "$state/in" | sha256sum >"$state/in.sum" &
+  in_guest qemu "cd /tmp; (sha256sum <out >out.sum) >/dev/null 2>&1 & ($(generator stop block)) | tee out | nc $host 5002 >/dev/null 2>&1 & sleep 1" || return 1
+  pinged 10 || return 1
+
+  for ((kill = 1; kill <= number; kill++)); do
+    some_time
+    kill_daemon || return 1
+    begun=$(now)
+    spawn_daemon
+    sent=$(moved $sender wchar) got=$(moved $receiver rchar)
+    await 10 "frontend after kill $kill" came $((kill + 1)) || return 1
+    came+=($((($(now) - begun) / 1000)))
+    pinged 10 || return 1
+    times+=($((($(now) - begun) / 1000)))
+    # TCP tries again when its timer says so, not when we are back.
+    await 20 "progress of the connection to the guest after kill $kill" moves $sender wchar "$sent" || return 1
+    await 20 "progress of the connection from the guest after kill $kill" moves $receiver rchar "$got" || return 1
+    still_there $sender $receiver || return 1
+  done
+  sent=$(moved $sender wchar) got=$(moved $receiver rchar)
+  : >"$state/stop"
+  in_guest qemu 'touch /tmp/stop' || return 1
+  await 30 "end of the connection to the guest" gone $sender || return 1
+  await 30 "end of the connection from the guest" gone $receiver || return 1
+  await 5 "digest of what came" test -s "$state/out.sum" || return 1
+  in_guest qemu 'cd /tmp; for i in $(seq 50); do [ -e in.done ] && [ -s out.sum ] && break; sleep 0.1; done; cat in.sum out.sum' >"$state/guest.sum" || return 1
+  sums=$(cat "$state/in.sum" "$state/out.sum")
+  [ "$sums" = "$(cat "$state/guest.sum")" ] || { echo "host: $sums"; echo "guest: $(cat "$state/guest.sum")"; return 1; }
+  "$guests" stop qemu || return 1
+  ours=()
+  stop_daemon || return 1
+  local where
+  where=$(grep -c 'goes on where it was' "$state/ringroad.log" || true)
+  figure="$number kills, TCP $((sent >> 20)) MiB to the guest, $((got >> 20)) MiB from it, equal SHA-256"
+  figure+=", QEMU is back after $(printf '%s\n' "${came[@]}" | spread) ms, pings after $(printf '%s\n' "${times[@]}" | spread) ms, $where queues went on by their notes alone"
+}
+
+qemu_part() {
+  check "qemu packed" qemu_one "$(share 5)" on || true
+  check "qemu split" qemu_one "$(share 5)" off || true
+}
+
+# Linux 7.2: its virtio_uml takes the end of the socket as the end of the device, breaks it, and never connects again.
+uml_one() {
+  guest_and_host uml || return 1
+  busybox ping -c 2 -W 2 $guest || return 1
+  kill_daemon || return 1
+  spawn_daemon
+  sleep 1
+  in_guest uml 'echo alive' || return 1
+  if busybox ping -c 2 -W 2 $guest; then echo "it has come back: it belongs with those that do now"; return 1; fi
+  "$guests" reboot uml || return 1
+  busybox ping -c 2 -W 2 $guest || return 1
+  "$guests" stop uml || return 1
+  stop_daemon || return 1
+  figure="it stays up without its device, and has that again when it is booted anew"
+}
+
+uml_part() { check uml uml_one || true; }
+
+# --- DPDK -------------------------------------------------------------------------------------------------------------
+
+start_testpmd() { # VDEV: it sends back what comes, with the MAC addresses swapped
+  rm -f "$state/testpmd.in" "$state/testpmd.log" "$state/a.sock" # as a server it leaves its socket
+  mkfifo "$state/testpmd.in"
+  setsid stdbuf -oL dpdk-testpmd --lcores "0@0,1@0" --main-lcore 0 --no-pci --in-memory --no-telemetry \
+    --file-prefix="ringroad-$$" -m 512 --single-file-segments --log-level=pmd.net.virtio.init:debug --vdev "$1" -- \
+    -i --nb-cores=1 --forward-mode=macswap --no-flush-rx --auto-start \
+    0<>"$state/testpmd.in" >"$state/testpmd.log" 2>&1 &
+  testpmd=$!
+  ours+=($testpmd)
+  disown $testpmd
+  await 20 "word of testpmd that it forwards" testpmd_settled || return 1
+  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+}
+
+testpmd_settled() { gone "$testpmd" || grep -qs 'macswap packet forwarding - ports=1' "$state/testpmd.log"; }
+
+sent_back() { # leaves in $forwarded how many frames testpmd has sent
+  : >"$state/testpmd.seen"
+  local lines
+  lines=$(wc -l <"$state/testpmd.log")
+  echo 'show port stats 0' 1<>"$state/testpmd.in"
+  await 5 "counters of testpmd" told "$lines" || return 1
+  forwarded=$(tail -n +"$lines" "$state/testpmd.log" | sed -n 's/.*TX-packets: *\([0-9]*\).*/\1/p' | tail -n 1)
+}
+
+told() { tail -n +"$1" "$state/testpmd.log" | grep -q 'TX-packets:.*'; } # LINE
+
+dpdk_one() { # N, packed 0|1, in_order 0|1
+  local number=$1 blasts=() testpmd forwarded before kill done
+  { port a 'role = "client"'; port b; } >"$state/ringroad.toml"
+  start_daemon || return 1
+  start_testpmd "net_virtio_user0,path=$state/a.sock,server=1,queues=1,packed_vq=$2,mrg_rxbuf=1,in_order=$3,vectorized=0" || return 1
+  blast b --event-driven --window 64 --size 64,594,1518
+  sleep 1
+  sent_back || return 1
+  before=$forwarded
+  # After each kill frames come back to blast: through both queues of testpmd.
+  for ((done = 0; done < number; done++)); do
+    kill_and_see 1 b || { echo "kill $((done + 1))"; return 1; }
+    if ((done % 4 == 3)); then
+      sent_back || return 1
+      [ "$forwarded" -gt "$before" ] || { echo "testpmd has sent $forwarded frames, as before kill $((done - 2))"; return 1; }
+      before=$forwarded
+    fi
+  done
+  sleep 0.2
+  finish_blast b "${blasts[0]}" "$number" || return 1
+  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+  end "$testpmd"
+  ours=()
+  stop_daemon || return 1
+  figure="$number kills, $(value b received) frames back, $(value b duplicates) twice, back after $(recoveries b) ms"
+}
+
+dpdk_part() {
+  local packed in_order each
+  each=$(($(share 5) / 4 + 1))
+  command -v dpdk-testpmd >/dev/null || die "no dpdk-testpmd: apt-get install dpdk-dev"
+  [ "$(cat /proc/sys/vm/nr_hugepages)" -ge 1024 ] || echo 1024 >/proc/sys/vm/nr_hugepages
+  for packed in 0 1; do
+    for in_order in 0 1; do
+      check "dpdk packed_vq=$packed in_order=$in_order" dpdk_one "$each" $packed $in_order || true
     done
   done
 }
