@@ -149,7 +149,7 @@ impl Running {
     ) -> Result<Self, Box<dyn std::error::Error>> {
         let (mode, poll) = (port.mode, port.poll.unwrap_or(config.workers.poll));
         let kind = match &port.kind {
-            config::Kind::VhostUser { socket, role, features, queues, mac, tuning } => {
+            config::Kind::VhostUser { socket, role, features, queues, mac, tuning, frontend } => {
                 let vhost = VhostConfig {
                     name: port.name.clone(),
                     socket: socket.clone(),
@@ -165,6 +165,8 @@ impl Running {
                     hairpin: port.hairpin,
                     poll,
                     tuning: *tuning,
+                    limits: frontend.limits,
+                    access: frontend.access,
                 };
                 Kind::Vhost(Server::start(vhost, worker)?)
             }

@@ -12,7 +12,7 @@
 //! It ends when its standard input does; the guest then hears that its connections are over.
 
 use ringroad_host::{
-    vhost_user::Role,
+    vhost_user::{Access, Limits, Role},
     vsock::{HostSide, VsockConfig, VsockServer, VsockWorker},
 };
 use ringroad_vsock::{Addr, Features, Kind, Listener, SeqPacket, Settings, Stack, Stream};
@@ -41,6 +41,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         groups: Vec::new(),
         features: Features::ALL,
         settings: Settings::default(),
+        limits: Limits::default(),
+        access: Access::default(),
     };
     let worker = VsockWorker::start(None, Duration::ZERO, 0)?;
     let server = VsockServer::start(config, &worker)?;

@@ -9,7 +9,7 @@ mod many;
 mod ways;
 
 use ringroad_host::{
-    vhost_user::Role,
+    vhost_user::{Access, Limits, Role},
     vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker},
 };
 use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Stack, Stream};
@@ -98,6 +98,8 @@ impl Rig {
             groups: Vec::new(),
             features: Features::ALL,
             settings: Settings::default(),
+            limits: Limits::default(),
+            access: Access::default(),
         };
         let worker = VsockWorker::start(None, Duration::ZERO, 0).unwrap();
         let server = VsockServer::start(config.clone(), &worker).unwrap();

@@ -12,7 +12,7 @@ use crate::{
 use hdrhistogram::Histogram;
 use ringroad_host::{
     pin_current_thread,
-    vhost_user::Role,
+    vhost_user::{Access, Limits, Role},
     vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker},
 };
 use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Side, Stack, Stream};
@@ -127,6 +127,8 @@ impl Setup {
                 groups: Vec::new(),
                 features: Features::ALL,
                 settings,
+                limits: Limits::default(),
+                access: Access::default(),
             },
             &worker,
         )

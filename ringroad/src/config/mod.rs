@@ -3,8 +3,10 @@
 //! main.rs calls [`Config::load`]. The file is walked by hand rather than through serde, so that each error names
 //! the line and the key at fault, also where the syntax is right and the meaning is not.
 
+mod frontend;
 mod vsock;
 
+pub use frontend::Frontend;
 pub use vsock::Vsock;
 
 use std::collections::HashMap;
@@ -103,6 +105,8 @@ pub enum Kind {
         mac: Option<MacAddr>,
         /// What is turned off to see what it is worth.
         tuning: Tuning,
+        /// Who may connect to the socket, and what for.
+        frontend: Frontend,
     },
     /// The host's kernel, through a TAP interface.
     Tap {
@@ -182,7 +186,15 @@ impl Config {
         root.only(&["workers", "switch", "port", "vsock"], &["e1000"])?;
         let mut taken = Taken::default();
         let (workers, switch) = (workers(&root)?, switch(&root)?);
-        Ok(Config { workers, switch, ports: ports(&root, &mut taken)?, vsocks: vsock::vsocks(&root, &mut taken)? })
+        let mut ports = ports(&root, &mut taken)?;
+        let mut vsocks = vsock::vsocks(&root, &mut taken)?;
+        let limits = ports.iter_mut().filter_map(|port| match &mut port.kind {
+            Kind::VhostUser { frontend, .. } => Some(&mut frontend.limits),
+            Kind::Tap { .. } => None,
+        });
+        let mut limits: Vec<_> = limits.chain(vsocks.iter_mut().map(|vsock| &mut vsock.frontend.limits)).collect();
+        frontend::share(&root, &taken, &mut limits)?;
+        Ok(Config { workers, switch, ports, vsocks })
     }
 }
 
@@ -255,6 +267,8 @@ struct Taken {
     sockets: HashMap<PathBuf, usize>,
     interfaces: HashMap<String, usize>,
     cids: HashMap<u64, usize>,
+    /// Address space and regions that each guest's memory may take up, if the file says so, in its order.
+    memory: Vec<(Option<u64>, Option<usize>)>,
 }
 
 #[derive(Clone, Copy)]
@@ -267,7 +281,7 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     const COMMON: [&str; 7] = ["name", "kind", "mode", "hairpin", "queues", "mtu", "poll"];
     const VHOST_USER: [&str; 5] = ["socket", "role", "features", "mac", "tuning"];
     const TAP: [&str; 1] = ["interface"];
-    table.only(&[&COMMON[..], &VHOST_USER, &TAP].concat(), &["xdp"])?;
+    table.only(&[&COMMON[..], &VHOST_USER, &frontend::KEYS, &TAP].concat(), &["xdp"])?;
 
     let expected = "1 to 32 letters, digits, `_`, `.` or `-`";
     let name = table.text("name", expected, |text| is_name(text).then(|| text.to_owned()))?;
@@ -278,7 +292,7 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     let kind = kind.ok_or_else(|| table.missing("kind", "\"vhost-user\" or \"tap\""))?;
     match kind {
         KindName::VhostUser => table.foreign(&TAP, "tap", "vhost-user")?,
-        KindName::Tap => table.foreign(&VHOST_USER, "vhost-user", "tap")?,
+        KindName::Tap => table.foreign(&[&VHOST_USER[..], &frontend::KEYS].concat(), "vhost-user", "tap")?,
     }
     let modes = [
         ("switch", Some(Mode::Switch)),
@@ -320,7 +334,8 @@ fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, C
     let mac = table.text("mac", "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
         text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
     })?;
-    Ok(Kind::VhostUser { socket, role, features: features(table)?, queues, mac, tuning: tuning(table)? })
+    let (features, tuning, frontend) = (features(table)?, tuning(table)?, frontend::frontend(table, taken)?);
+    Ok(Kind::VhostUser { socket, role, features, queues, mac, tuning, frontend })
 }
 
 fn tuning(port: &Section) -> Result<Tuning, ConfigError> {

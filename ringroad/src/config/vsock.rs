@@ -1,6 +1,6 @@
 //! `[[vsock]]`: guests' vsock devices.
 
-use super::{ConfigError, MAX_SOCKET, Section, Taken, is_name, socket};
+use super::{ConfigError, Frontend, MAX_SOCKET, Section, Taken, frontend, is_name, socket};
 use ringroad_host::vhost_user::Role;
 use ringroad_switch::Poll;
 use ringroad_vsock::Features;
@@ -33,6 +33,8 @@ pub struct Vsock {
     pub poll: Option<Poll>,
     /// What is offered to the driver.
     pub features: Features,
+    /// Who may connect to its sockets, and what for.
+    pub frontend: Frontend,
 }
 
 /// Bytes of the longest "_<port>".
@@ -54,7 +56,7 @@ pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, Co
 fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
     const KEYS: [&str; 11] =
         ["cid", "socket", "role", "host", "forward", "groups", "send", "buffer", "connections", "poll", "features"];
-    table.only(&KEYS, &[])?;
+    table.only(&[&KEYS[..], &frontend::KEYS].concat(), &[])?;
     // 0 to 2 are the hypervisor, the machine itself and the host; 2^32 - 1 is any (5.10.4).
     let cids = 3..=u64::from(u32::MAX) - 1;
     let cid = table.number("cid", cids.clone())?;
@@ -78,6 +80,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         connections: table.number("connections", 1..=1 << 20)?.unwrap_or(16384) as usize,
         poll: table.poll()?,
         features: features(table)?,
+        frontend: frontend::frontend(table, taken)?,
     })
 }
 
@@ -166,6 +169,7 @@ socket = "/run/vm2.vsock"
             connections: 5,
             poll: Some(Poll::For(Duration::from_micros(50))),
             features: Features { packed: false, seqpacket: false, ..Features::ALL },
+            frontend: Frontend::default(),
         };
         assert_eq!(first, expected);
         let expected = Vsock {
@@ -180,6 +184,7 @@ socket = "/run/vm2.vsock"
             connections: 16384,
             poll: None,
             features: Features::ALL,
+            frontend: Frontend::default(),
         };
         assert_eq!(second, expected);
     }

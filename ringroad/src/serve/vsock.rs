@@ -58,6 +58,8 @@ impl Vsocks {
                 groups: vsock.groups.clone(),
                 features: vsock.features,
                 settings,
+                limits: vsock.frontend.limits,
+                access: vsock.frontend.access,
             },
             worker,
         )?;

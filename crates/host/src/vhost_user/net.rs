@@ -1,10 +1,11 @@
 //! A guest's network device as what is behind a vhost-user socket: its queues go to the gates of a port of the switch.
 
 use super::{
-    Call,
+    Access, Call, Kick, Limits, SocketError,
     device::{Device, Ring},
+    limits::Lines,
     port::{Slot, VhostPort},
-    server::{Role, Socket, SocketError},
+    server::{Role, Socket, SocketConfig},
 };
 use crate::{
     gate::Gate,
@@ -15,7 +16,6 @@ use ringroad_net::{Config, Features, RxQueue, TxQueue};
 use ringroad_ring::{SetupError, Tuning};
 use ringroad_switch::{Mode, Poll};
 use std::{
-    fs::File,
     os::fd::AsRawFd,
     path::PathBuf,
     sync::{Arc, Mutex, atomic::Ordering},
@@ -43,6 +43,10 @@ pub struct VhostConfig {
     pub poll: Poll,
     /// What is turned off, for measuring.
     pub tuning: Tuning,
+    /// What its frontend may use up.
+    pub limits: Limits,
+    /// Who may connect to the socket, as a server.
+    pub access: Access,
 }
 
 /// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
@@ -59,9 +63,16 @@ impl Server {
         let failed = |error| SocketError::Start { name: name.clone(), error };
         let attention = eventfd().map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
-        let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
+        let vhost = VhostPort::new(
+            &config.name,
+            config.config.queue_pairs,
+            attention,
+            Lines::new(&name, config.limits.lines),
+        );
         let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
-        let socket = Socket::start(&name, &config.socket, config.role, told, || {
+        let VhostConfig { role, limits, access, .. } = config;
+        let at = SocketConfig { name: &name, path: &config.socket, role, limits, access };
+        let socket = Socket::start(at, told, || {
             let VhostConfig { features, config, tuning, .. } = config.clone();
             let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
             let handle = Arc::new(worker.add(port.clone())?);
@@ -89,6 +100,7 @@ struct NetDevice {
 }
 
 impl NetDevice {
+    #[expect(clippy::unreachable, reason = "its port is made as one of a guest in `Server::start`, and never changes")]
     fn port(&self) -> &VhostPort {
         match &self.handle.port().kind {
             Kind::Vhost(port) => port,
@@ -98,7 +110,9 @@ impl NetDevice {
 
     fn count_pairs(&self, pair: usize, runs: bool) {
         let mut running = self.running.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        running[pair] = runs;
+        if let Some(running) = running.get_mut(pair) {
+            *running = runs;
+        }
         let pairs = running.iter().take_while(|&&runs| runs).count();
         self.port().pairs_running.store(pairs, Ordering::Relaxed);
     }
@@ -125,44 +139,45 @@ impl Device for NetDevice {
         self.config.bytes().to_vec()
     }
 
-    fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String> {
+    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
         let Ring { memory, acked, size, addresses, base } = ring;
         let tuning = self.tuning;
         let port = self.port();
         let pair = index / 2;
+        let missing = || format!("there is no pair {pair} of queues");
         if index.is_multiple_of(2) {
-            let counters = port.rx_counters[pair].clone();
+            let (gate, counters) = port.rx.get(pair).zip(port.rx_counters.get(pair).cloned()).ok_or_else(missing)?;
             let start = |base| {
                 let mut queue = RxQueue::start(memory, acked, size, addresses, base, counters)?;
                 queue.tune(tuning);
                 Ok(queue)
             };
-            let started = start_slot(&port.rx[pair], base, start, RxQueue::base).map_err(|error| error.to_string())?;
+            let started = start_slot(gate, base, start, RxQueue::base).map_err(|error| error.to_string())?;
             self.count_pairs(pair, true);
             return Ok(started);
         }
-        let counters = port.tx_counters[pair].clone();
-        port.tx[pair].enter().no_kick = kick.is_none();
+        let (gate, counters) = port.tx.get(pair).zip(port.tx_counters.get(pair).cloned()).ok_or_else(missing)?;
+        gate.enter().no_kick = kick.is_none();
         let start = |base| {
             let mut queue = TxQueue::start(memory, acked, size, addresses, base, counters)?;
             queue.tune(tuning);
             Ok(queue)
         };
-        let started = start_slot(&port.tx[pair], base, start, TxQueue::base).map_err(|error| error.to_string())?;
+        let started = start_slot(gate, base, start, TxQueue::base).map_err(|error| error.to_string())?;
         if let Some(kick) = kick
             && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
         {
-            stop_slot(&port.tx[pair], TxQueue::base);
-            return Err(format!("cannot wait for its kick: {error}; expected an eventfd"));
+            stop_slot(gate, TxQueue::base);
+            return Err(format!("cannot wait for its kick: {error}"));
         }
         self.handle.wake(pair as u16);
         Ok(started)
     }
 
-    fn stop(&self, index: usize, kick: Option<&File>) -> u32 {
+    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
         let pair = index / 2;
         if index.is_multiple_of(2) {
-            let base = stop_slot(&self.port().rx[pair], RxQueue::base);
+            let base = self.port().rx.get(pair).map_or(0, |gate| stop_slot(gate, RxQueue::base));
             self.count_pairs(pair, false);
             return base;
         }
@@ -170,15 +185,15 @@ impl Device for NetDevice {
             self.handle.unwatch(kick);
         }
         self.handle.rest(pair as u16);
-        stop_slot(&self.port().tx[pair], TxQueue::base)
+        self.port().tx.get(pair).map_or(0, |gate| stop_slot(gate, TxQueue::base))
     }
 
     fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
         let port = self.port();
         if index.is_multiple_of(2) {
-            set_slot_fd(&port.rx[index / 2], call, err);
+            set_slot_fd(port.rx.get(index / 2), call, err);
         } else {
-            set_slot_fd(&port.tx[index / 2], call, err);
+            set_slot_fd(port.tx.get(index / 2), call, err);
         }
     }
 
@@ -210,11 +225,17 @@ fn start_slot<Q>(
     let mut slot = gate.enter();
     slot.base = base;
     let mut queue = start(base)?;
-    slot.base = started_at(&mut queue);
+    let base = started_at(&mut queue);
+    slot.base = base;
     slot.queue = Some(queue);
     slot.fault = None;
-    slot.notify();
-    Ok(slot.base)
+    let call = slot.call.clone();
+    // Whatever that takes, the queue's worker does not find the gate shut.
+    drop(slot);
+    if let Some(call) = call {
+        call.signal();
+    }
+    Ok(base)
 }
 
 fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
@@ -225,14 +246,14 @@ fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
     slot.base
 }
 
-fn set_slot_fd<Q>(gate: &Gate<Slot<Q>>, call: Option<Call>, err: bool) {
+fn set_slot_fd<Q>(gate: Option<&Gate<Slot<Q>>>, call: Option<Call>, err: bool) {
+    let Some(gate) = gate else { return };
     let mut slot = gate.enter();
-    if err {
-        slot.err = call;
-        return;
-    }
-    slot.call = call;
-    if slot.queue.is_some() {
-        slot.notify();
+    let old = std::mem::replace(if err { &mut slot.err } else { &mut slot.call }, call);
+    let notify = if !err && slot.queue.is_some() { slot.call.clone() } else { None };
+    drop(slot);
+    drop(old);
+    if let Some(call) = notify {
+        call.signal();
     }
 }

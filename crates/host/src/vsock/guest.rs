@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     sys,
-    vhost_user::{Call, Device, Ring, Role, Socket, SocketError, bind},
+    vhost_user::{Access, Call, Device, Kick, Limits, Place, Ring, Role, Socket, SocketConfig, SocketError, bind},
 };
 use parking_lot::Mutex;
 use ringroad_mem::Table;
@@ -17,8 +17,7 @@ use ringroad_vsock::{
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
-    fs::{self, File},
-    io::{self, Read},
+    io,
     net::SocketAddr,
     os::fd::{AsFd, AsRawFd},
     path::{Path, PathBuf},
@@ -52,6 +51,10 @@ pub struct VsockConfig {
     pub features: Features,
     /// How its connections behave.
     pub settings: Settings,
+    /// What its frontend may use up.
+    pub limits: Limits,
+    /// Who may connect to its sockets.
+    pub access: Access,
 }
 
 /// Receive, transmit, event.
@@ -88,7 +91,7 @@ struct Vrings {
 /// Descriptors that tell a guest of something, or us.
 struct Notifiers {
     /// The guest has sent something.
-    kick: Mutex<Option<Arc<File>>>,
+    kick: Mutex<Option<Kick>>,
     unwait: EventFd,
     calls: [Mutex<Option<Call>>; VRINGS],
     errs: [Mutex<Option<Call>>; VRINGS],
@@ -107,13 +110,15 @@ impl Notifiers {
     }
 
     fn call(&self, vring: usize) {
-        if let Some(call) = &*self.calls[vring].lock() {
+        let call = self.calls[vring].lock().clone();
+        if let Some(call) = call {
             call.signal();
         }
     }
 
     fn err(&self, vring: usize) {
-        if let Some(err) = &*self.errs[vring].lock() {
+        let err = self.errs[vring].lock().clone();
+        if let Some(err) = err {
             err.signal();
         }
     }
@@ -234,8 +239,7 @@ impl Host<HostRelay> for Around {
     fn clear(&self) {
         let _ = self.notifiers.unwait.read();
         if let Some(kick) = &*self.notifiers.kick.lock() {
-            // Whatever the frontend has sent, an eventfd as a rule: without waiting.
-            let _ = { &**kick }.read(&mut [0; 8]);
+            kick.clear();
         }
     }
 
@@ -255,7 +259,7 @@ pub struct VsockServer {
     guest: Arc<Guest>,
     worker: Arc<Shared>,
     socket: Option<Socket>,
-    host: Option<PathBuf>,
+    _host: Option<Place>,
 }
 
 impl VsockServer {
@@ -263,7 +267,8 @@ impl VsockServer {
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
-        let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
+        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
+        let (listener, host) = host.unzip();
         let number = worker.number();
         let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
         let around = Around {
@@ -296,10 +301,12 @@ impl VsockServer {
             guest: guest.clone(),
             worker: worker.shared.clone(),
             socket: None,
-            host: config.host.clone(),
+            _host: host,
         };
         let device = VsockDevice { guest, worker: worker.shared.clone(), offer: config.features.bits() };
-        server.socket = Some(Socket::start(name, &config.socket, config.role, told, || Ok(device))?);
+        let VsockConfig { role, limits, access, .. } = config;
+        let at = SocketConfig { name, path: &config.socket, role, limits, access };
+        server.socket = Some(Socket::start(at, told, || Ok(device))?);
         Ok(server)
     }
 
@@ -322,9 +329,6 @@ impl Drop for VsockServer {
         let (sender, removed) = mpsc::channel();
         self.worker.send(Command::Remove(self.guest.number, sender));
         let _ = removed.recv();
-        if let Some(path) = &self.host {
-            let _ = fs::remove_file(path);
-        }
     }
 }
 
@@ -362,7 +366,7 @@ impl Device for VsockDevice {
         Config { guest_cid: self.guest.cid }.bytes().to_vec()
     }
 
-    fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String> {
+    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
         let Ring { memory, acked, size, addresses, base } = ring;
         let guest = &*self.guest;
         let mut vrings = guest.vrings.lock();
@@ -372,9 +376,7 @@ impl Device for VsockDevice {
             watched.map_err(|error| format!("cannot wait for its kick: {error}; expected an eventfd"))?;
         }
         if index == TX {
-            // To be waited for by others than the worker it must not make them wait when it is read.
-            let kick = kick.map(|kick| sys::set_nonblocking(kick.as_fd()).and_then(|()| kick.try_clone()));
-            *guest.notifiers.kick.lock() = kick.and_then(Result::ok).map(Arc::new);
+            *guest.notifiers.kick.lock() = kick.cloned();
         }
         let resumed = vrings.stopped[index] == Some(base);
         if index == TX && !resumed {
@@ -414,7 +416,7 @@ impl Device for VsockDevice {
         Ok(started)
     }
 
-    fn stop(&self, index: usize, kick: Option<&File>) -> u32 {
+    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
         let guest = &*self.guest;
         if let Some(kick) = kick.filter(|_| index != EVENT) {
             self.worker.unwatch(kick.as_raw_fd());
