@@ -16,6 +16,6 @@ mod worker;
 
 pub use port::{Port, PortReport, PortSettings};
 pub use quota::Quota;
-pub use sys::{Signal, cpu_time, is_writable, pin_current_thread, raise_file_limit, signal};
+pub use sys::{Signal, cpu_time, group_id, is_writable, pin_current_thread, raise_file_limit, signal, user_id};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

@@ -7,7 +7,6 @@ use crate::{
 };
 use ringroad_switch::{Fdb, Gather, Poll, Schedule, Switch};
 use std::{
-    fs::File,
     io,
     os::fd::{AsRawFd, RawFd},
     sync::{
@@ -189,8 +188,8 @@ impl PortHandle {
 
     /// To be called before the descriptor is closed: the peer still has the same file open, so that closing does not end
     /// the watch.
-    pub(crate) fn unwatch(&self, file: &File) {
-        let _ = self.shared.epoll.ctl(ControlOperation::Delete, file.as_raw_fd(), EpollEvent::default());
+    pub(crate) fn unwatch(&self, fd: &impl AsRawFd) {
+        let _ = self.shared.epoll.ctl(ControlOperation::Delete, fd.as_raw_fd(), EpollEvent::default());
     }
 
     /// The queue has stopped: it is not polled any more.
@@ -277,7 +276,9 @@ impl<'a> Loop<'a> {
                 let took = self.start.elapsed() - looked;
                 limit = if took > LOOK { (limit / 2).max(1) } else { (limit * 2).min(ROUNDS) };
                 if idle || self.schedule.len() < self.known.len() {
-                    self.wait(if idle { -1 } else { 0 }, &mut events);
+                    // Not for long while memory has yet to be looked at: control was in, which takes it a moment.
+                    let timeout = if idle && ringroad_mem::faults() == self.faults { -1 } else { 0 };
+                    self.wait(timeout, &mut events);
                 }
                 looked = self.start.elapsed();
                 seconds = looked.as_secs() as u32;
@@ -402,7 +403,9 @@ impl<'a> Loop<'a> {
 
     fn check_memory(&mut self) {
         self.switch.release();
-        self.faults = ringroad_mem::faults();
-        self.ports.iter().flatten().for_each(|served| served.port.check_memory());
+        let faults = ringroad_mem::faults();
+        if self.ports.iter().flatten().fold(true, |all, served| served.port.check_memory() && all) {
+            self.faults = faults;
+        }
     }
 }

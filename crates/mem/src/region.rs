@@ -215,6 +215,11 @@ impl Region {
         self.identity
     }
 
+    /// The address space that it takes up, in bytes: whole pages of its file system.
+    pub fn mapped(&self) -> usize {
+        self.map_len
+    }
+
     /// Whether the peer has truncated its file under us. What is read from here on are zeros.
     pub fn is_lost(&self) -> bool {
         self.watch.is_some_and(Watch::is_lost)

@@ -8,9 +8,11 @@
 )]
 
 mod check;
+mod frontend;
 mod vsock;
 
 pub use check::{Finding, check, owner, vsock_owner};
+pub use frontend::Frontend;
 pub use vsock::Vsock;
 
 use std::collections::HashMap;
@@ -141,6 +143,8 @@ pub enum Kind {
         mac: Option<MacAddr>,
         /// What is turned off to see what it is worth.
         tuning: Tuning,
+        /// Who may connect to the socket, and what for.
+        frontend: Frontend,
     },
     /// The host's kernel, through a TAP interface.
     Tap {
@@ -220,7 +224,14 @@ impl Config {
         root.only(&["log", "workers", "switch", "port", "vsock"], &["e1000"])?;
         let mut taken = Taken::default();
         let (log, workers, switch) = (log(&root)?, workers(&root, &mut taken)?, switch(&root)?);
-        let (ports, vsocks) = (ports(&root, &mut taken)?, vsock::vsocks(&root, &mut taken)?);
+        let mut ports = ports(&root, &mut taken)?;
+        let mut vsocks = vsock::vsocks(&root, &mut taken)?;
+        let limits = ports.iter_mut().filter_map(|port| match &mut port.kind {
+            Kind::VhostUser { frontend, .. } => Some(&mut frontend.limits),
+            Kind::Tap { .. } => None,
+        });
+        let mut limits: Vec<_> = limits.chain(vsocks.iter_mut().map(|vsock| &mut vsock.frontend.limits)).collect();
+        frontend::share(&root, &taken, &mut limits)?;
         Ok(Config { log, workers, switch, ports, vsocks, places: taken.places })
     }
 }
@@ -310,6 +321,8 @@ struct Taken {
     cids: HashMap<u64, usize>,
     macs: HashMap<[u8; 6], usize>,
     places: Places,
+    /// Address space and regions that each guest's memory may take up, if the file says so, in its order.
+    memory: Vec<(Option<u64>, Option<usize>)>,
 }
 
 impl Taken {
@@ -333,7 +346,7 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     const COMMON: [&str; 7] = ["name", "kind", "mode", "hairpin", "queues", "mtu", "poll"];
     const VHOST_USER: [&str; 5] = ["socket", "role", "features", "mac", "tuning"];
     const TAP: [&str; 1] = ["interface"];
-    table.only(&[&COMMON[..], &VHOST_USER, &TAP].concat(), &["xdp"])?;
+    table.only(&[&COMMON[..], &VHOST_USER, &frontend::KEYS, &TAP].concat(), &["xdp"])?;
 
     let expected = "1 to 32 letters, digits, `_`, `.` or `-`";
     let name = table.text("name", expected, |text| is_name(text).then(|| text.to_owned()))?;
@@ -345,7 +358,7 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     let kind = kind.ok_or_else(|| table.missing("kind", "\"vhost-user\" or \"tap\""))?;
     match kind {
         KindName::VhostUser => table.foreign(&TAP, "tap", "vhost-user")?,
-        KindName::Tap => table.foreign(&VHOST_USER, "vhost-user", "tap")?,
+        KindName::Tap => table.foreign(&[&VHOST_USER[..], &frontend::KEYS].concat(), "vhost-user", "tap")?,
     }
     let modes = [
         ("switch", Some(Mode::Switch)),
@@ -388,7 +401,8 @@ fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, C
     if let Some(mac) = mac {
         table.unique("mac", &mac.0, &mut taken.macs)?;
     }
-    Ok(Kind::VhostUser { socket, role, features: features(table)?, queues, mac, tuning: tuning(table)? })
+    let (features, tuning, frontend) = (features(table)?, tuning(table)?, frontend::frontend(table, taken)?);
+    Ok(Kind::VhostUser { socket, role, features, queues, mac, tuning, frontend })
 }
 
 fn tuning(port: &Section) -> Result<Tuning, ConfigError> {
@@ -766,6 +780,7 @@ interface = "rr0"
                 queues: 2,
                 mac: Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56])),
                 tuning: Tuning::default(),
+                frontend: Frontend::default(),
             },
         };
         let uplink = Port {
@@ -789,7 +804,15 @@ interface = "rr0"
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
         let (role, features) = (Role::Server, Features::ALL);
         let tuning = Tuning::default();
-        let kind = Kind::VhostUser { socket: "/run/1".into(), role, features, queues: 1, mac: None, tuning };
+        let kind = Kind::VhostUser {
+            socket: "/run/1".into(),
+            role,
+            features,
+            queues: 1,
+            mac: None,
+            tuning,
+            frontend: Frontend::default(),
+        };
         assert_eq!(port.kind, kind);
         assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
     }

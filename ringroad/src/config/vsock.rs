@@ -1,6 +1,6 @@
 //! `[[vsock]]`: guests' vsock devices.
 
-use super::{ConfigError, MAX_SOCKET, Section, Taken, is_name, socket};
+use super::{ConfigError, Frontend, MAX_SOCKET, Section, Taken, frontend, is_name, socket};
 use ringroad_host::vhost_user::Role;
 use ringroad_switch::Poll;
 use ringroad_vsock::Features;
@@ -37,6 +37,8 @@ pub struct Vsock {
     pub poll: Option<Poll>,
     /// What is offered to the driver.
     pub features: Features,
+    /// Who may connect to its sockets, and what for.
+    pub frontend: Frontend,
 }
 
 /// Bytes of the longest "_<port>".
@@ -71,7 +73,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         "poll",
         "features",
     ];
-    table.only(&KEYS, &[])?;
+    table.only(&[&KEYS[..], &frontend::KEYS].concat(), &[])?;
     // 0 to 2 are the hypervisor, the machine itself and the host; 2^32 - 1 is any (5.10.4).
     let cids = 3..=u64::from(u32::MAX) - 1;
     let cid = table.number("cid", cids.clone())?;
@@ -98,6 +100,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         socket_memory: table.number("socket_memory", 0..=1 << 40)?.unwrap_or(64 << 20) as usize,
         poll: table.poll()?,
         features: features(table)?,
+        frontend: frontend::frontend(table, taken)?,
     })
 }
 
@@ -190,6 +193,7 @@ socket = "/run/vm2.vsock"
             socket_memory: 1_000_000,
             poll: Some(Poll::For(Duration::from_micros(50))),
             features: Features { packed: false, seqpacket: false, ..Features::ALL },
+            frontend: Frontend::default(),
         };
         assert_eq!(first, expected);
         let expected = Vsock {
@@ -206,6 +210,7 @@ socket = "/run/vm2.vsock"
             socket_memory: 64 << 20,
             poll: None,
             features: Features::ALL,
+            frontend: Frontend::default(),
         };
         assert_eq!(second, expected);
     }

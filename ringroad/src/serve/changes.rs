@@ -1,7 +1,8 @@
 //! What a new configuration changes, key by key, and what each change costs: told before it happens, by `serve --check --against`,
 //! by SIGUSR2, and in the log at SIGHUP.
 
-use crate::config::{Config, Kind, Log, Port, SwitchConfig, Vsock, Workers, mac};
+use crate::config::{Config, Frontend, Kind, Log, Port, SwitchConfig, Vsock, Workers, mac};
+use ringroad_host::vhost_user::Access;
 use std::fmt;
 
 /// What a change costs.
@@ -125,10 +126,13 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     let mut diff = Diff::new(format!("port {}", after.name));
     let Port { name: _, mode, hairpin, mtu, poll, kind } = before;
     match (kind, &after.kind) {
-        (Kind::VhostUser { socket, role, features, queues, mac: _, tuning }, Kind::VhostUser { .. }) => {
-            let Kind::VhostUser { socket: s, role: r, features: f, queues: q, mac: _, tuning: t } = &after.kind else {
+        (Kind::VhostUser { socket, role, features, queues, mac: _, tuning, frontend }, Kind::VhostUser { .. }) => {
+            let Kind::VhostUser { socket: s, role: r, features: f, queues: q, mac: _, tuning: t, frontend: other } =
+                &after.kind
+            else {
                 return diff.changes;
             };
+            of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, other);
             diff.key("port.socket", Reconnects, socket, s);
             diff.key("port.role", Reconnects, role, r);
             diff.key("port.features", Reconnects, features, f);
@@ -152,6 +156,19 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     diff.changes
 }
 
+/// What differs between two vhost-user sockets.
+fn of_frontend(diff: &mut Diff, [limits, mode, owner]: [&'static str; 3], before: &Frontend, after: &Frontend) {
+    use Effect::{InPlace, Reconnects};
+    let Frontend { limits: before_limits, access } = before;
+    diff.key(limits, InPlace, before_limits, &after.limits);
+    diff.key(mode, InPlace, &access.mode, &after.access.mode);
+    // Back to whoever makes it: only a new socket has that owner.
+    let goes = access.owner.is_some() && after.access.owner.is_none()
+        || access.group.is_some() && after.access.group.is_none();
+    let given = |access: &Access| (access.owner, access.group);
+    diff.key(owner, if goes { Reconnects } else { InPlace }, &given(access), &given(&after.access));
+}
+
 /// What a guest reads if the file does not say.
 pub const MTU: u16 = 1500;
 
@@ -173,7 +190,9 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
         socket_memory,
         poll,
         features,
+        frontend,
     } = before;
+    of_frontend(&mut diff, ["vsock.limits", "vsock.socket_mode", "vsock.socket_owner"], frontend, &after.frontend);
     diff.key("vsock.socket", Reconnects, socket, &after.socket);
     diff.key("vsock.role", Reconnects, role, &after.role);
     diff.key("vsock.features", Reconnects, features, &after.features);

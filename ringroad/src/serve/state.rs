@@ -244,7 +244,7 @@ impl Running {
         progress.at(format!("starting port {}", port.name));
         let settings = settings(port, poll);
         let kind = match &port.kind {
-            config::Kind::VhostUser { socket, role, features, queues, .. } => {
+            config::Kind::VhostUser { socket, role, features, queues, frontend, .. } => {
                 let PortSettings { mode, hairpin, poll, tuning } = settings;
                 let config =
                     Space { mac: mac(port), link_up: true, queue_pairs: *queues, mtu: port.mtu.unwrap_or(MTU) };
@@ -258,6 +258,8 @@ impl Running {
                     hairpin,
                     poll,
                     tuning,
+                    limits: frontend.limits,
+                    access: frontend.access,
                 };
                 let server = Server::start(vhost, worker)?;
                 if *role == Role::Server {
@@ -286,6 +288,11 @@ impl Running {
                 Kind::Vhost(server) => server.set(settings),
                 Kind::Tap(handle) => handle.set(settings),
             }
+        }
+        if let (Kind::Vhost(server), config::Kind::VhostUser { frontend, .. }) = (&self.kind, &port.kind)
+            && let Err(error) = server.set_frontend(frontend.limits, frontend.access)
+        {
+            log::error!("{error}");
         }
         if let (Kind::Tap(handle), Some(mtu)) = (&self.kind, port.mtu.filter(|_| port.mtu != before.mtu))
             && let Err(error) = handle.port().set_mtu(mtu)

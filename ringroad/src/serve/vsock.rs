@@ -54,6 +54,8 @@ fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
         settings,
         connects: vsock.connects,
         socket_memory: vsock.socket_memory,
+        limits: vsock.frontend.limits,
+        access: vsock.frontend.access,
     }
 }
 

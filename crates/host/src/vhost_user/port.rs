@@ -1,6 +1,9 @@
 //! A guest as a port of the switch: its queues, where they are running, behind a gate each.
 
-use super::Call;
+use super::{
+    Call,
+    limits::{Lines, say},
+};
 use crate::gate::{Gate, Lease};
 use parking_lot::MutexGuard;
 use ringroad_mem::{Span, Table};
@@ -33,28 +36,29 @@ impl<Q> Default for Slot<Q> {
     }
 }
 
-impl<Q> Slot<Q> {
-    fn signal(call: &Option<Call>) {
-        if let Some(call) = call {
-            call.signal();
-        }
+fn signal(call: Option<&Call>) {
+    if let Some(call) = call {
+        call.signal();
     }
+}
 
+impl<Q> Slot<Q> {
     /// Notifies the driver whether it wants that or not: a device that died between giving buffers back and saying so, or
     /// a descriptor that has been replaced, may owe it one.
     pub(crate) fn notify(&self) {
-        Self::signal(&self.call);
+        signal(self.call.as_ref());
     }
 
     /// Stops the queue for a fault of its driver.
     #[cold]
-    fn fail(&mut self, port: &str, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
-        log::error!("port {port} queue {vring}: {fault}; queue stopped, reset the device to continue");
+    fn fail(&mut self, port: &VhostPort, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
+        let name = &port.name;
+        say!(port.lines, Error, "port {name} queue {vring}: {fault}; queue stopped, reset the device to continue");
         self.base = base.unwrap_or(self.base);
         self.queue = None;
         self.fault = Some(fault);
         counters.faults.add(1);
-        Self::signal(&self.err);
+        signal(self.err.as_ref());
     }
 }
 
@@ -69,10 +73,11 @@ pub struct VhostPort {
     pub(crate) pairs_running: AtomicUsize,
     /// Wakes the thread of its socket: the worker has found that the guest's memory is gone.
     pub(crate) attention: EventFd,
+    pub(super) lines: Lines,
 }
 
 impl VhostPort {
-    pub(crate) fn new(name: &str, queue_pairs: u16, attention: EventFd) -> VhostPort {
+    pub(crate) fn new(name: &str, queue_pairs: u16, attention: EventFd, lines: Lines) -> VhostPort {
         VhostPort {
             name: name.to_owned(),
             rx: (0..queue_pairs).map(|_| Gate::default()).collect(),
@@ -81,6 +86,7 @@ impl VhostPort {
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             pairs_running: AtomicUsize::new(0),
             attention,
+            lines,
         }
     }
 
@@ -133,40 +139,37 @@ impl VhostPort {
     /// Counts what the frontend has done wrong, and says so on the vring's err descriptor.
     pub(crate) fn count_fault(&self, vring: Option<usize>) {
         // Counters have one writer at a time: whoever is in the queue's gate.
-        match vring {
-            Some(vring) if vring.is_multiple_of(2) => {
-                let slot = self.rx[vring / 2].enter();
-                self.rx_counters[vring / 2].faults.add(1);
-                Slot::<RxQueue>::signal(&slot.err);
-            }
-            Some(vring) => {
-                let slot = self.tx[vring / 2].enter();
-                self.tx_counters[vring / 2].faults.add(1);
-                Slot::<TxQueue>::signal(&slot.err);
-            }
-            None => {
-                let _in = self.tx[0].enter();
-                self.tx_counters[0].faults.add(1);
-            }
+        fn count<Q>(gate: Option<&Gate<Slot<Q>>>, counters: Option<&Arc<Counters>>) -> Option<Call> {
+            let slot = gate?.enter();
+            counters?.faults.add(1);
+            slot.err.clone()
         }
+        let err = match vring {
+            Some(vring) if vring.is_multiple_of(2) => count(self.rx.get(vring / 2), self.rx_counters.get(vring / 2)),
+            Some(vring) => count(self.tx.get(vring / 2), self.tx_counters.get(vring / 2)),
+            None => {
+                count(self.tx.first(), self.tx_counters.first());
+                None
+            }
+        };
+        signal(err.as_ref());
     }
 
     /// Tells the frontend of a vring that it has stopped.
     pub(crate) fn signal_err(&self, vring: usize) {
-        if vring.is_multiple_of(2) {
-            Slot::<RxQueue>::signal(&self.rx[vring / 2].enter().err);
-        } else {
-            Slot::<TxQueue>::signal(&self.tx[vring / 2].enter().err);
+        fn err<Q>(gate: Option<&Gate<Slot<Q>>>) -> Option<Call> {
+            gate?.enter().err.clone()
         }
+        let even = vring.is_multiple_of(2);
+        signal(if even { err(self.rx.get(vring / 2)) } else { err(self.tx.get(vring / 2)) }.as_ref());
     }
 
     /// Whether a fault of the driver has stopped a vring.
     pub(crate) fn has_fault(&self, vring: usize) -> bool {
-        if vring.is_multiple_of(2) {
-            self.rx[vring / 2].enter().fault.is_some()
-        } else {
-            self.tx[vring / 2].enter().fault.is_some()
+        fn fault<Q>(gate: Option<&Gate<Slot<Q>>>) -> bool {
+            gate.is_some_and(|gate| gate.enter().fault.is_some())
         }
+        if vring.is_multiple_of(2) { fault(self.rx.get(vring / 2)) } else { fault(self.tx.get(vring / 2)) }
     }
 
     /// Notifies the driver of what it was not sure to want to be notified of. `false`: control is in; once more, later.
@@ -207,37 +210,48 @@ impl VhostPort {
         }
     }
 
-    /// Stops all queues if the frontend has truncated the guest's memory.
-    pub(crate) fn check_memory(&self) {
-        let mut lost = false;
-        for gate in &self.tx {
-            let mut slot = gate.enter();
-            lost |= stop_lost(&mut slot, |queue| queue.memory());
+    /// Stops all queues if the frontend has truncated the guest's memory. `false`: control is in at one of them, where nobody
+    /// waits for it; once more, later.
+    pub(crate) fn check_memory(&self) -> bool {
+        let (mut lost, mut all) = (false, true);
+        for (gate, counters) in self.tx.iter().zip(&self.tx_counters) {
+            stop_lost(gate, counters, &mut lost, &mut all, |queue| queue.memory());
         }
-        for gate in &self.rx {
-            let mut slot = gate.enter();
-            lost |= stop_lost(&mut slot, |queue| queue.memory());
+        for (gate, counters) in self.rx.iter().zip(&self.rx_counters) {
+            stop_lost(gate, counters, &mut lost, &mut all, |queue| queue.memory());
         }
         if lost {
-            log::error!(
-                "port {}: the frontend has truncated the guest's memory; port stopped and disconnected",
-                self.name
+            let name = &self.name;
+            say!(
+                self.lines,
+                Error,
+                "port {name}: the frontend has truncated the guest's memory; port stopped and disconnected"
             );
-            if let Some(counters) = self.tx_counters.first() {
-                counters.faults.add(1);
-            }
             let _ = self.attention.write(1);
         }
+        all
     }
 }
 
-fn stop_lost<Q>(slot: &mut Slot<Q>, memory: impl Fn(&Q) -> &Arc<Table>) -> bool {
-    let lost = slot.queue.as_ref().is_some_and(|queue| memory(queue).is_lost());
-    if lost {
+fn stop_lost<Q>(
+    gate: &Gate<Slot<Q>>,
+    counters: &Counters,
+    lost: &mut bool,
+    all: &mut bool,
+    memory: impl Fn(&Q) -> &Arc<Table>,
+) {
+    let Some(mut slot) = gate.try_enter() else {
+        *all = false;
+        return;
+    };
+    if slot.queue.as_ref().is_some_and(|queue| memory(queue).is_lost()) {
         slot.queue = None;
-        Slot::<Q>::signal(&slot.err);
+        // One fault for the port, however many of its queues lay there.
+        if !std::mem::replace(lost, true) {
+            counters.faults.add(1);
+        }
+        signal(slot.err.as_ref());
     }
-    lost
 }
 
 /// Exclusive use of a guest's transmit queue.
@@ -280,7 +294,7 @@ impl Source for VhostSource<'_> {
             Err(fault) => {
                 let base = queue.base();
                 let counters = &self.port.tx_counters[self.index];
-                self.slot.fail(&self.port.name, 2 * self.index + 1, Some(base), fault, counters);
+                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, counters);
                 burst.clear();
                 0
             }
@@ -321,7 +335,7 @@ impl VhostSink<'_> {
             Err(_) if queue.memory().is_lost() => {}
             Err(fault) => {
                 let base = queue.base();
-                slot.fail(&self.port.name, 2 * self.index, Some(base), fault, counters);
+                slot.fail(self.port, 2 * self.index, Some(base), fault, counters);
             }
         }
         counters.stopped.add(lost as u64);
