@@ -17,6 +17,7 @@ use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     io,
+    num::NonZeroUsize,
     ops::DerefMut,
     sync::atomic::AtomicU64,
 };
@@ -38,10 +39,11 @@ const DEAD: usize = 256;
 
 /// The ring that packets go to.
 pub trait Link {
-    /// How many bytes of payload the next buffer holds, at least 1; `None`: there is no buffer. Data leave some for control.
-    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken>;
+    /// How many bytes of payload the next buffer holds; `None`: there is no buffer. Data leave some for control.
+    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken>;
 
-    /// Writes a packet into the next buffer, which has room for it: the header and the next `header.len` bytes.
+    /// Writes a packet into the next buffer, of which `room` has just said that it is there and has room for it: the header and
+    /// the next `header.len` bytes.
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>);
 
     /// Lets `read` write a payload of up to `most` bytes straight into the buffers of packets with this header, which `stamp`
@@ -230,7 +232,7 @@ fn place<L: Link, O: Owner>(
     let mut since = 0;
     while placed.bytes < most || placed.packets == 0 {
         let room = match link.room(control) {
-            Ok(Some(room)) => room,
+            Ok(Some(room)) => room.get(),
             Ok(None) => break,
             // What is there already is good.
             Err(_) if placed.packets > 0 => break,

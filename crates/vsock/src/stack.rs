@@ -43,6 +43,8 @@ pub trait Side: Send + Sync + Sized + 'static {
 pub struct Taken {
     /// Packets, good or not.
     pub packets: usize,
+    /// Bytes of their payload.
+    pub bytes: usize,
     /// The peer wants to be notified of the buffers that it got back.
     pub notify: bool,
 }
