@@ -6,6 +6,7 @@
 //! which a stack asks through [`Host`].
 #![forbid(unsafe_code)]
 
+mod account;
 mod payload;
 mod send;
 mod sync;
@@ -27,6 +28,7 @@ mod socket;
 #[cfg(not(loom))]
 mod stack;
 
+pub use account::{Account, Charge};
 pub use payload::Payload;
 pub use send::{Effect, Link, MAX_PACKET, Owner, Sender, Ways};
 
