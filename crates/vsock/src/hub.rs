@@ -281,10 +281,10 @@ impl<S: Side> Hub<S> {
         let Some(op) = Op::new(packet.op) else { return false };
         let (fate, stacks) = {
             let mut members = self.members.lock();
-            let Some(stacks) = way(&members, from.cid, to.cid) else { return false };
-            (self.fate(&mut members, &stacks.0, (from, to), op, packet.kind), stacks)
+            let Some([sender, stack]) = way(&members, from.cid, to.cid) else { return false };
+            (self.fate(&mut members, &sender, (from, to), op, packet.kind), [sender, stack])
         };
-        let (sender, stack) = stacks;
+        let [sender, stack] = stacks;
         let crossing = match fate {
             Fate::None => return false,
             Fate::Nothing => return true,
@@ -483,10 +483,10 @@ fn remove<S: Side>(member: &mut Member<S>, crossing: &Crossing) {
 }
 
 /// Two guests, if `from` may talk to `to` and that one runs.
-fn way<S: Side>(members: &HashMap<u64, Member<S>>, from: u64, to: u64) -> Option<(Arc<Stack<S>>, Arc<Stack<S>>)> {
+fn way<S: Side>(members: &HashMap<u64, Member<S>>, from: u64, to: u64) -> Option<[Arc<Stack<S>>; 2]> {
     let (from, to) = (members.get(&from)?, members.get(&to)?);
     if !from.groups.iter().any(|group| to.groups.contains(group)) {
         return None;
     }
-    Some((from.stack.upgrade()?, to.stack.upgrade()?)).filter(|(_, to)| to.is_running())
+    Some([from.stack.upgrade()?, to.stack.upgrade()?]).filter(|[_, to]| to.is_running())
 }

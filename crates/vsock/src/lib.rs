@@ -5,6 +5,18 @@
 //! socket of the host ([`Relay`]), and guests that talk to each other ([`Hub`]). What needs the kernel is `host`'s business,
 //! which a stack asks through [`Host`].
 #![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
 
 mod account;
 mod payload;

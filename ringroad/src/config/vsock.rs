@@ -29,6 +29,8 @@ pub struct Vsock {
     pub buffer: u32,
     /// Connections there may be at once.
     pub connections: usize,
+    /// Bytes that are kept for the guest, at most: for its connections with the host, and as many for those with others.
+    pub memory: usize,
     /// For how long programs of this process look at the ring by themselves.
     pub poll: Option<Poll>,
     /// What is offered to the driver.
@@ -52,8 +54,20 @@ pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, Co
 }
 
 fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
-    const KEYS: [&str; 11] =
-        ["cid", "socket", "role", "host", "forward", "groups", "send", "buffer", "connections", "poll", "features"];
+    const KEYS: [&str; 12] = [
+        "cid",
+        "socket",
+        "role",
+        "host",
+        "forward",
+        "groups",
+        "send",
+        "buffer",
+        "connections",
+        "memory",
+        "poll",
+        "features",
+    ];
     table.only(&KEYS, &[])?;
     // 0 to 2 are the hypervisor, the machine itself and the host; 2^32 - 1 is any (5.10.4).
     let cids = 3..=u64::from(u32::MAX) - 1;
@@ -76,6 +90,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         direct,
         buffer: table.number("buffer", 4096..=1 << 30)?.unwrap_or(256 << 10) as u32,
         connections: table.number("connections", 1..=1 << 20)?.unwrap_or(16384) as usize,
+        memory: table.number("memory", 1 << 20..=1 << 40)?.unwrap_or(64 << 20) as usize,
         poll: table.poll()?,
         features: features(table)?,
     })
@@ -147,6 +162,7 @@ groups = ["a", "b"]
 send = "queued"
 buffer = 1_048_576
 connections = 5
+memory = 2_097_152
 poll = "50us"
 features = { packed = false, seqpacket = false }
 [[vsock]]
@@ -164,6 +180,7 @@ socket = "/run/vm2.vsock"
             direct: false,
             buffer: 1 << 20,
             connections: 5,
+            memory: 2 << 20,
             poll: Some(Poll::For(Duration::from_micros(50))),
             features: Features { packed: false, seqpacket: false, ..Features::ALL },
         };
@@ -178,6 +195,7 @@ socket = "/run/vm2.vsock"
             direct: true,
             buffer: 256 << 10,
             connections: 16384,
+            memory: 64 << 20,
             poll: None,
             features: Features::ALL,
         };
@@ -202,6 +220,7 @@ socket = "/run/vm2.vsock"
             ),
             (vsock("send = \"fast\""), "4: vsock 1: key `send`: expected \"direct\" or \"queued\", found \"fast\""),
             (vsock("buffer = 1"), "4: vsock 1: key `buffer`: expected 4096 to 1073741824, found 1"),
+            (vsock("memory = 1000"), "4: vsock 1: key `memory`: expected 1048576 to 1099511627776, found 1000"),
             (vsock("forward = 3"), "4: vsock 1: key `forward`: expected a table, found 3"),
             (vsock("forward = { x = \"127.0.0.1:1\" }"), "4: vsock 1: key `forward.x`: expected a port of vsock"),
             (vsock("forward = { 1 = \"localhost\" }"), "4: vsock 1: key `forward.1`: expected an address and port"),
