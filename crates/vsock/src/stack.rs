@@ -135,7 +135,7 @@ pub trait Host<R>: Send + Sync {
     fn room(&self, key: Key);
 
     /// Whether a peer's request may be granted now, before anything is done for it; if not, it is answered with a reset and
-    /// counted ([`Report::limited`]). For who limits how many there may be in a time.
+    /// counted ([`Report::limited`]). For who limits how many there may be in a time. Called with locks held: it only decides.
     fn admit(&self) -> bool {
         true
     }

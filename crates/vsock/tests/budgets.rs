@@ -10,8 +10,8 @@ use common::{
 };
 use ringroad_mem::Span;
 use ringroad_vsock::{
-    Addr, Broken, Door, Host, Hub, Key, Kind, Link, Listener, MAX_PACKET, NoRelay, Owner, Payload, Queue, Sender,
-    Settings, Stack, Stream,
+    Addr, Broken, DeviceSide, Door, Host, Hub, Key, Kind, Link, Listener, MAX_PACKET, NoRelay, Owner, Payload, Queue,
+    Relay, Sender, Settings, Stack, Stream,
 };
 use ringroad_wire::vsock_hdr::{HOST_CID, Op, SEQ_EOM, SIZE, TYPE_SEQPACKET, VsockHdr};
 use std::{
@@ -183,6 +183,70 @@ fn what_programs_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its
         guest.host.reset();
         assert_eq!(guest.host.report().memory, 0);
     }
+}
+
+/// A socket of the host that takes nothing.
+struct Stuck;
+
+impl Relay for Stuck {
+    fn opened(&mut self, _: Key) {}
+    fn deliver(&mut self, _: &mut Payload<'_>) -> io::Result<()> {
+        Ok(())
+    }
+    fn finish(&mut self) {}
+    fn close(&mut self, _: bool) {}
+}
+
+struct Sockets;
+
+impl Host<Stuck> for Sockets {
+    fn notify(&self, _: Queue) {}
+    fn wake(&self) {}
+    fn broken(&self, _: Queue, _: Broken) {}
+    fn open(&self, _: Key, _: Kind) -> Door<Stuck> {
+        Door::Open(Stuck)
+    }
+    fn room(&self, _: Key) {}
+}
+
+#[test]
+fn what_sockets_of_the_host_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its_memory() {
+    let mut guest = Guest::bare(Shape::default());
+    // The same rings, before sockets.
+    let stack = Stack::<DeviceSide<Stuck>>::new("host", HOST_CID, Some(GUEST), small(), Box::new(Sockets));
+    stack.set_link(guest.host.set_link(None));
+    stack.set_inlet(guest.host.set_inlet(None));
+    stack.set_kinds(&[Kind::Stream, Kind::SeqPacket]);
+    let ask = |guest: &mut Guest, header: VsockHdr| {
+        guest.send(header, &[]);
+        stack.work();
+        guest.take().pop().unwrap().header
+    };
+    let messages = VsockHdr { kind: TYPE_SEQPACKET, ..guest.header(Op::Request, 1, PORT) };
+    assert_eq!(ask(&mut guest, messages).op, Op::Reset as u16, "a socket has no messages");
+    let bytes = kept(|| {
+        for port in 0..200 {
+            let request = VsockHdr { buf_alloc: u32::MAX, ..guest.header(Op::Request, port, PORT) };
+            let mut left = ask(&mut guest, request).buf_alloc as usize;
+            while left > 0 {
+                let len = left.min(60_000);
+                guest.send(guest.data(port, PORT, len), &vec![1; len]);
+                stack.work();
+                left -= len;
+            }
+        }
+        for port in 0..200 {
+            let key = Key { port: PORT, peer: Addr { cid: GUEST, port } };
+            // They always have a little more to send.
+            while let Ok(Some(_)) =
+                stack.send_from(key, MAX_PACKET, &mut |_| Ok(1), &mut |bytes| Ok(bytes.len().min(100)))
+            {}
+        }
+    });
+    let report = stack.report();
+    assert!(bytes < MEMORY + SLACK && report.memory <= MEMORY, "{bytes} bytes, {report:?}");
+    assert_eq!((report.connections, report.wrong), (200, 0));
+    assert!(stack.connections().iter().all(|one| one.queued > 0 && one.unread > 0));
 }
 
 /// What an honest guest knows of a connection that it sends on.
