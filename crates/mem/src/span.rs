@@ -111,6 +111,16 @@ impl<'m> Span<'m> {
         (self.len >= N).then(|| unsafe { copy::read_once(self.start.as_ptr()) })
     }
 
+    /// Copies to private memory as much as both have, each byte read exactly once, and says how much that was: for what is
+    /// checked and then used, of any length.
+    #[inline(always)]
+    pub fn read_once_into(self, target: &mut [u8]) -> usize {
+        let len = self.len.min(target.len());
+        // SAFETY: `len` bytes are within the span and the target.
+        unsafe { copy::bytes_once(self.start.as_ptr(), target.as_mut_ptr(), len) };
+        len
+    }
+
     /// Copies from private memory as much as both have, and says how much that was.
     #[inline(always)]
     pub fn write(self, source: &[u8]) -> usize {

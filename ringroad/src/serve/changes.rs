@@ -187,6 +187,7 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
         buffer,
         connections,
         connects,
+        memory,
         socket_memory,
         poll,
         features,
@@ -202,6 +203,7 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
     diff.key("vsock.send", InPlace, direct, &after.direct);
     diff.key("vsock.buffer", InPlace, buffer, &after.buffer);
     diff.key("vsock.connections", InPlace, connections, &after.connections);
+    diff.key("vsock.memory", InPlace, memory, &after.memory);
     diff.key("vsock.connects", InPlace, connects, &after.connects);
     diff.key("vsock.socket_memory", InPlace, socket_memory, &after.socket_memory);
     diff.key("vsock.poll", InPlace, poll, &after.poll);
@@ -271,6 +273,7 @@ socket = "/run/v"
             ("\"/run/v\"", "\"/run/v\"\nsend = \"queued\"", "vsock 3: key `vsock.send`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nbuffer = 8192", "vsock 3: key `vsock.buffer`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nconnections = 1", "vsock 3: key `vsock.connections`: in place"),
+            ("\"/run/v\"", "\"/run/v\"\nmemory = 1048576", "vsock 3: key `vsock.memory`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nconnects = 1", "vsock 3: key `vsock.connects`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nsocket_memory = 65536", "vsock 3: key `vsock.socket_memory`: in place"),
             ("\"/run/v\"", "\"/run/v\"\npoll = \"1us\"", "vsock 3: key `vsock.poll`: in place"),
