@@ -10,7 +10,7 @@ use std::sync::Arc;
 pub const HEAD: usize = 32;
 
 /// The largest frame: what an MTU of 65535 and two VLAN tags make.
-pub const MAX_FRAME: usize = 65535 + ethernet::HEADER + 8;
+pub const MAX_FRAME: usize = ethernet::longest_frame(u16::MAX);
 
 /// Spans that a burst can have. A frame in more pieces is dropped.
 pub(crate) const PIECES: u16 = 1024;
@@ -124,12 +124,20 @@ pub struct Burst {
     pub chains: Chains,
     frames: [Frame; BURST],
     count: usize,
+    /// No frame is longer.
+    bound: usize,
+    /// Of all frames.
+    bytes: u64,
 }
+
+/// Bytes and pieces of a burst that takes as long as several of usual frames, so that others have their turn after it.
+const HEAVY_BYTES: u64 = 128 << 10;
+const HEAVY_PIECES: usize = 4 * BURST;
 
 impl Default for Burst {
     fn default() -> Self {
         let none = Frame { head: [0; HEAD], total: 0, chain: 0, head_len: 0, reflected: false };
-        Burst { chains: Chains::new(BURST, PIECES), frames: [none; BURST], count: 0 }
+        Burst { chains: Chains::new(BURST, PIECES), frames: [none; BURST], count: 0, bound: MAX_FRAME, bytes: 0 }
     }
 }
 
@@ -138,7 +146,7 @@ impl Default for Burst {
 pub(crate) enum NoFrame {
     /// Shorter than an Ethernet header.
     Runt,
-    /// Longer than any frame, or in more pieces than a burst holds.
+    /// Longer than the sender may send, or in more pieces than a burst holds.
     Oversize,
 }
 
@@ -146,8 +154,33 @@ impl Burst {
     /// Empties it, for chains in this memory.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        self.count = 0;
+        (self.count, self.bytes) = (0, 0);
+        self.bound = MAX_FRAME;
         self.chains.start(memory);
+    }
+
+    /// Frames that are longer than so many bytes are not taken from now on.
+    #[inline]
+    pub(crate) fn limit(&mut self, bound: usize) {
+        self.bound = bound.min(MAX_FRAME);
+    }
+
+    /// No frame of it has more bytes.
+    #[inline(always)]
+    pub fn bound(&self) -> usize {
+        self.bound
+    }
+
+    /// Notes how many bytes all frames have.
+    #[inline(always)]
+    pub(crate) fn weigh(&mut self, bytes: u64) {
+        self.bytes = bytes;
+    }
+
+    /// Whether its frames are so long, or in so many pieces, that they take as long as several bursts of usual ones.
+    #[inline]
+    pub fn is_heavy(&self) -> bool {
+        self.bytes > HEAVY_BYTES || self.chains.pieces() > HEAVY_PIECES
     }
 
     /// Empties it. The memory is kept: what comes next is probably from there too.
@@ -191,17 +224,59 @@ impl Burst {
             && self.chains.list().get(index).copied().is_some_and(|chain| self.read_frame(index, &chain).is_ok())
     }
 
+    /// Forgets the frames after the first one with which it has more bytes than `most`; says how many chains are left, and
+    /// how many bytes their frames have.
+    #[cold]
+    pub(crate) fn cut(&mut self, most: u64) -> (usize, u64) {
+        let (mut bytes, mut count) = (0, 0);
+        for frame in self.frames() {
+            bytes += frame.len() as u64;
+            count += 1;
+            if bytes > most {
+                break;
+            }
+        }
+        self.count = count;
+        (self.frames().last().map_or(0, |frame| frame.chain() + 1), bytes)
+    }
+
+    /// Why a chain is no frame, if it is none.
+    fn check(&self, chain: &Chain) -> Result<(), NoFrame> {
+        let total = chain.readable_len() as usize;
+        if total < vnet_hdr::SIZE + ethernet::HEADER {
+            return Err(NoFrame::Runt);
+        }
+        if chain.clipped || total > vnet_hdr::SIZE + self.bound {
+            return Err(NoFrame::Oversize);
+        }
+        Ok(())
+    }
+
+    /// How many of the chains are no frames: too short, and too long.
+    pub(crate) fn no_frames(&self) -> (u64, u64) {
+        let (mut runts, mut oversize) = (0, 0);
+        for chain in self.chains.list() {
+            match self.check(chain) {
+                Ok(()) => {}
+                Err(NoFrame::Runt) => runts += 1,
+                Err(NoFrame::Oversize) => oversize += 1,
+            }
+        }
+        (runts, oversize)
+    }
+
     /// The fast path: reads the heads of the first chains, as far as nothing is special about them; says how many bytes the
     /// frames have. What comes then is for `read_frame`. `distance`: how many frames ahead of its turn one is fetched.
     #[inline(always)]
     pub(crate) fn read_plain(&mut self, distance: usize) -> u64 {
         let Some((chains, pieces)) = self.chains.plain() else { return 0 };
         let (mut bytes, mut count) = (0, 0);
+        let most = vnet_hdr::SIZE + self.bound;
         for ((chain, piece), frame) in chains.iter().zip(pieces).zip(&mut self.frames) {
             if let Some(piece) = pieces.get(count + distance) {
                 piece.prefetch::<FETCH>();
             }
-            if chain.writable_len() > 0 || piece.len() > vnet_hdr::SIZE + MAX_FRAME {
+            if chain.writable_len() > 0 || piece.len() > most {
                 break;
             }
             let Some(head) = piece.read_once::<HEAD>() else { break };
@@ -217,12 +292,7 @@ impl Burst {
     /// Reads the head of the chain with this index and makes a frame of it.
     pub(crate) fn read_frame(&mut self, index: usize, chain: &Chain) -> Result<usize, NoFrame> {
         let total = chain.readable_len() as usize;
-        if total < vnet_hdr::SIZE + ethernet::HEADER {
-            return Err(NoFrame::Runt);
-        }
-        if chain.clipped || total > vnet_hdr::SIZE + MAX_FRAME {
-            return Err(NoFrame::Oversize);
-        }
+        self.check(chain)?;
         let pieces = self.chains.readable(chain);
         // There are no more frames than chains.
         let Some(frame) = self.frames.get_mut(self.count) else { return Err(NoFrame::Oversize) };

@@ -2,7 +2,7 @@
 //! `host`, which has their memory, sockets and notifications.
 
 use crate::{
-    Burst, Counters, Features,
+    Burst, Counters, Features, MAX_FRAME,
     burst::{FETCH, Frame, NoFrame, PIECES, vnet_header},
     features::bits,
 };
@@ -17,6 +17,12 @@ use std::{ops::Range, sync::Arc};
 const RX_CHAINS: usize = 256;
 /// Spans of them.
 const RX_PIECES: u16 = 1024;
+
+/// Bytes of a burst of frames: with those that come after them the sender waits for its next turn.
+const BURST_BYTES: u64 = 256 << 10;
+/// Pieces of receive buffers that a burst may use or look at. What has not found room by then is dropped: a receiver whose
+/// buffers are in so many pieces would cost the others' time.
+const BURST_PIECES: usize = 2048;
 
 impl Features {
     /// Whether a set of acknowledged feature bits is possible for a device that offers `self`: the bits that should not
@@ -33,6 +39,10 @@ pub struct TxQueue {
     memory: Arc<Table>,
     /// Taken for the next burst, so that what it needs can come while this one is carried.
     ahead: Chains,
+    /// How many that are at most: fewer than a burst after frames that were long.
+    batch: usize,
+    /// Bytes of the longest frame that the driver may send.
+    limit: usize,
     tuning: Tuning,
     counters: Arc<Counters>,
 }
@@ -49,7 +59,12 @@ impl TxQueue {
     ) -> Result<Self, SetupError> {
         let ring = DeviceRing::start(&memory, RingFeatures::negotiated(acked), size, at, base)?;
         let ahead = Chains::new(BURST, PIECES);
-        Ok(TxQueue { ring, memory, ahead, tuning: Tuning::default(), counters })
+        Ok(TxQueue { ring, memory, ahead, batch: BURST, limit: MAX_FRAME, tuning: Tuning::default(), counters })
+    }
+
+    /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
+    pub fn limit(&mut self, frame: usize) {
+        self.limit = frame;
     }
 
     /// Turns off what should be off.
@@ -63,11 +78,12 @@ impl TxQueue {
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
         burst.start(&self.memory);
+        burst.limit(self.limit);
         std::mem::swap(&mut burst.chains, &mut self.ahead);
         if burst.chains.list().is_empty() {
             burst.chains.start(&self.memory);
         }
-        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains, &self.tuning) {
+        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains, &self.tuning, self.batch) {
             Ok(()) if !burst.chains.list().is_empty() => {}
             // The memory may be gone before there is another burst.
             nothing => {
@@ -98,10 +114,16 @@ impl TxQueue {
                 Err(NoFrame::Oversize) => oversize += 1,
             }
         }
+        if bytes > BURST_BYTES {
+            (bytes, runts, oversize) = self.shorten(burst);
+        } else if self.batch < BURST {
+            self.batch = (2 * self.batch).min(BURST);
+        }
+        burst.weigh(bytes);
         // A fault in there is the next burst's.
         self.ahead.start(&self.memory);
         if self.tuning.fetches() {
-            let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning);
+            let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
         }
         self.counters.frames.add(burst.frames().len() as u64);
         self.counters.bytes.add(bytes);
@@ -111,12 +133,30 @@ impl TxQueue {
         Ok(burst.chains.list().len())
     }
 
-    /// Takes what is missing for a burst and fetches its first lines. A fault is reported when it comes first.
+    /// Puts the frames back that are too much for one burst, so that others have their turn before them. Says how many bytes
+    /// are left, and how many of the chains are no frames as they are too short or too long.
+    #[cold]
+    fn shorten(&mut self, burst: &mut Burst) -> (u64, u64, u64) {
+        let (keep, bytes) = burst.cut(BURST_BYTES);
+        self.ring.untake(&mut burst.chains, keep);
+        self.batch = keep.max(1);
+        let (runts, oversize) = burst.no_frames();
+        (bytes, runts, oversize)
+    }
+
+    /// Takes what is missing for a burst of `batch` frames and fetches its first lines. A fault is reported when it comes
+    /// first.
     #[inline(always)]
-    fn fetch(ring: &mut DeviceRing, memory: &Table, chains: &mut Chains, tuning: &Tuning) -> Result<(), Fault> {
+    fn fetch(
+        ring: &mut DeviceRing,
+        memory: &Table,
+        chains: &mut Chains,
+        tuning: &Tuning,
+        batch: usize,
+    ) -> Result<(), Fault> {
         let there = chains.list().len();
-        if there < BURST {
-            match ring.take(memory, chains, BURST - there) {
+        if there < batch {
+            match ring.take(memory, chains, batch - there) {
                 Err(fault) if there == 0 => return Err(fault),
                 _ => {}
             }
@@ -242,6 +282,10 @@ pub struct RxQueue {
     chains: Chains,
     /// How many of them the driver has got back already.
     given: usize,
+    /// Pieces of the chains that were used or put back during this burst.
+    walked: usize,
+    /// Bytes of the longest frame that the driver receives.
+    limit: usize,
     mergeable: bool,
     tuning: Tuning,
     counters: Arc<Counters>,
@@ -262,7 +306,13 @@ impl RxQueue {
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
-        Ok(RxQueue { ring, memory, chains, given: 0, mergeable, tuning: Tuning::default(), counters })
+        let (tuning, limit) = (Tuning::default(), MAX_FRAME);
+        Ok(RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, tuning, counters })
+    }
+
+    /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
+    pub fn limit(&mut self, frame: usize) {
+        self.limit = frame;
     }
 
     /// Turns off what should be off.
@@ -275,7 +325,28 @@ impl RxQueue {
     /// is of no use, and none of the frames has been counted.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        if burst.bound() > self.limit { self.put_some(burst, which) } else { self.put_all(burst, which) }
+    }
+
+    /// The same where frames may be too long: those that are not.
+    #[cold]
+    fn put_some(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        let fits =
+            |&&index: &&u8| burst.frames().get(usize::from(index)).is_some_and(|frame| frame.len() <= self.limit);
+        let (mut list, mut count) = ([0; BURST], 0);
+        for (place, &index) in list.iter_mut().zip(which.iter().filter(fits)) {
+            *place = index;
+            count += 1;
+        }
+        let put = self.put_all(burst, list.get(..count).unwrap_or_default())?;
+        self.counters.oversize.add((which.len() - count) as u64);
+        Ok(put)
+    }
+
+    #[inline]
+    fn put_all(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
         self.want(which.len())?;
+        self.walked = 0;
         let frame = |index: u8| burst.frames().get(index as usize);
         let (mut used, mut bytes) = if self.tuning.fast_path { self.place_plain(burst, which) } else { (0, 0) };
         let (mut frames, mut full, mut oversize, mut stopped) = (used as u64, 0u64, 0u64, 0u64);
@@ -283,6 +354,10 @@ impl RxQueue {
         for (done, &index) in which.iter().enumerate().skip(used) {
             let Some(frame) = frame(index) else { continue };
             let left = which.len() - done;
+            if self.walked > BURST_PIECES {
+                full += left as u64;
+                break;
+            }
             if used == self.chains.list().len() {
                 match self.more(&mut used, left) {
                     Ok(0) => {
@@ -376,6 +451,7 @@ impl RxQueue {
     /// Gives the first `used` chains to the driver, puts the others back, and starts an empty list.
     #[inline(always)]
     fn give(&mut self, used: &mut usize) {
+        self.walked += self.chains.pieces();
         self.ring.untake(&mut self.chains, *used);
         self.ring.give(self.chains.list().get(self.given..).unwrap_or_default());
         self.given = 0;
@@ -514,6 +590,10 @@ impl RxQueue {
                 }
             };
             let Some(len) = read(self.chains.writable_range(used, count)) else { break };
+            if len > vnet_hdr::SIZE + self.limit {
+                oversize += 1;
+                continue;
+            }
             if len < vnet_hdr::SIZE + ethernet::HEADER {
                 runts += 1;
                 continue;

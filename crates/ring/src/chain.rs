@@ -148,7 +148,8 @@ pub struct Chain {
     pub written: u32,
     /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
     pub id: u16,
-    /// It has more pieces than a burst can hold; it can only be given back.
+    /// It has more pieces than a burst can hold; it can only be given back. Its lengths are at least what they say: it was
+    /// not followed to its end.
     pub clipped: bool,
 }
 
@@ -200,7 +201,8 @@ pub(crate) struct Draft {
     middle: usize,
     readable_len: u32,
     writable_len: u32,
-    clipped: bool,
+    /// It has more pieces than there is room for. What comes then is of no use.
+    pub clipped: bool,
 }
 
 /// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
@@ -278,6 +280,18 @@ impl Chains {
     #[inline(always)]
     pub fn first_piece(&self, index: usize) -> Option<Span<'_>> {
         self.pieces.list().get(self.list().get(index)?.first()).copied()
+    }
+
+    /// Whether a chain that does not fit waits for the next burst, as there are others.
+    #[inline(always)]
+    pub(crate) fn is_waiting(&self, draft: &Draft) -> bool {
+        draft.clipped && self.len > 0
+    }
+
+    /// How many pieces all chains have.
+    #[inline(always)]
+    pub fn pieces(&self) -> usize {
+        self.pieces.list().len()
     }
 
     /// How many more chains fit.
@@ -425,7 +439,8 @@ impl Chains {
     }
 }
 
-/// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one.
+/// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one. It ends where there is no more
+/// room for pieces: a table may have more entries than it takes time for.
 pub(crate) fn indirect(
     chains: &mut Chains,
     chain: &mut Draft,
@@ -463,6 +478,9 @@ pub(crate) fn indirect(
         }
         let flags = flags & !ignored;
         chains.add(chain, memory, hit, Descriptor { index: at as u16, address, len, flags, tail: next })?;
+        if chain.clipped {
+            return Ok(());
+        }
         if linked {
             if flags & NEXT == 0 {
                 return Ok(());

@@ -13,6 +13,16 @@ pub const HEADER: usize = 14;
 /// Bytes of the smallest frame, without its check sequence.
 pub const ZLEN: usize = 60;
 
+/// Bytes of two VLAN tags.
+pub const TAGS: usize = 8;
+
+/// Bytes of the longest frame on a link whose packets have `mtu` bytes at most, from the destination address to the end of
+/// the payload. Two VLAN tags do not count as payload.
+#[inline]
+pub const fn longest_frame(mtu: u16) -> usize {
+    mtu as usize + HEADER + TAGS
+}
+
 /// An Ethernet address, in the order of the wire.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MacAddr(pub [u8; 6]);
@@ -40,6 +50,13 @@ impl MacAddr {
     #[inline]
     pub const fn is_multicast(self) -> bool {
         self.0[0] & 1 != 0
+    }
+
+    /// Whether it is one of the sixteen group addresses 01-80-C2-00-00-00 to -0F, for protocols between neighbours on a link:
+    /// no bridge forwards their frames (IEEE 802.1Q, 8.6.3).
+    #[inline]
+    pub const fn is_link_local(self) -> bool {
+        matches!(self.0, [0x01, 0x80, 0xc2, 0, 0, 0..=0x0f])
     }
 
     /// Whether all bytes are zero, which is no station's address.
@@ -129,6 +146,11 @@ mod tests {
     const GUEST: MacAddr = MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0xab]);
 
     #[test]
+    fn frames_of_an_mtu() {
+        assert_eq!([68, 1500, 65535].map(longest_frame), [90, 1522, 65557]);
+    }
+
+    #[test]
     fn text_round_trip() {
         assert_eq!(GUEST.to_string(), "52:54:00:12:34:ab");
         assert_eq!(format!("{GUEST:?}"), "52:54:00:12:34:ab");
@@ -168,6 +190,11 @@ mod tests {
         assert!(MacAddr::BROADCAST.is_multicast());
         assert!(MacAddr([0x33, 0x33, 0, 0, 0, 1]).is_multicast());
         assert!(!GUEST.is_multicast());
+        for last in 0..=0xff {
+            assert_eq!(MacAddr([0x01, 0x80, 0xc2, 0, 0, last]).is_link_local(), last < 16);
+            assert!(!MacAddr([0x01, 0x80, 0xc2, 0, 1, last]).is_link_local());
+        }
+        assert!(!GUEST.is_link_local() && !MacAddr::BROADCAST.is_link_local());
         assert!(MacAddr([0; 6]).is_zero());
         assert!(!GUEST.is_zero());
         assert!(!MacAddr([0, 0, 0, 0, 0, 1]).is_zero());
