@@ -122,8 +122,9 @@ fn summary(ports: usize, vsocks: usize) -> String {
 fn start_worker(config: &config::Config) -> Result<Worker, Box<dyn std::error::Error>> {
     let cpu = config.workers.cpus.first().copied();
     let (addresses, ageing) = (config.switch.entries, config.switch.ageing.as_secs() as u32);
+    let hold = config.switch.move_after.as_secs() as u32;
     let config::Workers { gather, turn, .. } = config.workers;
-    Worker::start(WorkerConfig { cpu, addresses, ageing, gather, turn }).map_err(|error| match cpu {
+    Worker::start(WorkerConfig { cpu, addresses, ageing, hold, gather, turn }).map_err(|error| match cpu {
         Some(cpu) => format!("cannot run a worker on CPU {cpu} (key `workers.cpus`): {error}").into(),
         None => format!("cannot start a worker: {error}").into(),
     })
@@ -164,13 +165,14 @@ impl Running {
                     mode,
                     hairpin: port.hairpin,
                     poll,
+                    limits: port.limits,
                     tuning: *tuning,
                 };
                 Kind::Vhost(Server::start(vhost, worker)?)
             }
             config::Kind::Tap { interface, queues } => {
                 let tap = Tap::open(&port.name, interface, *queues, port.mtu)?;
-                Kind::Tap(worker.add(Arc::new(Port::tap(tap, mode, port.hairpin, poll)))?)
+                Kind::Tap(worker.add(Arc::new(Port::tap(tap, mode, port.hairpin, poll).with_limits(port.limits)))?)
             }
         };
         Ok(Running { config: port.clone(), poll, kind })
@@ -236,6 +238,10 @@ fn port_table(ports: &[Running]) -> String {
         "stopped",
         "faults",
         "notified",
+        "storm",
+        "spoofed",
+        "claimed",
+        "panics",
     ];
     let rows: Vec<Vec<String>> = ports
         .iter()
@@ -252,6 +258,10 @@ fn port_table(ports: &[Running]) -> String {
                 sent.stopped + sent.busy,
                 received.faults + sent.faults,
                 received.notifications + sent.notifications,
+                received.storm,
+                received.spoofed,
+                received.claimed,
+                received.panics,
             ];
             std::iter::once(name).chain(numbers.into_iter().map(report::count)).collect()
         })

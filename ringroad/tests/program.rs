@@ -533,7 +533,7 @@ fn blast_all(socket: &Path, arguments: &[&str], window: u64) {
 #[test]
 fn blast_every_ring() {
     let folder = Folder::new("rings");
-    let config = folder.config(&[("a", "mode = \"reflect\"")]);
+    let config = folder.config(&[("a", "mode = \"reflect\"\nmtu = 65535")]);
     let mut serve = Program::serve(&config, &[]);
     serve.says("ready");
     let socket = folder.file("a.sock");

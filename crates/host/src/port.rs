@@ -1,12 +1,19 @@
 //! The ports of this program: guests and TAP interfaces.
 
+use crate::deaf::{Deaf, Said};
 use crate::{
     tap::{Tap, TapLease, TapSink, TapSource},
     vhost_user::{VhostLease, VhostPort},
 };
+use parking_lot::Mutex;
 use ringroad_mem::Span;
-use ringroad_net::{Burst, Sink, Snapshot, Source};
-use ringroad_switch::{Mode, Poll};
+use ringroad_net::{Burst, Counters, Sink, Snapshot, Source};
+use ringroad_switch::{Claim, Dropped, Limits, Mode, Poll};
+use ringroad_wire::ethernet::MacAddr;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 /// What a port is made of.
 pub(crate) enum Kind {
@@ -20,7 +27,19 @@ pub struct Port {
     pub(crate) mode: Mode,
     pub(crate) hairpin: bool,
     pub(crate) poll: Poll,
+    limits: Limits,
+    /// See [`Limits::link_local`]: what is read past the switch is held to it too.
+    link_local: AtomicBool,
+    /// What was said of it already: things that a guest can do all the time are said once.
+    told: [AtomicBool; 3],
+    /// Of each queue that frames go to.
+    deaf: Mutex<Vec<Deaf>>,
 }
+
+/// Indices of what is said once.
+const STORM: usize = 0;
+const SPOOFED: usize = 1;
+const CROWDED: usize = 2;
 
 /// What happened at a port, seen from outside: `received` came from it, `sent` went to it.
 #[derive(Clone, Debug, Default)]
@@ -36,12 +55,61 @@ pub struct PortReport {
 impl Port {
     /// A guest.
     pub fn vhost(port: VhostPort, mode: Mode, hairpin: bool, poll: Poll) -> Port {
-        Port { kind: Kind::Vhost(port), mode, hairpin, poll }
+        Port::new(Kind::Vhost(port), mode, hairpin, poll, Limits::default())
     }
 
     /// An interface of the host.
     pub fn tap(tap: Tap, mode: Mode, hairpin: bool, poll: Poll) -> Port {
-        Port { kind: Kind::Tap(tap), mode, hairpin, poll }
+        Port::new(Kind::Tap(tap), mode, hairpin, poll, Limits::NETWORK)
+    }
+
+    fn new(kind: Kind, mode: Mode, hairpin: bool, poll: Poll, limits: Limits) -> Port {
+        let link_local = AtomicBool::new(limits.link_local);
+        Port { kind, mode, hairpin, poll, limits, link_local, told: Default::default(), deaf: Mutex::default() }
+    }
+
+    /// The same with other limits.
+    pub fn with_limits(self, limits: Limits) -> Port {
+        Port { limits, link_local: AtomicBool::new(limits.link_local), ..self }
+    }
+
+    /// Holds what the switch does not see to other limits.
+    pub(crate) fn limit(&self, limits: &Limits) {
+        self.link_local.store(limits.link_local, Ordering::Relaxed);
+    }
+
+    /// Counters of the queues that frames come from.
+    fn from(&self) -> &[Arc<Counters>] {
+        match &self.kind {
+            Kind::Vhost(port) => &port.tx_counters,
+            Kind::Tap(tap) => &tap.received,
+        }
+    }
+
+    /// Whether something is said for the first time.
+    fn first(&self, what: usize) -> bool {
+        self.told.get(what).is_some_and(|told| !told.swap(true, Ordering::Relaxed))
+    }
+
+    /// Says which queues have stopped taking frames, and which take some again; `now` in seconds. To be called once a second,
+    /// while there is something to do.
+    pub(crate) fn check_deaf(&self, now: u32) {
+        let Kind::Vhost(port) = &self.kind else { return };
+        let mut deaf = self.deaf.lock();
+        deaf.resize(port.rx_counters.len(), Deaf::default());
+        for (queue, (deaf, counters)) in deaf.iter_mut().zip(&port.rx_counters).enumerate() {
+            let (name, vring) = (port.name(), 2 * queue);
+            match deaf.look(now, &counters.snapshot()) {
+                None => {}
+                Some(Said::Deaf { seconds, dropped }) => log::warn!(
+                    "port {name} queue {vring}: the guest has taken no frame for {seconds} s, and {dropped} were dropped as \
+                     its ring is full; see whether it runs, and whether its interface is up"
+                ),
+                Some(Said::Recovered { dropped }) => log::info!(
+                    "port {name} queue {vring}: the guest takes frames again; {dropped} were dropped meanwhile"
+                ),
+            }
+        }
     }
 
     /// Its name.
@@ -120,7 +188,10 @@ impl ringroad_switch::Port for Port {
     fn source<'a>(&'a self, queue: usize, lease: &'a mut PortLease) -> Option<PortSource<'a>> {
         match (&self.kind, &mut lease.0) {
             (Kind::Vhost(port), KindLease::Vhost(lease)) => port.source(queue, lease).map(PortSource::Vhost),
-            (Kind::Tap(tap), KindLease::Tap(lease)) => tap.source(queue, lease).map(PortSource::Tap),
+            (Kind::Tap(tap), KindLease::Tap(lease)) => {
+                let link_local = self.link_local.load(Ordering::Relaxed);
+                tap.source(queue, lease, link_local).map(PortSource::Tap)
+            }
             _ => None,
         }
     }
@@ -148,6 +219,97 @@ impl ringroad_switch::Port for Port {
     #[inline]
     fn hairpin(&self) -> bool {
         self.hairpin
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    #[inline]
+    fn weight(&self) -> usize {
+        match &self.kind {
+            Kind::Vhost(_) => 1,
+            // A system call for each frame.
+            Kind::Tap(_) => 8,
+        }
+    }
+
+    fn dropped(&self, queue: usize, why: Dropped, frames: usize) {
+        let Some(counters) = self.from().get(queue) else { return };
+        let (name, frames) = (self.name(), frames as u64);
+        match why {
+            Dropped::Storm => {
+                counters.storm.add(frames);
+                if self.first(STORM) {
+                    log::warn!(
+                        "port {name}: it sends more frames to everybody (broadcast, multicast, unknown addresses) than its \
+                         `limits.storm` allows; the others are dropped and counted as `storm`, and nothing more is said of it"
+                    );
+                }
+            }
+            Dropped::Spoofed => {
+                counters.spoofed.add(frames);
+                if self.first(SPOOFED) {
+                    log::warn!(
+                        "port {name}: frames came with a source address that it may not use; they are dropped and counted as \
+                         `spoofed`, and nothing more is said of it; with `addresses = \"fixed\"` the guest must use the port's `mac`"
+                    );
+                }
+            }
+            Dropped::LinkLocal => counters.link_local.add(frames),
+        }
+    }
+
+    fn crowded(&self, queue: usize) {
+        let Some(counters) = self.from().get(queue) else { return };
+        counters.crowded.add(1);
+        if self.first(CROWDED) {
+            log::warn!(
+                "port {}: it uses more source addresses than its `limits.addresses` ({}) allows, or than there is room for; \
+                 further ones are not learned, and frames to them go to all ports",
+                self.name(),
+                self.limits.addresses
+            );
+        }
+    }
+
+    fn claimed(&self, queue: usize, address: MacAddr, claim: Claim, from: &Self, tell: bool) {
+        const ADVICE: &str = "give each guest an address of its own (QEMU's default is the same for all: mac=)";
+        if let Some(counters) = self.from().get(queue) {
+            counters.claimed.add(1);
+        }
+        if !tell {
+            return;
+        }
+        let (name, other) = (self.name(), from.name());
+        match claim {
+            Claim::Moved => {
+                log::warn!(
+                    "port {name}: address {address} has moved here from port {other}; if it should not, {ADVICE}"
+                );
+            }
+            Claim::Held => log::warn!(
+                "port {name}: frames came from address {address}, which is in use at port {other} and stays there until that \
+                 is silent; {ADVICE}"
+            ),
+            Claim::Owned => log::warn!(
+                "port {name}: it uses address {address}, which is the `mac` of port {other} and stays there; {ADVICE}"
+            ),
+        }
+    }
+
+    #[cold]
+    fn panicked(&self, message: &str) {
+        log::error!(
+            "port {}: stopped by a bug in ringroad: {message}; please report it; a new connection starts the port again",
+            self.name()
+        );
+        if let Some(counters) = self.from().first() {
+            counters.panics.add(1);
+        }
+        if let Kind::Vhost(port) = &self.kind {
+            port.abandon();
+        }
     }
 }
 

@@ -5,11 +5,12 @@ use crate::{
     port::{Kind, Port},
     sys,
 };
-use ringroad_switch::{Fdb, Gather, Schedule, Switch};
+use ringroad_switch::{Fdb, Gather, Limits, Port as _, Schedule, Switch, panic_message};
 use std::{
     fs::File,
     io,
     os::fd::{AsRawFd, RawFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
@@ -32,6 +33,8 @@ pub struct WorkerConfig {
     pub addresses: usize,
     /// Seconds for which an address is remembered.
     pub ageing: u32,
+    /// Seconds for which nothing must have come from an address before it can move to another port.
+    pub hold: u32,
     /// For how long it leaves the only queue that it polls alone between bursts that are not full.
     pub gather: Gather,
     /// How many full bursts it carries from a queue before the others have their turn.
@@ -63,6 +66,7 @@ enum Command {
     Wake(Key),
     Rest(Key),
     Forget(u32),
+    Limit(u32, Limits),
     Stop,
 }
 
@@ -181,6 +185,12 @@ impl PortHandle {
         self.shared.send(Command::Forget(self.number));
     }
 
+    /// Holds the port to other limits from now on.
+    pub fn limit(&self, limits: Limits) {
+        self.port.limit(&limits);
+        self.shared.send(Command::Limit(self.number, limits));
+    }
+
     /// The queue may have something now.
     pub(crate) fn wake(&self, queue: u16) {
         self.shared.send(Command::Wake(Key { port: self.number, queue }));
@@ -218,7 +228,7 @@ impl<'a> Loop<'a> {
     fn new(shared: &'a Shared, config: WorkerConfig) -> Self {
         Loop {
             shared,
-            switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
+            switch: Switch::new(Fdb::new(config.addresses, config.ageing).with_hold(config.hold)),
             schedule: Schedule::new(config.gather, config.turn),
             known: Vec::new(),
             ports: Vec::new(),
@@ -231,7 +241,6 @@ impl<'a> Loop<'a> {
         let mut events = [EpollEvent::default(); 64];
         let (mut rounds, mut limit) = (0, ROUNDS);
         let mut looked = Duration::ZERO;
-        let mut seconds = 0;
         let mut settled = true;
         loop {
             if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
@@ -248,16 +257,20 @@ impl<'a> Loop<'a> {
                 if idle || self.schedule.len() < self.known.len() {
                     self.wait(if idle { -1 } else { 0 }, &mut events);
                 }
+                let before = looked.as_secs();
                 looked = self.start.elapsed();
-                seconds = looked.as_secs() as u32;
+                if looked.as_secs() != before {
+                    let seconds = looked.as_secs() as u32;
+                    self.ports.iter().flatten().for_each(|port| guarded(port, (), || port.check_deaf(seconds)));
+                }
             }
             rounds = (rounds + 1) % limit;
             let Loop { switch, schedule, ports, .. } = &mut self;
             let port = |key: Key| ports.get(key.port as usize).and_then(Option::as_ref);
             let any = schedule.round(
                 Instant::now,
-                |key| switch.carry(key.port, key.queue.into(), seconds),
-                |key| port(key).is_none_or(|port| port.sleep(key.queue.into())),
+                |key| switch.carry(key.port, key.queue.into(), looked),
+                |key| port(key).is_none_or(|port| guarded(port, true, || port.sleep(key.queue.into()))),
             );
             if !any || rounds == 0 {
                 settled = switch.settle();
@@ -281,7 +294,7 @@ impl<'a> Loop<'a> {
             && self.known.contains(&key)
             && self.schedule.wake(key, port.poll)
         {
-            port.awake(key.queue.into());
+            guarded(port, (), || port.awake(key.queue.into()));
         }
     }
 
@@ -301,7 +314,9 @@ impl<'a> Loop<'a> {
                         self.known.extend(queues.map(|queue| Key { port: number, queue }));
                     }
                     self.ports.resize_with(self.ports.len().max(index + 1), || None);
-                    self.ports[index] = Some(port);
+                    if let Some(place) = self.ports.get_mut(index) {
+                        *place = Some(port);
+                    }
                     let _ = reply.send(number);
                 }
                 Command::Remove(number, reply) => {
@@ -320,6 +335,7 @@ impl<'a> Loop<'a> {
                     self.wake(key);
                 }
                 Command::Forget(number) => self.switch.forget(number),
+                Command::Limit(number, limits) => self.switch.limit(number, limits),
                 Command::Rest(key) => {
                     self.schedule.forget(|other| other == key);
                     self.known.retain(|&other| other != key);
@@ -333,6 +349,15 @@ impl<'a> Loop<'a> {
     fn check_memory(&mut self) {
         self.switch.release();
         self.faults = ringroad_mem::faults();
-        self.ports.iter().flatten().for_each(|port| port.check_memory());
+        self.ports.iter().flatten().for_each(|port| guarded(port, (), || port.check_memory()));
     }
+}
+
+/// Does something with a port. A panic there is that port's end and nobody else's; the answer is then `otherwise`.
+fn guarded<T>(port: &Port, otherwise: T, what: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(what)).unwrap_or_else(|payload| {
+        let told = catch_unwind(AssertUnwindSafe(|| port.panicked(panic_message(&*payload))));
+        drop(told);
+        otherwise
+    })
 }

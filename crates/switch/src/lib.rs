@@ -8,9 +8,11 @@
 mod fdb;
 mod forward;
 mod gather;
+mod limits;
 mod schedule;
 
-pub use fdb::Fdb;
-pub use forward::{Mode, Port, Switch};
+pub use fdb::{Fdb, Learned};
+pub use forward::{Mode, Port, Switch, panic_message};
 pub use gather::Gather;
-pub use schedule::{Poll, Schedule};
+pub use limits::{Claim, Dropped, Limits};
+pub use schedule::{Poll, Schedule, Work};

@@ -13,7 +13,8 @@ use crate::{
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue};
 use ringroad_ring::{SetupError, Tuning};
-use ringroad_switch::{Mode, Poll};
+use ringroad_switch::{Limits, Mode, Poll};
+use ringroad_wire::ethernet;
 use std::{
     fs::File,
     os::fd::AsRawFd,
@@ -41,6 +42,8 @@ pub struct VhostConfig {
     pub hairpin: bool,
     /// For how long its worker polls it.
     pub poll: Poll,
+    /// What it may do to other ports.
+    pub limits: Limits,
     /// What is turned off, for measuring.
     pub tuning: Tuning,
 }
@@ -60,7 +63,8 @@ impl Server {
         let attention = eventfd().map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
         let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
-        let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
+        let port = Port::vhost(vhost, config.mode, config.hairpin, config.poll);
+        let port = Arc::new(port.with_limits(config.limits));
         let socket = Socket::start(&name, &config.socket, config.role, told, || {
             let VhostConfig { features, config, tuning, .. } = config.clone();
             let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
@@ -128,6 +132,7 @@ impl Device for NetDevice {
     fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String> {
         let Ring { memory, acked, size, addresses, base } = ring;
         let tuning = self.tuning;
+        let longest = ethernet::longest_frame(self.config.mtu);
         let port = self.port();
         let pair = index / 2;
         if index.is_multiple_of(2) {
@@ -135,6 +140,7 @@ impl Device for NetDevice {
             let start = |base| {
                 let mut queue = RxQueue::start(memory, acked, size, addresses, base, counters)?;
                 queue.tune(tuning);
+                queue.limit(longest);
                 Ok(queue)
             };
             let started = start_slot(&port.rx[pair], base, start, RxQueue::base).map_err(|error| error.to_string())?;
@@ -146,6 +152,7 @@ impl Device for NetDevice {
         let start = |base| {
             let mut queue = TxQueue::start(memory, acked, size, addresses, base, counters)?;
             queue.tune(tuning);
+            queue.limit(longest);
             Ok(queue)
         };
         let started = start_slot(&port.tx[pair], base, start, TxQueue::base).map_err(|error| error.to_string())?;

@@ -173,7 +173,8 @@ pub fn worker() -> Worker {
         log::set_logger(&LOG).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
     });
-    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap()
+    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 })
+        .unwrap()
 }
 
 /// The configuration space of all ports here.
@@ -190,6 +191,7 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
         mode: Mode::Switch,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        limits: Default::default(),
         tuning: Default::default(),
     }
 }
