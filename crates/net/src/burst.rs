@@ -53,6 +53,14 @@ impl Frame {
         self.head.get(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
     }
 
+    /// Its destination and source address: equal words for frames of one flow.
+    #[inline(always)]
+    pub fn addresses(&self) -> (u64, u32) {
+        const { assert!(vnet_hdr::SIZE == 12 && HEAD >= 24) };
+        let [.., a, b, c, d, e, f, g, h, s, t, u, v, _, _, _, _, _, _, _, _] = self.head;
+        (u64::from_le_bytes([a, b, c, d, e, f, g, h]), u32::from_le_bytes([s, t, u, v]))
+    }
+
     /// From now on it goes out with its MAC addresses swapped.
     #[inline(always)]
     pub fn reflect(&mut self) {
@@ -271,12 +279,12 @@ impl Burst {
     pub(crate) fn read_plain(&mut self, distance: usize) -> u64 {
         let Some((chains, pieces)) = self.chains.plain() else { return 0 };
         let (mut bytes, mut count) = (0, 0);
-        let most = vnet_hdr::SIZE + self.bound;
+        let most = (vnet_hdr::SIZE + self.bound) as u32;
         for ((chain, piece), frame) in chains.iter().zip(pieces).zip(&mut self.frames) {
             if let Some(piece) = pieces.get(count + distance) {
                 piece.prefetch::<FETCH>();
             }
-            if chain.writable_len() > 0 || piece.len() > most {
+            if !chain.is_readable(most) {
                 break;
             }
             let Some(head) = piece.read_once::<HEAD>() else { break };

@@ -325,31 +325,14 @@ impl RxQueue {
     /// is of no use, and none of the frames has been counted.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
-        if burst.bound() > self.limit { self.put_some(burst, which) } else { self.put_all(burst, which) }
-    }
-
-    /// The same where frames may be too long: those that are not.
-    #[cold]
-    fn put_some(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
-        let fits =
-            |&&index: &&u8| burst.frames().get(usize::from(index)).is_some_and(|frame| frame.len() <= self.limit);
-        let (mut list, mut count) = ([0; BURST], 0);
-        for (place, &index) in list.iter_mut().zip(which.iter().filter(fits)) {
-            *place = index;
-            count += 1;
-        }
-        let put = self.put_all(burst, list.get(..count).unwrap_or_default())?;
-        self.counters.oversize.add((which.len() - count) as u64);
-        Ok(put)
-    }
-
-    #[inline]
-    fn put_all(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        let (mut short, all) = ([0; BURST], which.len());
+        let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
         self.want(which.len())?;
         self.walked = 0;
         let frame = |index: u8| burst.frames().get(index as usize);
         let (mut used, mut bytes) = if self.tuning.fast_path { self.place_plain(burst, which) } else { (0, 0) };
-        let (mut frames, mut full, mut oversize, mut stopped) = (used as u64, 0u64, 0u64, 0u64);
+        let (mut frames, mut full, mut stopped) = (used as u64, 0u64, 0u64);
+        let mut oversize = (all - which.len()) as u64;
         let mut fault = None;
         for (done, &index) in which.iter().enumerate().skip(used) {
             let Some(frame) = frame(index) else { continue };
@@ -410,6 +393,18 @@ impl RxQueue {
         counters.stopped.add(stopped);
         counters.bursts.add(1);
         Ok(frames as usize)
+    }
+
+    /// Those of the frames that are not too long.
+    #[cold]
+    fn fitting<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
+        let fits = |index: u8| burst.frames().get(usize::from(index)).is_some_and(|frame| frame.len() <= self.limit);
+        let mut count = 0;
+        for (place, &index) in short.iter_mut().zip(which.iter().filter(|&&index| fits(index))) {
+            *place = index;
+            count += 1;
+        }
+        short.get(..count).unwrap_or_default()
     }
 
     /// Sees that there are `count` chains, as far as the driver has so many.

@@ -171,6 +171,12 @@ impl Chain {
         (self.lens >> 32) as u32
     }
 
+    /// Whether it is for the device to read only, and not longer than `most` bytes: one compare for both.
+    #[inline(always)]
+    pub fn is_readable(&self, most: u32) -> bool {
+        self.lens <= u64::from(most)
+    }
+
     /// How many entries it takes in the ring (split: always 1).
     #[inline(always)]
     pub fn slots(&self) -> u16 {

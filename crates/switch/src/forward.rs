@@ -117,9 +117,9 @@ impl Group {
     const EMPTY: Group = Group { which: [0; ringroad_ring::BURST], len: 0 };
 
     #[inline(always)]
-    fn push(&mut self, index: usize) {
+    fn push(&mut self, index: u8) {
         if let Some(place) = self.which.get_mut(self.len) {
-            *place = index as u8;
+            *place = index;
             self.len += 1;
         }
     }
@@ -463,6 +463,8 @@ const FLOOD: u32 = u32::MAX;
 const LOCAL: u32 = FLOOD - 1;
 const SPOOFED: u32 = FLOOD - 2;
 const FILTERED: u32 = FLOOD - 3;
+/// Or as they are there already.
+const NOWHERE: u32 = FLOOD - 4;
 
 /// Learns where a frame comes from, and looks up where it goes: once for frames of one flow that come together.
 #[inline(always)]
@@ -480,7 +482,13 @@ fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from
         }
     }
     if !destination.is_multicast() {
-        return fdb.lookup(destination, now).unwrap_or(FLOOD);
+        return match fdb.lookup(destination, now) {
+            None => FLOOD,
+            Some(at) if at != from.number || from.member.port.hairpin() => at,
+            // The table may not have seen it move.
+            Some(_) if from.poured => FLOOD,
+            Some(_) => NOWHERE,
+        };
     }
     match (destination.is_link_local(), limits.link_local) {
         (false, _) => FLOOD,
@@ -520,44 +528,55 @@ fn forward<'a, P: Port>(
     from: &Origin<'_, P>,
     way: &mut Way<'a, P>,
 ) {
-    let hairpin = from.member.port.hairpin();
-    let mut destinations = [FLOOD; ringroad_ring::BURST];
-    let mut left = Group::EMPTY;
-    let mut last = None;
-    for (index, (frame, place)) in burst.frames().iter().zip(&mut destinations).enumerate() {
-        let Some(addresses) = Addresses::read(frame.ethernet()) else { continue };
-        let to = match last {
-            // Frames of one flow come together.
-            Some((seen, to)) if seen == addresses => to,
-            _ => {
-                let to = decide(ports, fdb, addresses, from);
-                last = Some((addresses, to));
-                to
-            }
-        };
-        let to = match to == from.number && !hairpin {
-            true if from.poured => FLOOD,
-            true => continue,
-            false => to,
-        };
+    let mut destinations = [NOWHERE; ringroad_ring::BURST];
+    let frames = burst.frames();
+    let Some(first) = frames.first() else { return };
+    let mut flow = first.addresses();
+    let first = decide(ports, fdb, Addresses::from_words(flow), from);
+    let (mut to, mut mixed) = (first, false);
+    for (frame, place) in frames.iter().zip(&mut destinations) {
+        // Frames of one flow come together.
+        if frame.addresses() != flow {
+            flow = frame.addresses();
+            to = decide(ports, fdb, Addresses::from_words(flow), from);
+            mixed |= to != first;
+        }
         *place = to;
-        left.push(index);
     }
-    // Usually one round: all frames of the burst go to one port.
+    let all = ALL.get(..frames.len()).unwrap_or(&ALL);
+    if !mixed {
+        // All frames of the burst go to one port, as usual.
+        return put(ports, burst, from, first, all, way);
+    }
+    let mut left = Group::EMPTY;
+    all.iter().for_each(|&index| left.push(index));
     while let Some(&first) = left.list().first() {
-        let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or(FLOOD);
+        let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or(NOWHERE);
         let to = destination(first);
         let mut group = Group::EMPTY;
         let mut others = Group::EMPTY;
         for &index in left.list() {
-            if destination(index) == to { &mut group } else { &mut others }.push(index.into());
+            if destination(index) == to { &mut group } else { &mut others }.push(index);
         }
-        if let Some(Some(member)) = ports.get(to as usize) {
-            way.put(member, from.number as usize + from.queue, burst, group.list());
-        } else {
-            spread(ports, burst, from, to, group.list(), way);
-        }
+        put(ports, burst, from, to, group.list(), way);
         left = others;
+    }
+}
+
+/// Puts frames where they all go.
+#[inline(always)]
+fn put<'a, P: Port>(
+    ports: &'a Members<P>,
+    burst: &Burst,
+    from: &Origin<'_, P>,
+    to: u32,
+    which: &[u8],
+    way: &mut Way<'a, P>,
+) {
+    if let Some(Some(member)) = ports.get(to as usize) {
+        way.put(member, from.number as usize + from.queue, burst, which);
+    } else {
+        spread(ports, burst, from, to, which, way);
     }
 }
 
@@ -577,7 +596,7 @@ fn spread<'a, P: Port>(
         LOCAL => true,
         SPOOFED => return member.dropped(from.queue, Dropped::Spoofed, which.len()),
         FILTERED => return member.dropped(from.queue, Dropped::LinkLocal, which.len()),
-        // A port that is gone.
+        // They are there already, or that port is gone.
         _ => return,
     };
     let mut storm = member.storm.get();

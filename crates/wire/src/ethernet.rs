@@ -108,6 +108,14 @@ pub struct Addresses {
 }
 
 impl Addresses {
+    /// The addresses from their twelve bytes, the first eight and the last four as little-endian numbers.
+    #[inline]
+    pub const fn from_words(words: (u64, u32)) -> Addresses {
+        let [a, b, c, d, e, f, u, v] = words.0.to_le_bytes();
+        let [w, x, y, z] = words.1.to_le_bytes();
+        Addresses { destination: MacAddr([a, b, c, d, e, f]), source: MacAddr([u, v, w, x, y, z]) }
+    }
+
     /// The addresses of the frame that begins with `head`; `None` if that is less than an Ethernet header.
     #[inline]
     pub fn read(head: &[u8]) -> Option<Addresses> {
@@ -218,6 +226,7 @@ mod tests {
         let frame: Vec<u8> = (0..60).collect();
         let expected = Addresses { destination: MacAddr([0, 1, 2, 3, 4, 5]), source: MacAddr([6, 7, 8, 9, 10, 11]) };
         assert_eq!(Addresses::read(&frame), Some(expected));
+        assert_eq!(Addresses::from_words((0x0706_0504_0302_0100, 0x0b0a_0908)), expected);
         assert_eq!(Addresses::read(&frame[..HEADER]), Some(expected));
         for size in 0..HEADER {
             assert_eq!(Addresses::read(&frame[..size]), None);
