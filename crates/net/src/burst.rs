@@ -13,7 +13,7 @@ pub const HEAD: usize = 32;
 pub const MAX_FRAME: usize = ethernet::longest_frame(u16::MAX);
 
 /// Spans that a burst can have. A frame in more pieces is dropped.
-pub(crate) const PIECES: u16 = 1024;
+pub(crate) const PIECES: u16 = 512;
 
 /// So many lines of a buffer are fetched. What comes after them the CPU foresees by itself.
 pub(crate) const FETCH: usize = 2;
