@@ -103,20 +103,16 @@ impl Frame {
     /// the copy wait for them.
     #[inline(always)]
     fn words(&self) -> [[u8; 8]; HEAD / 8] {
-        let word = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&self.head[at..at + 8]);
-            u64::from_le_bytes(bytes)
-        };
+        let &[_, b, c, d] = self.head.as_chunks::<8>().0 else { return [[0; 8]; HEAD / 8] };
         // From byte 12 on the destination, from byte 18 on the source.
-        let (mut b, mut c) = (word(8) >> 32, word(16));
+        let (mut b, mut c) = (u64::from_le_bytes(b) >> 32, u64::from_le_bytes(c));
         if self.reflected {
             let (destination, source) = (b | (c & 0xffff) << 32, c >> 16);
             b = source & 0xffff_ffff;
             c = source >> 32 | destination << 16;
         }
         // The virtio-net header: zeros, and 1 in num_buffers (5.1.6).
-        [0, b << 32 | 1 << 16, c, word(24)].map(u64::to_le_bytes)
+        [0, b << 32 | 1 << 16, c, u64::from_le_bytes(d)].map(u64::to_le_bytes)
     }
 }
 
@@ -323,7 +319,7 @@ fn gather(pieces: &[Span<'_>]) -> ([u8; HEAD], usize) {
     let mut head = [0; HEAD];
     let mut len = 0;
     for piece in pieces {
-        len += piece.read(&mut head[len..]);
+        len += piece.read(head.get_mut(len..).unwrap_or_default());
     }
     (head, len)
 }

@@ -463,11 +463,13 @@ impl RxQueue {
         if chains.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
             // Each chain is a frame, and all of them go here.
             return self.place_all(which.len(), |part| {
-                frames[part.clone()].iter().zip(&sources[part]).map(|(frame, &source)| Some((frame, source)))
+                let sources = sources.get(part.clone()).unwrap_or_default();
+                let frames = frames.get(part).unwrap_or_default();
+                frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source)))
             });
         }
         self.place_all(which.len(), |part| {
-            which[part].iter().map(|&index| {
+            which.get(part).unwrap_or_default().iter().map(|&index| {
                 let frame = frames.get(index as usize)?;
                 Some((frame, *sources.get(frame.chain())?))
             })
@@ -484,7 +486,7 @@ impl RxQueue {
         let distance = self.tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
         let most = count.min(chains.len()).min(targets.len());
-        let (chains, targets) = (&mut chains[..most], &targets[..most]);
+        let (Some(chains), Some(targets)) = (chains.get_mut(..most), targets.get(..most)) else { return (0, 0) };
         // Where the driver has put the first buffer says where it puts others, nearly always; if not, what is done is the
         // same.
         let apart = targets.first().is_some_and(|target| target.ends_line(vnet_hdr::SIZE));
@@ -493,9 +495,9 @@ impl RxQueue {
             // A full burst: we are behind, and the driver takes more at once the fewer parts there are. Else it waits for us,
             // and the first line of the ring is worth more to it now than all of them later.
             let part = if count == BURST { most } else { (done + self.ring.line()).min(most) };
-            let (chains, frames) = (&mut chains[done..part], frames(done..part));
+            let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
-            let targets = &targets[done..part];
+            let targets = targets.get(done..part).unwrap_or_default();
             // With everything on, as usual, nothing is asked frame by frame.
             let placed = match (small_copy && prefetch_write, apart) {
                 (true, false) => place_part::<false>(frames, chains, targets, later, true, true),
@@ -509,7 +511,7 @@ impl RxQueue {
             self.ring.give(chains);
             self.given = done;
         }
-        let bytes: u64 = chains[..done].iter().map(|chain| u64::from(chain.written)).sum();
+        let bytes: u64 = chains.iter().take(done).map(|chain| u64::from(chain.written)).sum();
         (done, bytes - (done * vnet_hdr::SIZE) as u64)
     }
 
@@ -518,14 +520,17 @@ impl RxQueue {
         // First see that there are enough, then copy: what is not given back must stay untouched.
         let count = self.reserve(first, frame.total())?;
         let (mut head, head_len) = frame.head();
-        let head = &mut head[..head_len];
-        head[..vnet_hdr::SIZE].copy_from_slice(&vnet_header(count as u16));
-
+        if let Some(header) = head.first_chunk_mut() {
+            *header = vnet_header(count as u16);
+        }
+        let head = head.get(..head_len).unwrap_or_default();
         let mut source = Pieces { head, rest: burst.rest(frame), current: None };
         for index in first..first + count {
-            let chain = self.chains.list()[index];
+            let Some(&chain) = self.chains.list().get(index) else { break };
             let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
-            self.chains.list_mut()[index].written = written as u32;
+            if let Some(chain) = self.chains.list_mut().get_mut(index) {
+                chain.written = written as u32;
+            }
         }
         Ok(count)
     }
@@ -546,7 +551,7 @@ impl RxQueue {
                     Err(fault) => return Err(Refusal::Fault(fault)),
                 }
             }
-            let chain = self.chains.list()[first + count];
+            let Some(&chain) = self.chains.list().get(first + count) else { return Err(Refusal::Full) };
             let (id, len, needed) = (chain.id, chain.writable_len(), vnet_hdr::SIZE as u32);
             if chain.readable_len() > 0 {
                 return Err(Refusal::Fault(Fault::Readable { id }));
@@ -623,7 +628,7 @@ impl RxQueue {
         let mut left = len;
         let mut taken = 0;
         while left > 0 && taken < count {
-            let chain = &mut self.chains.list_mut()[first + taken];
+            let chain = self.chains.list_mut().get_mut(first + taken)?;
             chain.written = chain.writable_len().min(left as u32);
             left -= chain.written as usize;
             taken += 1;
@@ -634,7 +639,7 @@ impl RxQueue {
         let header = vnet_header(taken as u16);
         let mut header = &header[..];
         for piece in self.chains.writable_range(first, 1) {
-            header = &header[piece.write(header)..];
+            header = header.get(piece.write(header)..).unwrap_or_default();
         }
         Some(taken)
     }
@@ -680,7 +685,7 @@ impl Pieces<'_> {
     /// Copies as much as the target holds; says how much that was.
     fn fill(&mut self, mut target: Span<'_>) -> usize {
         let head = target.write(self.head);
-        self.head = &self.head[head..];
+        self.head = self.head.get(head..).unwrap_or_default();
         target = target.skip(head);
         let mut done = head;
         while !target.is_empty() {

@@ -729,7 +729,7 @@ fn so_many_frames_to_everybody_and_no_more() {
     let none = limits(|limits| limits.storm = 0);
     let mut net = Net::limited(&[few, none, Limits::default()]);
     net.send_one(2, MacAddr::BROADCAST, mac(2));
-    let mut second = |net: &mut Net, from: usize, destination| -> usize {
+    let second = |net: &mut Net, from: usize, destination| -> usize {
         net.now += 1;
         let frames: Vec<_> = (0..BURST).map(|number| frame(destination, mac(from), number)).collect();
         (0..50).map(|_| net.send(from, &frames)[2].len()).sum()
