@@ -293,10 +293,10 @@ impl DriverRx {
             prefetch(index + LOOK_AHEAD);
             let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
+            let single;
             let pieces = if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
-                let [first, ..] = &mut parts;
-                *first = span.skip(vnet_hdr::SIZE);
-                std::slice::from_ref(first)
+                single = [span.skip(vnet_hdr::SIZE)];
+                single.as_slice()
             } else {
                 // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
                 self.pieces.push(used);
