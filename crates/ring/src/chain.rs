@@ -11,10 +11,10 @@ pub const BURST: usize = 64;
 /// The indices of a whole burst, in order.
 pub const ALL: [u8; BURST] = {
     let mut all = [0; BURST];
-    let mut index = 0;
-    while index < BURST {
-        all[index] = index as u8;
-        index += 1;
+    let (mut rest, mut index) = (all.as_mut_slice(), 0);
+    while let Some((place, after)) = rest.split_first_mut() {
+        *place = index;
+        (rest, index) = (after, index + 1);
     }
     all
 };
@@ -368,7 +368,8 @@ impl Chains {
         let places = self.list.get_mut(self.len..).unwrap_or_default();
         let count = places.len().min(buffers.len());
         // Lists of the same length and nothing that ends early: one counter for all of them.
-        let pieces = places[..count].iter_mut().zip(buffers).map(|(chain, buffer)| {
+        let places = places.get_mut(..count).unwrap_or_default();
+        let pieces = places.iter_mut().zip(buffers).map(|(chain, buffer)| {
             let (id, address, len) = buffer.filter(|&(_, _, len)| len > 0)?;
             let lens = if writable { u64::from(len) << 32 } else { len.into() };
             *chain = Chain { lens, place, written: 0, id, clipped: false };
