@@ -760,6 +760,17 @@ fn link_local_frames_go_where_both_ends_let_them() {
 }
 
 #[test]
+fn a_burst_that_goes_to_many_ports_is_heavy() {
+    for (ports, heavy) in [(3, false), (4, false), (5, true)] {
+        let mut net = Net::new(ports);
+        let frames: Vec<_> = (0..BURST).map(|number| frame(MacAddr::BROADCAST, mac(0), number)).collect();
+        net.ports[0].to_send.lock().unwrap().push_back(frames);
+        let work = net.switch.carry(0, 0, Duration::ZERO);
+        assert_eq!((work.frames, work.heavy), (BURST, heavy), "{ports} ports");
+    }
+}
+
+#[test]
 fn a_panic_of_a_port_is_that_ports_end() {
     for place in [Panics::Lease, Panics::Take, Panics::Done, Panics::Put, Panics::Settle, Panics::Drop, Panics::Always]
     {
