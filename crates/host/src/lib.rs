@@ -3,6 +3,7 @@
 //! `unsafe` stands in `sys` only.
 #![deny(unsafe_code)]
 
+mod deaf;
 mod gate;
 mod notes;
 mod port;

@@ -104,7 +104,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         memory: table.number("memory", 1 << 20..=1 << 40)?.unwrap_or(64 << 20) as usize,
         poll: table.poll()?,
         features: features(table)?,
-        frontend: frontend::frontend(table, taken)?,
+        frontend: frontend::frontend(table, taken, &[])?,
     })
 }
 

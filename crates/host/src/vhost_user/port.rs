@@ -210,6 +210,21 @@ impl VhostPort {
         }
     }
 
+    /// Stops all queues, in whatever state they are, and has the frontend disconnected: our own code has panicked in one.
+    #[cold]
+    pub(crate) fn abandon(&self) {
+        fn abandon<Q>(gate: &Gate<Slot<Q>>) {
+            // Control is in: it finds the connection at its end next.
+            let Some(mut slot) = gate.try_enter() else { return };
+            if slot.queue.take().is_some() {
+                signal(slot.err.as_ref());
+            }
+        }
+        self.rx.iter().for_each(abandon);
+        self.tx.iter().for_each(abandon);
+        let _ = self.attention.write(1);
+    }
+
     /// Stops all queues if the frontend has truncated the guest's memory. `false`: control is in at one of them, where nobody
     /// waits for it; once more, later.
     pub(crate) fn check_memory(&self) -> bool {
