@@ -178,7 +178,10 @@ mod tests {
             ("limits = { mapped = \"0GiB\" }", "key `limits.mapped`: expected \"1MiB\" to \"48TiB\""),
             ("limits = { regions = 510 }", "key `limits.regions`: expected 1 to 509, found 510"),
             ("limits = { connects = 0 }", "key `limits.connects`: expected 1 to 1000000, found 0"),
-            ("socket_mode = \"0888\"", "key `socket_mode`: expected octal permissions such as \"0660\", found \"0888\""),
+            (
+                "socket_mode = \"0888\"",
+                "key `socket_mode`: expected octal permissions such as \"0660\", found \"0888\"",
+            ),
             ("socket_mode = \"7777\"", "key `socket_mode`: expected octal permissions"),
             ("socket_mode = 660", "key `socket_mode`: expected octal permissions such as \"0660\", found 660"),
             ("socket_owner = \"no such user\"", "key `socket_owner`: expected the name or number of a user"),

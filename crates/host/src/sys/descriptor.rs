@@ -10,9 +10,8 @@ pub(crate) fn socket_kind(fd: BorrowedFd<'_>) -> Option<(libc::c_int, libc::c_in
         let mut len = size_of_val(&value) as libc::socklen_t;
         // SAFETY: the kernel stores an int there, and how long it is. What is no socket is refused before anything of it is
         // called, and these two options take no lock.
-        let result = unsafe {
-            libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len)
-        };
+        let result =
+            unsafe { libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len) };
         (result == 0).then_some(value)
     };
     Some((option(libc::SO_DOMAIN)?, option(libc::SO_TYPE)?))

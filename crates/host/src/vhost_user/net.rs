@@ -63,12 +63,8 @@ impl Server {
         let failed = |error| SocketError::Start { name: name.clone(), error };
         let attention = eventfd().map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
-        let vhost = VhostPort::new(
-            &config.name,
-            config.config.queue_pairs,
-            attention,
-            Lines::new(&name, config.limits.lines),
-        );
+        let vhost =
+            VhostPort::new(&config.name, config.config.queue_pairs, attention, Lines::new(&name, config.limits.lines));
         let port = Arc::new(Port::vhost(vhost, config.mode, config.hairpin, config.poll));
         let VhostConfig { role, limits, access, .. } = config;
         let at = SocketConfig { name: &name, path: &config.socket, role, limits, access };

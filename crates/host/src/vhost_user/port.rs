@@ -53,11 +53,7 @@ impl<Q> Slot<Q> {
     #[cold]
     fn fail(&mut self, port: &VhostPort, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
         let name = &port.name;
-        say!(
-            port.lines,
-            Error,
-            "port {name} queue {vring}: {fault}; queue stopped, reset the device to continue"
-        );
+        say!(port.lines, Error, "port {name} queue {vring}: {fault}; queue stopped, reset the device to continue");
         self.base = base.unwrap_or(self.base);
         self.queue = None;
         self.fault = Some(fault);

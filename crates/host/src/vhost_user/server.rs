@@ -191,7 +191,9 @@ impl<D: Device> Thread<D> {
         let (name, lines) = (self.device.name(), &self.around.lines);
         while let Some(stream) = self.next_frontend() {
             match sys::peer_of(stream.as_fd()) {
-                Some((process, user)) => say!(lines, Info, "{name}: frontend connected, process {process}, user {user}"),
+                Some((process, user)) => {
+                    say!(lines, Info, "{name}: frontend connected, process {process}, user {user}")
+                }
                 None => say!(lines, Info, "{name}: frontend connected"),
             }
             let session = Arc::new(Mutex::new(Session::new(self.device.clone(), self.around.clone())));
@@ -213,7 +215,9 @@ impl<D: Device> Thread<D> {
                          was cleared), expected one that does not; disconnected, and kept out for {BANISHMENT:?}"
                     );
                 }
-                Err(_) => say!(lines, Error, "{name}: frontend gone: a panic, which is a bug of ringroad; disconnected"),
+                Err(_) => {
+                    say!(lines, Error, "{name}: frontend gone: a panic, which is a bug of ringroad; disconnected")
+                }
             }
             if stopped.is_err() {
                 log::error!("{name}: a panic while it was stopped, which is a bug of ringroad; device stopped");

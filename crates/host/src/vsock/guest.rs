@@ -297,12 +297,7 @@ impl VsockServer {
             lines: AtomicU32::new(100),
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
-        let mut server = VsockServer {
-            guest: guest.clone(),
-            worker: worker.shared.clone(),
-            socket: None,
-            _host: host,
-        };
+        let mut server = VsockServer { guest: guest.clone(), worker: worker.shared.clone(), socket: None, _host: host };
         let device = VsockDevice { guest, worker: worker.shared.clone(), offer: config.features.bits() };
         let VsockConfig { role, limits, access, .. } = config;
         let at = SocketConfig { name, path: &config.socket, role, limits, access };

@@ -176,7 +176,8 @@ fn a_socket_is_for_whom_it_should_be_and_goes_with_its_owner() {
     let (worker, folder) = (worker(), Folder::new("access"));
     let start = |name: &str, access| {
         let path = folder.file(name);
-        let server = Server::start(VhostConfig { access, ..config(&format!("access-{name}"), &path) }, &worker).unwrap();
+        let server =
+            Server::start(VhostConfig { access, ..config(&format!("access-{name}"), &path) }, &worker).unwrap();
         (server, fs::symlink_metadata(path).unwrap())
     };
     let (_server, data) = start("plain", Access::default());
