@@ -701,6 +701,7 @@ interface = "rr0"
                 queues: 2,
                 mac: Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56])),
                 tuning: Tuning::default(),
+                frontend: Frontend::default(),
             },
         };
         let uplink = Port {
@@ -724,7 +725,8 @@ interface = "rr0"
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
         let (role, features) = (Role::Server, Features::ALL);
         let tuning = Tuning::default();
-        let kind = Kind::VhostUser { socket: "/run/1".into(), role, features, queues: 1, mac: None, tuning };
+        let (socket, frontend) = ("/run/1".into(), Frontend::default());
+        let kind = Kind::VhostUser { socket, role, features, queues: 1, mac: None, tuning, frontend };
         assert_eq!(port.kind, kind);
         assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
     }
