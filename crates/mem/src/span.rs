@@ -1,4 +1,11 @@
 //! Spans: checked pieces of shared memory, and lists of them that keep their memory alive.
+//!
+//! A span is `Copy` and `Sync`, and another process writes to the same bytes, so that two copies can overlap in time. What that
+//! rests on: no reference to the bytes ever exists, only copies through raw pointers (`copy.rs`); any bit pattern is a valid
+//! value of what is copied; and what decides anything is read by assembly, once ([`Span::read_once`]), or is an atomic
+//! ([`crate::Words`]). The other copies are plain loads and stores of a compiler that cannot know who else has the memory:
+//! it was mapped by a system call. By the letter of the language two of them at once, by two threads here, are a race; what
+//! comes of it is some mixture of both writers' bytes, in the buffer of a guest that has named it twice.
 
 use crate::{
     copy,

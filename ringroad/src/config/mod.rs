@@ -860,15 +860,8 @@ limits = { storm = "unlimited" }
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
         let (role, features) = (Role::Server, Features::ALL);
         let tuning = Tuning::default();
-        let kind = Kind::VhostUser {
-            socket: "/run/1".into(),
-            role,
-            features,
-            queues: 1,
-            mac: None,
-            tuning,
-            frontend: Frontend::default(),
-        };
+        let (socket, frontend) = ("/run/1".into(), Frontend::default());
+        let kind = Kind::VhostUser { socket, role, features, queues: 1, mac: None, tuning, frontend };
         assert_eq!(port.kind, kind);
         assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
     }

@@ -371,3 +371,26 @@ impl Sink for VhostSink<'_> {
         self.settle(result, 0).flatten()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vhost_user::Limits;
+    use std::{sync::mpsc, thread, time::Duration};
+
+    /// A control thread can be in a gate for as long as the scheduler likes: the worker looks at memory all the same.
+    #[test]
+    fn nobody_waits_for_control_to_look_at_memory() {
+        let attention = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
+        let port = VhostPort::new("test", 2, attention, Lines::new("port test", Limits::default().lines));
+        assert!(port.check_memory());
+        thread::scope(|scope| {
+            let _inside = port.rx.last().map(Gate::enter);
+            let (sender, looked) = mpsc::channel();
+            let port = &port;
+            scope.spawn(move || sender.send(port.check_memory()));
+            assert_eq!(looked.recv_timeout(Duration::from_secs(5)), Ok(false), "later, and at once");
+        });
+        assert!(port.check_memory());
+    }
+}

@@ -238,6 +238,7 @@ impl<D: Device> Thread<D> {
                     );
                 }
                 Err(_) => {
+                    self.device.count_fault(None);
                     say!(lines, Error, "{name}: frontend gone: a panic, which is a bug of ringroad; disconnected")
                 }
             }
@@ -428,5 +429,76 @@ impl<D: Device> Thread<D> {
             // It could not be accepted, and is still in the queue.
             Err(_) => Some(Instant::now() + RETRY),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vhost_user::{Call, Kick, Ring};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// A device that panics the first time that it is asked what it offers.
+    #[derive(Clone, Default)]
+    struct Broken {
+        asked: Arc<AtomicU32>,
+        faults: Arc<AtomicU32>,
+    }
+
+    impl Device for Broken {
+        fn name(&self) -> &str {
+            "broken"
+        }
+        fn offer(&self) -> u64 {
+            assert!(self.asked.fetch_add(1, Ordering::Relaxed) > 0, "a panic that this test provokes");
+            1 << 32
+        }
+        fn queue_num(&self) -> u64 {
+            1
+        }
+        fn vrings(&self) -> usize {
+            1
+        }
+        fn config(&self) -> Vec<u8> {
+            Vec::new()
+        }
+        fn start(&self, _index: usize, _ring: Ring, _kick: Option<&Kick>) -> Result<u32, String> {
+            Ok(0)
+        }
+        fn stop(&self, _index: usize, _kick: Option<&Kick>) -> u32 {
+            0
+        }
+        fn set_fd(&self, _index: usize, _call: Option<Call>, _err: bool) {}
+        fn count_fault(&self, _index: Option<usize>) {
+            self.faults.fetch_add(1, Ordering::Relaxed);
+        }
+        fn signal_err(&self, _index: usize) {}
+        fn has_fault(&self, _index: usize) -> bool {
+            false
+        }
+        fn reset(&self) {}
+        fn forget(&self) {}
+    }
+
+    #[test]
+    fn a_panic_costs_the_connection() {
+        let path = std::env::temp_dir().join(format!("ringroad-panic-{}", std::process::id()));
+        let (limits, access, role) = (Limits::default(), Access::default(), Role::Server);
+        let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).unwrap();
+        let device = Broken::default();
+        let config = SocketConfig { name: "broken", path: &path, role, limits, access };
+        let _socket = Socket::start(config, attention, || Ok(device.clone())).unwrap();
+        let ask = || {
+            let mut peer = UnixStream::connect(&path).unwrap();
+            peer.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+            peer.write_all([1u32, VERSION, 0].map(u32::to_ne_bytes).as_flattened()).unwrap();
+            let mut answer = Vec::new();
+            // To the end, or eight bytes after the header.
+            let _ = peer.take(20).read_to_end(&mut answer);
+            answer.len()
+        };
+        assert_eq!(ask(), 0);
+        assert_eq!(ask(), 20, "the next frontend is served");
+        assert_eq!(device.faults.load(Ordering::Relaxed), 1);
     }
 }
