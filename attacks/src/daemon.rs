@@ -268,7 +268,7 @@ impl Daemon {
     /// Connects to the socket of a guest's host side and asks for a port; waits for the answer.
     pub fn connect(&self, name: &str, port: u32, patience: Duration) -> std::io::Result<UnixStream> {
         use std::io::{Error, Read, Write};
-        let mut stream = UnixStream::connect(self.host(name))?;
+        let mut stream = crate::frontend::connect(&self.host(name), patience)?;
         stream.set_read_timeout(Some(patience))?;
         stream.set_write_timeout(Some(patience))?;
         stream.write_all(format!("CONNECT {port}\n").as_bytes())?;

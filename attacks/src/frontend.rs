@@ -3,7 +3,11 @@
 use crate::ring::{AREA, Memory, Ring, USER};
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
-    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
+    io::Errno,
+    net::{
+        AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+        sendmsg, socket_with,
+    },
 };
 use std::{
     io::{self, IoSlice, Read, Write},
@@ -13,7 +17,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::Path,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Requests of a frontend, by their names in the specification.
@@ -64,9 +68,9 @@ pub struct Frontend {
 }
 
 impl Frontend {
-    /// Connects. The socket may have a full queue: then that is an error, not a wait.
+    /// Connects.
     pub fn connect(path: &Path) -> io::Result<Frontend> {
-        let stream = UnixStream::connect(path)?;
+        let stream = connect(path, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         Ok(Frontend { stream })
@@ -171,6 +175,24 @@ impl Frontend {
         payload.resize(12 + len as usize, 0);
         let answer = self.ask(GET_CONFIG, &payload)?;
         answer.get(12..).map(<[u8]>::to_vec).ok_or_else(|| io::Error::other("a short configuration space"))
+    }
+}
+
+/// Connects to a Unix socket. Where its queue stays full until the time is over, that is an error, not a wait for ever.
+pub fn connect(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let (address, end) = (SocketAddrUnix::new(path)?, Instant::now() + patience);
+    loop {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => {
+                let stream = UnixStream::from(socket);
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+            Err(Errno::AGAIN) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) => return Err(error.into()),
+        }
     }
 }
 

@@ -142,13 +142,18 @@ impl Ring {
     pub fn new(mem: &Memory, packed: bool, size: u16, at: u64) -> Ring {
         assert!(size <= 1024);
         mem.write(at, &vec![0; AREA as usize]);
+        Ring::at(mem, packed, size, [at, at + 0x8000, at + 0xc000])
+    }
+
+    /// A ring whose three areas (descriptors, driver, device), all zeros, lie anywhere: one of any size.
+    pub fn at(mem: &Memory, packed: bool, size: u16, [desc, driver, device]: [u64; 3]) -> Ring {
         Ring {
             mem: mem.clone(),
             packed,
             size,
-            desc: at,
-            driver: at + 0x8000,
-            device: at + 0xc000,
+            desc,
+            driver,
+            device,
             next: 0,
             wrap: true,
             used: 0,
