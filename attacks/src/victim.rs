@@ -261,7 +261,7 @@ impl Echo {
 pub fn exchange(daemon: &Daemon, from: &str, to: &str, count: u64, patience: Duration) -> Result<(), String> {
     let end = Instant::now() + patience;
     let connect = |name: &str| {
-        NetPort::connect(&daemon.socket(name), name.len() % 2 == 0)
+        NetPort::connect(&daemon.socket(name), name.len().is_multiple_of(2))
             .map_err(|error| format!("a new frontend of {name} cannot connect: {error}"))
     };
     let (mut sender, mut receiver) = (connect(from)?, connect(to)?);
@@ -285,4 +285,3 @@ pub fn exchange(daemon: &Daemon, from: &str, to: &str, count: u64, patience: Dur
     }
     Ok(())
 }
-

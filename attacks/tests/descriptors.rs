@@ -252,33 +252,34 @@ fn a_vsock_kick_from_a_file_system_that_does_not_answer() {
 }
 
 fn kick_from_fuse(vsock: bool) {
-        let mut scene = Scene::new(|config| {
-            config.port("a1");
-            config.vsock("va", 1001, "");
-        });
-        let fuse = Fuse::mount(&scene.daemon.dir().join("fuse")).expect("this test mounts FUSE: it needs root and /dev/fuse");
-        let file = fuse.open().expect("a file");
-        let kept = scene.attack(2.0, |daemon, _| {
-            let kick = |frontend: &Frontend| {
-                let _ = frontend.vring(SET_VRING_ENABLE, TX, 1);
-                // The answer may never come.
-                let _ = frontend.send(SET_VRING_KICK, 0, &(TX as u64).to_ne_bytes(), &[file.as_fd()]);
-                thread::sleep(Duration::from_millis(50));
-            };
-            // They stay connected.
-            if vsock {
-                let guest = VsockGuest::connect(&daemon.socket("va"), false, 64, 128).ok()?;
-                kick(&guest.device.frontend);
-                Some((None, Some(guest)))
-            } else {
-                let port = NetPort::prepare(&daemon.socket("a1"), MAC, 4 << 20).ok()?;
-                port.device.prepare(TX).ok()?;
-                kick(&port.device.frontend);
-                Some((Some(port), None))
-            }
-        });
-        finish_with(scene, fuse);
-        drop(kept);
+    let mut scene = Scene::new(|config| {
+        config.port("a1");
+        config.vsock("va", 1001, "");
+    });
+    let fuse =
+        Fuse::mount(&scene.daemon.dir().join("fuse")).expect("this test mounts FUSE: it needs root and /dev/fuse");
+    let file = fuse.open().expect("a file");
+    let kept = scene.attack(2.0, |daemon, _| {
+        let kick = |frontend: &Frontend| {
+            let _ = frontend.vring(SET_VRING_ENABLE, TX, 1);
+            // The answer may never come.
+            let _ = frontend.send(SET_VRING_KICK, 0, &(TX as u64).to_ne_bytes(), &[file.as_fd()]);
+            thread::sleep(Duration::from_millis(50));
+        };
+        // They stay connected.
+        if vsock {
+            let guest = VsockGuest::connect(&daemon.socket("va"), false, 64, 128).ok()?;
+            kick(&guest.device.frontend);
+            Some((None, Some(guest)))
+        } else {
+            let port = NetPort::prepare(&daemon.socket("a1"), MAC, 4 << 20).ok()?;
+            port.device.prepare(TX).ok()?;
+            kick(&port.device.frontend);
+            Some((Some(port), None))
+        }
+    });
+    finish_with(scene, fuse);
+    drop(kept);
 }
 
 /// Before: the thread of the port waited in fstat(2), and SIGTERM for that thread.
@@ -294,34 +295,34 @@ fn a_page_fault_in_a_file_system_that_does_not_answer() {
 }
 
 fn memory_from_fuse(deaf_at_once: bool) {
-        let mut scene = Scene::new(|config| config.port("a1"));
-        let dir = scene.daemon.dir().join("fuse");
-        let fuse = Fuse::mount(&dir).expect("this test mounts FUSE: it needs root and /dev/fuse");
-        let file = fuse.open().expect("a file");
-        let kept = scene.attack(2.0, |daemon, _| {
-            let mut port = NetPort::connect(&daemon.socket("a1"), false).ok()?;
-            let _ = port.device.frontend.fd(SET_VRING_ERR, RX, file.as_fd());
-            if deaf_at_once {
-                fuse.go_deaf();
-            }
-            // Beside the memory in which the rings lie.
-            let guest = 1u64 << 32;
-            let _ = port.device.frontend.add_region(file.as_fd(), guest, fuse::SIZE, USER + guest, 0);
+    let mut scene = Scene::new(|config| config.port("a1"));
+    let dir = scene.daemon.dir().join("fuse");
+    let fuse = Fuse::mount(&dir).expect("this test mounts FUSE: it needs root and /dev/fuse");
+    let file = fuse.open().expect("a file");
+    let kept = scene.attack(2.0, |daemon, _| {
+        let mut port = NetPort::connect(&daemon.socket("a1"), false).ok()?;
+        let _ = port.device.frontend.fd(SET_VRING_ERR, RX, file.as_fd());
+        if deaf_at_once {
             fuse.go_deaf();
-            // A frame whose payload is there.
-            let header = NetPort::FREE;
-            let frame = frame(BROADCAST, port.mac, b"slow");
-            port.device.mem.write(header, &[&[0; 12][..], &frame].concat());
-            let parts = [
-                Part { at: header, len: 12 + frame.len() as u32, flags: 0 },
-                Part { at: guest + 4096, len: 1000, flags: 0 },
-            ];
-            port.device.rings[TX].add(&parts);
-            port.device.go(TX);
-            Some(port)
-        });
-        finish_with(scene, fuse);
-        drop(kept);
+        }
+        // Beside the memory in which the rings lie.
+        let guest = 1u64 << 32;
+        let _ = port.device.frontend.add_region(file.as_fd(), guest, fuse::SIZE, USER + guest, 0);
+        fuse.go_deaf();
+        // A frame whose payload is there.
+        let header = NetPort::FREE;
+        let frame = frame(BROADCAST, port.mac, b"slow");
+        port.device.mem.write(header, &[&[0; 12][..], &frame].concat());
+        let parts = [
+            Part { at: header, len: 12 + frame.len() as u32, flags: 0 },
+            Part { at: guest + 4096, len: 1000, flags: 0 },
+        ];
+        port.device.rings[TX].add(&parts);
+        port.device.go(TX);
+        Some(port)
+    });
+    finish_with(scene, fuse);
+    drop(kept);
 }
 
 /// What waits for the file system must not be waited for by anybody else; only then is it let go.

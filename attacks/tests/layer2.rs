@@ -50,22 +50,12 @@ fn address(daemon: &Daemon, name: &str) -> [u8; 6] {
 fn a_neighbours_address_as_the_source() {
     let mut scene = Scene::new(|config| config.port("a1"));
     let stolen = scene.attack(2.5, |daemon, until| {
-        // v2 receives, and is connected: a second frontend is turned away, so that its address has to be seen.
         let mut port = NetPort::connect(&daemon.socket("a1"), false).expect("a port");
-        let mut victims = Vec::new();
-        let mut sender = Vec::new();
-        let end = Instant::now() + Duration::from_millis(100);
-        // What the victims' addresses are is no secret: they are made of the ports' names.
-        for name in ["v1", "v2"] {
-            victims.push(derived(name));
-        }
-        while Instant::now() < end {
-            port.receive(14, |bytes, _| sender.extend_from_slice(bytes));
-            thread::sleep(Duration::from_millis(1));
-        }
+        // Made of the ports' names, the victims' addresses are no secret.
+        let victims = ["v1", "v2"].map(derived);
         let mut stolen = 0;
         while Instant::now() < until {
-            for &victim in &victims {
+            for victim in victims {
                 port.reclaim();
                 port.put(&frame(BROADCAST, victim, b"it is me"));
                 port.put(&frame(victims[0], victim, b"it is me"));
@@ -182,7 +172,7 @@ fn a_storm_of_broadcasts() {
     });
     println!("{sent} broadcasts, {came} came to a watcher");
     scene.check(sent > 1000, "there was no storm");
-    scene.check(came < 250_000, format!("{came} broadcasts of {sent} came to one port in 2.5 s"));
+    scene.check(came < 60_000, format!("{came} broadcasts of {sent} came to one port in 2.5 s"));
     scene.finish();
 }
 

@@ -51,7 +51,9 @@ fn memory_that_is_truncated() {
         let others = [attack(daemon.socket("a1"), false), attack(daemon.socket("a2"), true)];
         let (mut random, mut times) = (Random::new(5), 0);
         while Instant::now() < until {
-            let Ok(mut guest) = VsockGuest::connect(&daemon.socket("va"), random.below(2) == 0, 64, 128) else { continue };
+            let Ok(mut guest) = VsockGuest::connect(&daemon.socket("va"), random.below(2) == 0, 64, 128) else {
+                continue;
+            };
             guest.give(64);
             let request = guest.header(1, (2, 99), ringroad_attacks::vsock::op::REQUEST);
             for _ in 0..random.below(10) {

@@ -173,8 +173,11 @@ fn requests_to_itself_from_one_port_to_the_same() {
     let sent = scene.attack(6.0, |daemon, until| {
         let mut guest = VsockGuest::connect(&daemon.socket("va"), false, 64, 64).expect("a guest");
         let header = guest.header(0, (CID, 0), op::REQUEST);
-        let mut requests =
-            (0..4_000_000).take_while(|_| !enough(daemon)).map(|port| Header { src_port: port, dst_port: port, ..header });
+        let mut requests = (0..4_000_000).take_while(|_| !enough(daemon)).map(|port| Header {
+            src_port: port,
+            dst_port: port,
+            ..header
+        });
         guest.flood(0, &mut requests, until)
     });
     println!("{sent} requests");
