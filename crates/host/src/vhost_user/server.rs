@@ -468,6 +468,7 @@ mod tests {
         fn stop(&self, _index: usize, _kick: Option<&Kick>) -> u32 {
             0
         }
+        fn end_notes(&self, _index: usize) {}
         fn set_fd(&self, _index: usize, _call: Option<Call>, _err: bool) {}
         fn count_fault(&self, _index: Option<usize>) {
             self.faults.fetch_add(1, Ordering::Relaxed);
