@@ -314,9 +314,10 @@ impl Connector {
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..vrings {
             let at = match index % 2 {
-                0 => driver.rx[index / 2].addresses(),
-                _ => driver.tx[index / 2].addresses(),
+                0 => driver.rx.get(index / 2).map(|queue| queue.addresses()),
+                _ => driver.tx.get(index / 2).map(|queue| queue.addresses()),
             };
+            let Some(at) = at else { break };
             let notifier = handshake.ring(index, queue_size, at)?;
             if index % 2 == 0 { &mut rx } else { &mut tx }.push(notifier);
         }

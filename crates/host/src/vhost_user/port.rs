@@ -106,7 +106,8 @@ impl VhostPort {
 
     #[inline]
     pub(crate) fn source<'a>(&'a self, index: usize, slot: &'a mut VhostLease) -> Option<VhostSource<'a>> {
-        slot.queue.is_some().then_some(VhostSource { slot, port: self, index })
+        let counters = self.tx_counters.get(index)?;
+        slot.queue.is_some().then_some(VhostSource { slot, counters, port: self, index })
     }
 
     #[inline]
@@ -123,7 +124,7 @@ impl VhostPort {
             counters.stopped.add(frames as u64);
             return None;
         }
-        Some(VhostSink { slot, port: self, index })
+        Some(VhostSink { slot, counters, port: self, index })
     }
 
     /// Has all queues that run do this, one after the other, each between two bursts.
@@ -275,6 +276,7 @@ pub(crate) type VhostLease = Lease<Slot<TxQueue>>;
 /// The same for one burst.
 pub struct VhostSource<'a> {
     slot: &'a mut Slot<TxQueue>,
+    counters: &'a Counters,
     port: &'a VhostPort,
     index: usize,
 }
@@ -285,7 +287,7 @@ impl VhostSource<'_> {
     fn notify(&mut self) {
         if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification(false)) {
             self.slot.notify();
-            self.port.tx_counters[self.index].notifications.add(1);
+            self.counters.notifications.add(1);
         }
     }
 }
@@ -308,8 +310,7 @@ impl Source for VhostSource<'_> {
             }
             Err(fault) => {
                 let base = queue.base();
-                let counters = &self.port.tx_counters[self.index];
-                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, counters);
+                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, self.counters);
                 burst.clear();
                 0
             }
@@ -327,6 +328,7 @@ impl Source for VhostSource<'_> {
 /// Exclusive use of a guest's receive queue for one burst.
 pub struct VhostSink<'a> {
     slot: MutexGuard<'a, Slot<RxQueue>>,
+    counters: &'a Counters,
     port: &'a VhostPort,
     index: usize,
 }
@@ -337,7 +339,7 @@ impl VhostSink<'_> {
     fn settle<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
         let slot = &mut *self.slot;
         let queue = slot.queue.as_mut()?;
-        let counters = &self.port.rx_counters[self.index];
+        let counters = self.counters;
         match result {
             Ok(done) => {
                 if queue.wants_notification(false) {
