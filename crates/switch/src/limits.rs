@@ -21,7 +21,7 @@ pub struct Limits {
 
 impl Limits {
     /// Those of a guest, unless told otherwise.
-    pub const GUEST: Limits = Limits { addresses: 256, own: None, fixed: false, storm: 20_000, link_local: false };
+    pub const GUEST: Limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
     /// Those of a port with a whole network behind it.
     pub const NETWORK: Limits = Limits { addresses: 4096, ..Limits::GUEST };
 }

@@ -855,7 +855,7 @@ limits = { storm = "unlimited" }
             (300, 4096, 2)
         );
         let port = &config.ports[0];
-        let limits = Limits { addresses: 256, own: None, fixed: false, storm: 20_000, link_local: false };
+        let limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
         assert_eq!(port.limits, limits);
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
         let (role, features) = (Role::Server, Features::ALL);

@@ -233,11 +233,15 @@ enum Kind {
 
 /// `poll`: what holds for ports that say nothing themselves.
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
+    let config::Port { mode, hairpin, mut limits, .. } = *port;
     let tuning = match &port.kind {
-        config::Kind::VhostUser { tuning, .. } => *tuning,
+        config::Kind::VhostUser { tuning, .. } => {
+            // What its guest is told to use nobody else may, whether the file or the port's name says it.
+            limits.own = Some(mac(port));
+            *tuning
+        }
         config::Kind::Tap { .. } => Default::default(),
     };
-    let config::Port { mode, hairpin, limits, .. } = *port;
     PortSettings { mode, hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
 }
 
