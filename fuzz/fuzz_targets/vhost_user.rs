@@ -4,7 +4,7 @@
 
 use ringroad_host::{
     Worker, WorkerConfig,
-    vhost_user::{Role, Server, VhostConfig},
+    vhost_user::{Access, Limits, Rate, Role, Server, VhostConfig},
 };
 use ringroad_mem::Region;
 use ringroad_net::{Config, Features};
@@ -32,9 +32,12 @@ struct Target {
     _worker: Worker,
 }
 
+/// Limits on how often something happens would have the fuzzer wait.
+const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
+
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let socket = std::env::temp_dir().join(format!("ringroad-fuzz-{}.sock", std::process::id()));
-    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap();
+    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 }).unwrap();
     let config = VhostConfig {
         name: "fuzz".into(),
         socket: socket.clone(),
@@ -44,7 +47,10 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         mode: Mode::Reflect,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        limits: Default::default(),
         tuning: Default::default(),
+        limits: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
+        access: Access::default(),
     };
     let server = Server::start(config, &worker).unwrap();
     let (region, memory) = Region::create(65536, 0x10000, false).unwrap();

@@ -1027,7 +1027,7 @@ fn blast_all(socket: &Path, arguments: &[&str], window: u64) {
 #[test]
 fn blast_every_ring() {
     let folder = Folder::new("rings");
-    let config = folder.config(&[("a", "mode = \"reflect\"")]);
+    let config = folder.config(&[("a", "mode = \"reflect\"\nmtu = 65535")]);
     let mut serve = Program::serve(&config, &[]);
     serve.says("ready");
     let socket = folder.file("a.sock");
@@ -1071,7 +1071,11 @@ fn the_device_goes_away() {
 #[test]
 fn jumbo_frames() {
     let folder = Folder::new("jumbo");
-    let config = folder.config(&[("large", ""), ("small", ""), ("plain", "[port.features]\nmrg_rxbuf = false")]);
+    let config = folder.config(&[
+        ("large", "mtu = 65535"),
+        ("small", "mtu = 65535"),
+        ("plain", "mtu = 65535\n[port.features]\nmrg_rxbuf = false"),
+    ]);
     let mut serve = Program::serve(&config, &[]);
     serve.says("ready");
     let socket = |name: &str| folder.file(&format!("{name}.sock"));

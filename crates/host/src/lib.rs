@@ -2,7 +2,12 @@
 //!
 //! `unsafe` stands in `sys` only.
 #![deny(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
+mod deaf;
 mod gate;
 mod notes;
 mod port;
@@ -16,6 +21,6 @@ mod worker;
 
 pub use port::{Port, PortReport, PortSettings};
 pub use quota::Quota;
-pub use sys::{Signal, cpu_time, is_writable, pin_current_thread, raise_file_limit, signal};
+pub use sys::{Signal, cpu_time, group_id, is_writable, pin_current_thread, raise_file_limit, signal, user_id};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

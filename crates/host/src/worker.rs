@@ -5,11 +5,11 @@ use crate::{
     port::{Kind, Port, PortSettings},
     sys,
 };
-use ringroad_switch::{Fdb, Gather, Poll, Schedule, Switch};
+use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, panic_message};
 use std::{
-    fs::File,
     io,
     os::fd::{AsRawFd, RawFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
@@ -32,6 +32,8 @@ pub struct WorkerConfig {
     pub addresses: usize,
     /// Seconds for which an address is remembered.
     pub ageing: u32,
+    /// Seconds for which nothing must have come from an address before it can move to another port.
+    pub hold: u32,
     /// For how long it leaves the only queue that it polls alone between bursts that are not full.
     pub gather: Gather,
     /// How many full bursts it carries from a queue before the others have their turn.
@@ -189,8 +191,8 @@ impl PortHandle {
 
     /// To be called before the descriptor is closed: the peer still has the same file open, so that closing does not end
     /// the watch.
-    pub(crate) fn unwatch(&self, file: &File) {
-        let _ = self.shared.epoll.ctl(ControlOperation::Delete, file.as_raw_fd(), EpollEvent::default());
+    pub(crate) fn unwatch(&self, fd: &impl AsRawFd) {
+        let _ = self.shared.epoll.ctl(ControlOperation::Delete, fd.as_raw_fd(), EpollEvent::default());
     }
 
     /// The queue has stopped: it is not polled any more.
@@ -248,7 +250,7 @@ impl<'a> Loop<'a> {
     fn new(shared: &'a Shared, config: WorkerConfig) -> Self {
         Loop {
             shared,
-            switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
+            switch: Switch::new(Fdb::new(config.addresses, config.ageing).with_hold(config.hold)),
             schedule: Schedule::new(config.gather, config.turn),
             known: Vec::new(),
             ports: Vec::new(),
@@ -262,7 +264,6 @@ impl<'a> Loop<'a> {
         let mut events = [EpollEvent::default(); 64];
         let (mut rounds, mut limit) = (0, ROUNDS);
         let mut looked = Duration::ZERO;
-        let mut seconds = 0;
         let mut settled = true;
         loop {
             if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
@@ -277,18 +278,28 @@ impl<'a> Loop<'a> {
                 let took = self.start.elapsed() - looked;
                 limit = if took > LOOK { (limit / 2).max(1) } else { (limit * 2).min(ROUNDS) };
                 if idle || self.schedule.len() < self.known.len() {
-                    self.wait(if idle { -1 } else { 0 }, &mut events);
+                    // Not for long while memory has yet to be looked at: control was in, which takes it a moment.
+                    let timeout = if idle && ringroad_mem::faults() == self.faults { -1 } else { 0 };
+                    self.wait(timeout, &mut events);
                 }
+                let before = looked.as_secs();
                 looked = self.start.elapsed();
-                seconds = looked.as_secs() as u32;
+                if looked.as_secs() != before {
+                    let seconds = looked.as_secs() as u32;
+                    for Served { port, .. } in self.ports.iter().flatten() {
+                        guarded(port, (), || port.check_deaf(seconds));
+                    }
+                }
             }
             rounds = (rounds + 1) % limit;
             let Loop { switch, schedule, ports, .. } = &mut self;
             let port = |key: Key| ports.get(key.port as usize).and_then(Option::as_ref);
             let any = schedule.round(
                 Instant::now,
-                |key| switch.carry(key.port, key.queue.into(), seconds),
-                |key| port(key).is_none_or(|served| served.port.sleep(key.queue.into())),
+                |key| switch.carry(key.port, key.queue.into(), looked),
+                |key| {
+                    port(key).is_none_or(|served| guarded(&served.port, true, || served.port.sleep(key.queue.into())))
+                },
             );
             if !any || rounds == 0 {
                 settled = switch.settle();
@@ -312,7 +323,7 @@ impl<'a> Loop<'a> {
             && self.known.contains(&key)
             && self.schedule.wake(key, *poll)
         {
-            port.awake(key.queue.into());
+            guarded(port, (), || port.awake(key.queue.into()));
         }
     }
 
@@ -376,6 +387,9 @@ impl<'a> Loop<'a> {
         let before = served.port.settings();
         served.port.set(settings);
         served.poll = settings.poll;
+        if settings.limits != before.limits {
+            self.switch.limit(number, settings.limits);
+        }
         if settings.mode != before.mode {
             // Of a port that is no part of the switch nothing is learned: frames for what was there go to all again.
             self.switch.forget(number);
@@ -389,7 +403,7 @@ impl<'a> Loop<'a> {
     fn configure(&mut self, config: WorkerConfig) -> io::Result<()> {
         let before = std::mem::replace(&mut self.config, config);
         self.schedule.set(config.gather, config.turn);
-        self.switch.set_table(config.addresses, config.ageing);
+        self.switch.set_table(config.addresses, config.ageing, config.hold);
         if config.cpu == before.cpu {
             return Ok(());
         }
@@ -402,7 +416,21 @@ impl<'a> Loop<'a> {
 
     fn check_memory(&mut self) {
         self.switch.release();
-        self.faults = ringroad_mem::faults();
-        self.ports.iter().flatten().for_each(|served| served.port.check_memory());
+        let faults = ringroad_mem::faults();
+        let looked = |served: &Served| guarded(&served.port, true, || served.port.check_memory());
+        // All of them, also after one that could not be looked at.
+        let left = self.ports.iter().flatten().filter(|served| !looked(served)).count();
+        if left == 0 {
+            self.faults = faults;
+        }
     }
+}
+
+/// Does something with a port. A panic there is that port's end and nobody else's; the answer is then `otherwise`.
+fn guarded<T>(port: &Port, otherwise: T, what: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(what)).unwrap_or_else(|payload| {
+        let told = catch_unwind(AssertUnwindSafe(|| port.panicked(panic_message(&*payload))));
+        drop(told);
+        otherwise
+    })
 }

@@ -4,10 +4,16 @@
 mod common;
 #[path = "vhost_user/connections.rs"]
 mod connections;
+#[path = "vhost_user/descriptors.rs"]
+mod descriptors;
+#[path = "vhost_user/limits.rs"]
+mod limits;
 #[path = "vhost_user/memory.rs"]
 mod memory;
 #[path = "vhost_user/messages.rs"]
 mod messages;
+#[path = "vhost_user/neighbours.rs"]
+mod neighbours;
 #[path = "vhost_user/queues.rs"]
 mod queues;
 

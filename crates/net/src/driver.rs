@@ -290,7 +290,7 @@ impl DriverRx {
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
-        let (used, spans) = (&used[..count], buffers.spans.list());
+        let (used, spans) = (used.get(..count).unwrap_or_default(), buffers.spans.list());
         // Where frames can be merged, the header of each is looked at in any case.
         let read = read || self.mergeable;
         let prefetch = |index: usize| {
@@ -304,9 +304,10 @@ impl DriverRx {
             prefetch(index + LOOK_AHEAD);
             let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
+            let single;
             let pieces = if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
-                parts[0] = span.skip(vnet_hdr::SIZE);
-                &parts[..1]
+                single = [span.skip(vnet_hdr::SIZE)];
+                single.as_slice()
             } else {
                 // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
                 self.pieces.push(used);
@@ -321,7 +322,7 @@ impl DriverRx {
                 let count = self.pieces.len();
                 let pieces = if count <= BURST {
                     parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
-                    &parts[..count]
+                    parts.get(..count).unwrap_or_default()
                 } else {
                     many.clear();
                     many.extend(all);

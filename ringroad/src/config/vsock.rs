@@ -1,6 +1,6 @@
 //! `[[vsock]]`: guests' vsock devices.
 
-use super::{ConfigError, MAX_SOCKET, Section, Taken, is_name, socket};
+use super::{ConfigError, Frontend, MAX_SOCKET, Section, Taken, frontend, is_name, socket};
 use ringroad_host::vhost_user::Role;
 use ringroad_switch::Poll;
 use ringroad_vsock::Features;
@@ -33,10 +33,14 @@ pub struct Vsock {
     pub connects: u32,
     /// Bytes that the kernel may keep for programs that do not read, beyond 8 KiB for each socket.
     pub socket_memory: usize,
+    /// Bytes that are kept for the guest, at most: for its connections with the host, and as many for those with others.
+    pub memory: usize,
     /// For how long programs of this process look at the ring by themselves.
     pub poll: Option<Poll>,
     /// What is offered to the driver.
     pub features: Features,
+    /// Who may connect to its sockets, and what for.
+    pub frontend: Frontend,
 }
 
 /// Bytes of the longest "_<port>".
@@ -56,7 +60,7 @@ pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, Co
 }
 
 fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
-    const KEYS: [&str; 13] = [
+    const KEYS: [&str; 14] = [
         "cid",
         "socket",
         "role",
@@ -67,11 +71,12 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         "buffer",
         "connections",
         "connects",
+        "memory",
         "socket_memory",
         "poll",
         "features",
     ];
-    table.only(&KEYS, &[])?;
+    table.only(&[&KEYS[..], &frontend::KEYS].concat(), &[])?;
     // 0 to 2 are the hypervisor, the machine itself and the host; 2^32 - 1 is any (5.10.4).
     let cids = 3..=u64::from(u32::MAX) - 1;
     let cid = table.number("cid", cids.clone())?;
@@ -96,8 +101,10 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         connections: table.number("connections", 1..=1 << 20)?.unwrap_or(16384) as usize,
         connects: table.number("connects", 1..=1_000_000)?.unwrap_or(5000) as u32,
         socket_memory: table.number("socket_memory", 0..=1 << 40)?.unwrap_or(64 << 20) as usize,
+        memory: table.number("memory", 1 << 20..=1 << 40)?.unwrap_or(64 << 20) as usize,
         poll: table.poll()?,
         features: features(table)?,
+        frontend: frontend::frontend(table, taken, &[])?,
     })
 }
 
@@ -169,6 +176,7 @@ buffer = 1_048_576
 connections = 5
 connects = 100
 socket_memory = 1_000_000
+memory = 2_097_152
 poll = "50us"
 features = { packed = false, seqpacket = false }
 [[vsock]]
@@ -188,8 +196,10 @@ socket = "/run/vm2.vsock"
             connections: 5,
             connects: 100,
             socket_memory: 1_000_000,
+            memory: 2 << 20,
             poll: Some(Poll::For(Duration::from_micros(50))),
             features: Features { packed: false, seqpacket: false, ..Features::ALL },
+            frontend: Frontend::default(),
         };
         assert_eq!(first, expected);
         let expected = Vsock {
@@ -204,8 +214,10 @@ socket = "/run/vm2.vsock"
             connections: 16384,
             connects: 5000,
             socket_memory: 64 << 20,
+            memory: 64 << 20,
             poll: None,
             features: Features::ALL,
+            frontend: Frontend::default(),
         };
         assert_eq!(second, expected);
     }
@@ -229,6 +241,7 @@ socket = "/run/vm2.vsock"
             (vsock("send = \"fast\""), "4: vsock 1: key `send`: expected \"direct\" or \"queued\", found \"fast\""),
             (vsock("buffer = 1"), "4: vsock 1: key `buffer`: expected 4096 to 1073741824, found 1"),
             (vsock("connects = 0"), "4: vsock 1: key `connects`: expected 1 to 1000000, found 0"),
+            (vsock("memory = 1000"), "4: vsock 1: key `memory`: expected 1048576 to 1099511627776, found 1000"),
             (vsock("forward = 3"), "4: vsock 1: key `forward`: expected a table, found 3"),
             (vsock("forward = { x = \"127.0.0.1:1\" }"), "4: vsock 1: key `forward.x`: expected a port of vsock"),
             (vsock("forward = { 1 = \"localhost\" }"), "4: vsock 1: key `forward.1`: expected an address and port"),

@@ -1,7 +1,9 @@
 //! What a new configuration changes, key by key, and what each change costs: told before it happens, by `serve --check --against`,
 //! by SIGUSR2, and in the log at SIGHUP.
 
-use crate::config::{Config, Kind, Log, Port, SwitchConfig, Vsock, Workers, mac};
+use crate::config::{Config, Frontend, Kind, Log, Port, SwitchConfig, Vsock, Workers, mac};
+use ringroad_host::vhost_user::Access;
+use ringroad_switch::Limits;
 use std::fmt;
 
 /// What a change costs.
@@ -113,8 +115,9 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
     diff.key("workers.poll", InPlace, poll, &after.workers.poll);
     diff.key("workers.gather", InPlace, gather, &after.workers.gather);
     diff.key("workers.turn", InPlace, turn, &after.workers.turn);
-    let SwitchConfig { ageing, entries } = switch;
+    let SwitchConfig { ageing, entries, move_after } = switch;
     diff.key("switch.ageing", InPlace, ageing, &after.switch.ageing);
+    diff.key("switch.move_after", InPlace, move_after, &after.switch.move_after);
     diff.key("switch.entries", InPlace, entries, &after.switch.entries);
     diff.changes
 }
@@ -123,12 +126,15 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
-    let Port { name: _, mode, hairpin, mtu, poll, kind } = before;
+    let Port { name: _, mode, hairpin, mtu, poll, kind, limits } = before;
     match (kind, &after.kind) {
-        (Kind::VhostUser { socket, role, features, queues, mac: _, tuning }, Kind::VhostUser { .. }) => {
-            let Kind::VhostUser { socket: s, role: r, features: f, queues: q, mac: _, tuning: t } = &after.kind else {
+        (Kind::VhostUser { socket, role, features, queues, mac: _, tuning, frontend }, Kind::VhostUser { .. }) => {
+            let Kind::VhostUser { socket: s, role: r, features: f, queues: q, mac: _, tuning: t, frontend: other } =
+                &after.kind
+            else {
                 return diff.changes;
             };
+            of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, other);
             diff.key("port.socket", Reconnects, socket, s);
             diff.key("port.role", Reconnects, role, r);
             diff.key("port.features", Reconnects, features, f);
@@ -146,10 +152,28 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         (Kind::VhostUser { .. }, Kind::Tap { .. }) => diff.key("port.kind", Reconnects, &0, &1),
         (Kind::Tap { .. }, Kind::VhostUser { .. }) => diff.key("port.kind", Recreates, &0, &1),
     }
+    let Limits { addresses, own: _, fixed, storm, link_local } = limits;
+    diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
+    diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
+    diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
+    diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
     diff.key("port.mode", InPlace, mode, &after.mode);
     diff.key("port.hairpin", InPlace, hairpin, &after.hairpin);
     diff.key("port.poll", InPlace, poll, &after.poll);
     diff.changes
+}
+
+/// What differs between two vhost-user sockets.
+fn of_frontend(diff: &mut Diff, [limits, mode, owner]: [&'static str; 3], before: &Frontend, after: &Frontend) {
+    use Effect::{InPlace, Reconnects};
+    let Frontend { limits: before_limits, access } = before;
+    diff.key(limits, InPlace, before_limits, &after.limits);
+    diff.key(mode, InPlace, &access.mode, &after.access.mode);
+    // Back to whoever makes it: only a new socket has that owner.
+    let goes = access.owner.is_some() && after.access.owner.is_none()
+        || access.group.is_some() && after.access.group.is_none();
+    let given = |access: &Access| (access.owner, access.group);
+    diff.key(owner, if goes { Reconnects } else { InPlace }, &given(access), &given(&after.access));
 }
 
 /// What a guest reads if the file does not say.
@@ -170,10 +194,13 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
         buffer,
         connections,
         connects,
+        memory,
         socket_memory,
         poll,
         features,
+        frontend,
     } = before;
+    of_frontend(&mut diff, ["vsock.limits", "vsock.socket_mode", "vsock.socket_owner"], frontend, &after.frontend);
     diff.key("vsock.socket", Reconnects, socket, &after.socket);
     diff.key("vsock.role", Reconnects, role, &after.role);
     diff.key("vsock.features", Reconnects, features, &after.features);
@@ -183,6 +210,7 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
     diff.key("vsock.send", InPlace, direct, &after.direct);
     diff.key("vsock.buffer", InPlace, buffer, &after.buffer);
     diff.key("vsock.connections", InPlace, connections, &after.connections);
+    diff.key("vsock.memory", InPlace, memory, &after.memory);
     diff.key("vsock.connects", InPlace, connects, &after.connects);
     diff.key("vsock.socket_memory", InPlace, socket_memory, &after.socket_memory);
     diff.key("vsock.poll", InPlace, poll, &after.poll);
@@ -235,6 +263,13 @@ socket = "/run/v"
             ("mtu = 1500", "features = { packed = false }", "port vm1: key `port.features`: reconnects the guest"),
             ("mtu = 1500", "tuning = { prefetch = 0 }", "port vm1: key `port.tuning`: in place"),
             ("mtu = 1500", "mode = \"drop\"", "port vm1: key `port.mode`: in place"),
+            ("mtu = 1500", "limits = { storm = 5 }", "port vm1: key `port.limits.storm`: in place"),
+            ("mtu = 1500", "limits = { addresses = 5 }", "port vm1: key `port.limits.addresses`: in place"),
+            ("mtu = 1500", "limits = { connects = 5 }", "port vm1: key `port.limits`: in place"),
+            ("mtu = 1500", "socket_mode = \"0660\"", "port vm1: key `port.socket_mode`: in place"),
+            ("mtu = 1500", "socket_owner = \"0\"", "port vm1: key `port.socket_owner`: in place"),
+            ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),
+            ("[workers]\npoll = \"0\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
             ("mtu = 1500", "hairpin = true", "port vm1: key `port.hairpin`: in place"),
             ("mtu = 1500", "poll = \"1ms\"", "port vm1: key `port.poll`: in place"),
             ("\"/run/1\"", "\"/run/2\"", "port vm1: key `port.socket`: reconnects the guest"),
@@ -252,6 +287,7 @@ socket = "/run/v"
             ("\"/run/v\"", "\"/run/v\"\nsend = \"queued\"", "vsock 3: key `vsock.send`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nbuffer = 8192", "vsock 3: key `vsock.buffer`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nconnections = 1", "vsock 3: key `vsock.connections`: in place"),
+            ("\"/run/v\"", "\"/run/v\"\nmemory = 1048576", "vsock 3: key `vsock.memory`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nconnects = 1", "vsock 3: key `vsock.connects`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nsocket_memory = 65536", "vsock 3: key `vsock.socket_memory`: in place"),
             ("\"/run/v\"", "\"/run/v\"\npoll = \"1us\"", "vsock 3: key `vsock.poll`: in place"),

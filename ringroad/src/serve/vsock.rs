@@ -39,6 +39,7 @@ fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
         direct: vsock.direct,
         buffer: vsock.buffer,
         connections: vsock.connections,
+        memory: vsock.memory,
         poll: duration(vsock.poll.unwrap_or(poll)),
         ..Settings::default()
     };
@@ -54,6 +55,8 @@ fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
         settings,
         connects: vsock.connects,
         socket_memory: vsock.socket_memory,
+        limits: vsock.frontend.limits,
+        access: vsock.frontend.access,
     }
 }
 
@@ -152,6 +155,9 @@ impl Vsocks {
             "connections",
             "opened",
             "refused",
+            "limited",
+            "memory",
+            "exhausted",
             "received",
             "sent: direct",
             "queued",
@@ -168,6 +174,9 @@ impl Vsocks {
                     report.connections as u64,
                     report.opened,
                     report.refused,
+                    report.limited,
+                    (report.memory + report.crossing) as u64,
+                    report.exhausted,
                     report.received,
                     report.ways.direct,
                     report.ways.queued,
@@ -215,6 +224,10 @@ impl Vsocks {
                 "connections": report.connections,
                 "opened": report.opened,
                 "refused": report.refused,
+                "limited": report.limited,
+                "memory": report.memory,
+                "memory_siblings": report.crossing,
+                "exhausted": report.exhausted,
                 "received": report.received,
                 "direct": report.ways.direct,
                 "queued": report.ways.queued,

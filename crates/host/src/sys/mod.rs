@@ -1,13 +1,21 @@
 //! System calls that no library offers safely, or not for memory that is shared with a guest.
 
+mod descriptor;
+pub(crate) mod guard;
 mod tun;
 
+pub(crate) use descriptor::{has_seals, socket_kind};
 pub(crate) use tun::{mtu, open_tap, set_link, set_mtu};
 
 use ringroad_mem::Span;
 use std::{
+    ffi::CString,
     io,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::{
+        fd::{AsRawFd, BorrowedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
     time::Duration,
 };
 
@@ -251,6 +259,76 @@ pub(crate) fn is_tmpfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
         (libc::fstatfs(fd.as_raw_fd(), &mut stat), stat.f_type)
     };
     if result == 0 { Ok(kind == libc::TMPFS_MAGIC) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Process and user at the other end of a Unix socket, when it connected.
+pub(crate) fn peer_of(fd: BorrowedFd<'_>) -> Option<(i32, u32)> {
+    // SAFETY: zeros are a valid ucred; the kernel fills in no more than it is told there is.
+    let (peer, result) = unsafe {
+        let mut peer = std::mem::zeroed::<libc::ucred>();
+        let mut len = size_of_val(&peer) as libc::socklen_t;
+        let at = (&raw mut peer).cast();
+        let result = libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, at, &raw mut len);
+        (peer, result)
+    };
+    (result == 0).then_some((peer.pid, peer.uid))
+}
+
+/// Sets the permissions of what is at a path, which must not be a link.
+pub(crate) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: the path is a C string.
+    let result = unsafe { libc::fchmodat(libc::AT_FDCWD, path.as_ptr(), mode, libc::AT_SYMLINK_NOFOLLOW) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Sets the permissions that a socket will have where it is bound to, at most: the umask takes some away.
+pub(crate) fn set_socket_mode(fd: BorrowedFd<'_>, mode: u32) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    let result = unsafe { libc::fchmod(fd.as_raw_fd(), mode) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The number of a user by name; `None`: there is none.
+pub fn user_id(name: &str) -> Option<u32> {
+    let name = CString::new(name).ok()?;
+    let mut buffer = vec![0; 16384];
+    // SAFETY: zeros are a valid passwd (null pointers), which the call fills in together with the buffer; it stores null or the
+    // address of the entry in `found`.
+    unsafe {
+        let mut entry = std::mem::zeroed::<libc::passwd>();
+        let mut found = std::ptr::null_mut();
+        libc::getpwnam_r(name.as_ptr(), &mut entry, buffer.as_mut_ptr(), buffer.len(), &mut found);
+        (!found.is_null()).then_some(entry.pw_uid)
+    }
+}
+
+/// The number of a group by name; `None`: there is none.
+pub fn group_id(name: &str) -> Option<u32> {
+    let name = CString::new(name).ok()?;
+    let mut buffer = vec![0; 65536];
+    // SAFETY: as in `user_id`.
+    unsafe {
+        let mut entry = std::mem::zeroed::<libc::group>();
+        let mut found = std::ptr::null_mut();
+        libc::getgrnam_r(name.as_ptr(), &mut entry, buffer.as_mut_ptr(), buffer.len(), &mut found);
+        (!found.is_null()).then_some(entry.gr_gid)
+    }
+}
+
+/// A descriptor of a library's own type as a file.
+#[cfg(test)]
+pub(crate) fn duplicate(fd: &impl AsRawFd) -> io::Result<std::fs::File> {
+    // SAFETY: the descriptor is open as long as its owner, which is borrowed for as long.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
+    fd.try_clone_to_owned().map(Into::into)
+}
+
+/// What a frontend can do to the descriptors that it shares with us.
+#[cfg(test)]
+pub(crate) fn set_blocking(fd: &impl AsRawFd) {
+    // SAFETY: flags of an open descriptor; no memory is involved.
+    assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, 0) }, 0);
 }
 
 /// What another process can be told.

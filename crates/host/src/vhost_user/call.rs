@@ -1,58 +1,89 @@
 //! Descriptors by which a frontend is notified: SET_VRING_CALL and SET_VRING_ERR.
 
+use super::descriptor::CallFd;
 use crate::sys;
 use parking_lot::Mutex;
 use std::{
     collections::HashMap,
-    fs::File,
-    io::{self, Write},
-    os::{
-        fd::{AsFd, AsRawFd},
-        unix::fs::FileTypeExt,
-    },
+    io,
+    os::fd::{AsFd, AsRawFd},
     sync::{
         Arc, LazyLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::Duration,
 };
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::EventFd,
     timerfd::TimerFd,
 };
 
 /// How long a socket has to be read: longer than User-Mode Linux takes to as a rule, much shorter than its tick of 10 ms.
 const PATIENCE: Duration = Duration::from_micros(100);
 
-/// An eventfd, or whatever the frontend has sent in its place.
+/// A frontend's descriptor for notifications, an eventfd or a socket. Cheap to clone, so that nobody need signal with a lock held.
 ///
 /// User-Mode Linux sends a socket, and has it raise a signal. One that comes just before its idle loop sleeps is forgotten until
 /// the next tick of its timer (Linux 7.2: `os_idle_sleep` looks for pending timer signals only). So that it need not wait for
 /// that, a socket that has not been read a moment later is written to once more.
-pub(crate) struct Call {
-    file: File,
-    reminder: Option<Box<Reminder>>,
+#[derive(Clone)]
+pub(crate) struct Call(Arc<Inner>);
+
+struct Inner {
+    fd: CallFd,
+    reminder: Option<Reminder>,
+    /// It made us wait: it is not written to again.
+    spoilt: AtomicBool,
+    alarm: Arc<Alarm>,
 }
 
 impl Call {
-    pub(crate) fn new(file: File) -> Call {
-        let is_socket = file.metadata().is_ok_and(|data| data.file_type().is_socket());
-        let reminder = if is_socket { Reminder::new(&file).map(Box::new).ok() } else { None };
-        Call { file, reminder }
+    /// `alarm`: who is told if the frontend has us wait.
+    pub(crate) fn new(fd: CallFd, alarm: Arc<Alarm>) -> Call {
+        let reminder = if fd.is_socket() { Reminder::new(&fd).ok() } else { None };
+        Call(Arc::new(Inner { fd, reminder, spoilt: AtomicBool::new(false), alarm }))
     }
 
-    /// Adds one to it. It does not wait; a peer that does not take its notifications misses them.
+    /// Adds one to it. A peer that does not take its notifications misses them; one that tries to have us wait for it is
+    /// disconnected.
     pub(crate) fn signal(&self) {
-        write(&self.file);
-        if let Some(reminder) = &self.reminder {
+        let Inner { fd, reminder, spoilt, alarm } = &*self.0;
+        if spoilt.load(Ordering::Relaxed) {
+            return;
+        }
+        if fd.add_one().is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
+            spoilt.store(true, Ordering::Relaxed);
+            alarm.raise();
+        }
+        if let Some(reminder) = reminder {
             let _ = reminder.timer.lock().reset(PATIENCE, None);
         }
     }
 }
 
-fn write(mut file: &File) {
-    let _ = file.write(&1u64.to_ne_bytes());
+/// How whoever signals a frontend tells the thread of its socket that a descriptor is one to wait at.
+pub(crate) struct Alarm {
+    raised: AtomicBool,
+    attention: EventFd,
+}
+
+impl Alarm {
+    /// `attention` wakes the thread of the socket.
+    pub(crate) fn new(attention: EventFd) -> Alarm {
+        Alarm { raised: AtomicBool::new(false), attention }
+    }
+
+    fn raise(&self) {
+        self.raised.store(true, Ordering::Release);
+        let _ = self.attention.write(1);
+    }
+
+    /// Whether it was raised since the last call.
+    pub(crate) fn take(&self) -> bool {
+        self.raised.swap(false, Ordering::AcqRel)
+    }
 }
 
 /// A socket's timer, which runs from its last notification on.
@@ -63,12 +94,12 @@ struct Reminder {
 }
 
 impl Reminder {
-    fn new(file: &File) -> io::Result<Reminder> {
+    fn new(fd: &CallFd) -> io::Result<Reminder> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let clock = Clock::get()?;
         let timer = TimerFd::new()?;
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
-        clock.files.lock().insert(key, file.try_clone()?);
+        clock.files.lock().insert(key, fd.try_clone()?);
         let reminder = Reminder { key, timer: Mutex::new(timer), clock };
         // Edge-triggered, so that nobody need read it. It is closed, and no longer waited for, before its key is.
         let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, key);
@@ -86,7 +117,7 @@ impl Drop for Reminder {
 /// The thread that reminds. There is none until a frontend has sent a socket.
 struct Clock {
     epoll: Epoll,
-    files: Mutex<HashMap<u64, File>>,
+    files: Mutex<HashMap<u64, CallFd>>,
 }
 
 impl Clock {
@@ -104,12 +135,12 @@ impl Clock {
         let mut events = [EpollEvent::default(); 16];
         loop {
             let count = self.epoll.wait(-1, &mut events).unwrap_or(0);
-            for event in &events[..count] {
-                // Nothing here waits, so that nobody waits for the lock.
-                if let Some(file) = self.files.lock().get(&event.data())
-                    && sys::is_unread(file.as_fd()).unwrap_or(false)
+            for event in events.iter().take(count) {
+                // These are sockets, which are written to with MSG_DONTWAIT: nobody waits for the lock.
+                if let Some(fd) = self.files.lock().get(&event.data())
+                    && sys::is_unread(fd.as_fd()).unwrap_or(false)
                 {
-                    write(file);
+                    let _ = fd.add_one();
                 }
             }
         }
@@ -120,27 +151,34 @@ impl Clock {
 mod tests {
     use super::*;
     use std::{
+        fs::File,
         io::Read,
         os::{fd::OwnedFd, unix::net::UnixStream},
         time::Instant,
     };
-    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    fn call(file: File) -> Call {
+        sys::guard::start().unwrap();
+        let fd = CallFd::new(file).unwrap_or_else(|refused| panic!("{refused}"));
+        Call::new(fd, Arc::new(Alarm::new(EventFd::new(EFD_NONBLOCK).unwrap())))
+    }
 
     fn socket() -> (Call, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         theirs.set_nonblocking(true).unwrap();
-        (Call::new(OwnedFd::from(ours).into()), theirs)
+        (call(OwnedFd::from(ours).into()), theirs)
     }
 
     #[test]
     fn an_eventfd_is_written_to_once() {
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
-        let call = Call::new(File::from(sys::borrow(&eventfd).try_clone_to_owned().unwrap()));
+        let call = call(sys::duplicate(&eventfd).unwrap());
         call.signal();
         thread::sleep(20 * PATIENCE);
         assert_eq!(eventfd.read().unwrap(), 1);
-        assert!(call.reminder.is_none());
+        assert!(call.0.reminder.is_none());
     }
 
     #[test]
@@ -177,8 +215,8 @@ mod tests {
     #[test]
     fn what_is_gone_is_forgotten() {
         let (call, theirs) = socket();
-        let clock = call.reminder.as_ref().unwrap().clock.clone();
-        let key = call.reminder.as_ref().unwrap().key;
+        let clock = call.0.reminder.as_ref().unwrap().clock.clone();
+        let key = call.0.reminder.as_ref().unwrap().key;
         assert!(clock.files.lock().contains_key(&key));
         drop(call);
         assert!(!clock.files.lock().contains_key(&key));
@@ -191,5 +229,21 @@ mod tests {
         (0..100_000).for_each(|_| call.signal());
         drop(theirs);
         call.signal();
+    }
+
+    #[test]
+    fn one_that_makes_us_wait_does_so_once() {
+        let eventfd = EventFd::new(0).unwrap();
+        eventfd.write(u64::MAX - 1).unwrap();
+        let call = call(sys::duplicate(&eventfd).unwrap());
+        // It is full, but does not wait: not a word.
+        call.signal();
+        assert!(!call.0.alarm.take());
+        sys::set_blocking(&eventfd);
+        let start = Instant::now();
+        (0..1000).for_each(|_| call.signal());
+        assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+        assert!(call.0.alarm.take() && !call.0.alarm.take());
+        assert_eq!(call.0.alarm.attention.read().unwrap(), 1);
     }
 }

@@ -1,9 +1,9 @@
 //! What a session needs of the device behind it. There are two: `net.rs`, a port of the switch, and vsock.
 
-use super::Call;
+use super::{Call, Kick};
 use ringroad_mem::Table;
 use ringroad_ring::Addresses;
-use std::{fs::File, sync::Arc};
+use std::sync::Arc;
 
 /// A vring as its frontend has described it.
 pub(crate) struct Ring {
@@ -35,10 +35,10 @@ pub(crate) trait Device: Clone + Send + 'static {
 
     /// Starts a vring, or says why it cannot. `kick`: none, if the frontend will not kick. Returns the base that it really
     /// starts at.
-    fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String>;
+    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String>;
 
     /// Stops a vring; returns the base where it can go on.
-    fn stop(&self, index: usize, kick: Option<&File>) -> u32;
+    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32;
 
     /// The frontend knows where a vring that has stopped is, or begins anew: notes of it mean nothing any more.
     fn end_notes(&self, index: usize);

@@ -1,6 +1,7 @@
 //! The other side of vhost-user: a driver that connects to a network device, ours or another's (what DPDK calls
 //! virtio-user).
 
+use super::place::connect;
 use crate::sys;
 use ringroad_mem::Region;
 use ringroad_net::{Driver, DriverConfig, DriverError, bits};
@@ -178,12 +179,13 @@ impl Handshake {
             let failed = |error| ConnectError::Listen { path: path.clone(), error };
             let listener = UnixListener::bind(&path).map_err(failed)?;
             let came = sys::wait_readable([Some(listener.as_fd())], Some(patience)).map_err(failed)?;
-            let accepted = if came[0] { listener.accept() } else { Err(io::ErrorKind::TimedOut.into()) };
+            let accepted = if came == [true] { listener.accept() } else { Err(io::ErrorKind::TimedOut.into()) };
             let _ = std::fs::remove_file(&path);
             return Ok(accepted.map_err(failed)?.0);
         }
         loop {
-            match UnixStream::connect(&path) {
+            // A device whose backlog is full is waited for as one that is not there yet.
+            match connect(&path).and_then(|socket| socket.set_nonblocking(false).map(|()| socket)) {
                 Ok(socket) => return Ok(socket),
                 Err(error) if start.elapsed() >= patience => return Err(ConnectError::Connect { path, error }),
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
@@ -236,6 +238,10 @@ impl Handshake {
 
     /// Hands the driver's memory over.
     pub(crate) fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
+        // Else the device could truncate it under us. Without the seal we would rather go on: it is our own device as a rule.
+        if let Err(error) = Region::seal(file) {
+            log::warn!("{}: the device can truncate the driver's memory: {error}", self.path.display());
+        }
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: region.guest(),
             memory_size: region.len() as u64,

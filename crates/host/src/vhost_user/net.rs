@@ -1,10 +1,11 @@
 //! A guest's network device as what is behind a vhost-user socket: its queues go to the gates of a port of the switch.
 
 use super::{
-    Call,
+    Access, Call, Kick, SocketError,
     device::{Device, Ring},
+    limits::Lines,
     port::{Slot, VhostPort},
-    server::{Role, Socket, SocketError},
+    server::{Role, Socket, SocketConfig},
 };
 use crate::{
     gate::Gate,
@@ -14,9 +15,9 @@ use crate::{
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue};
 use ringroad_ring::{SetupError, Tuning};
-use ringroad_switch::{Mode, Poll};
+use ringroad_switch::{Limits, Mode, Poll};
+use ringroad_wire::ethernet;
 use std::{
-    fs::File,
     os::fd::AsRawFd,
     path::PathBuf,
     sync::{Arc, Mutex, atomic::Ordering},
@@ -42,14 +43,20 @@ pub struct VhostConfig {
     pub hairpin: bool,
     /// For how long its worker polls it.
     pub poll: Poll,
+    /// What it may do to other ports.
+    pub limits: Limits,
     /// What is turned off, for measuring.
     pub tuning: Tuning,
+    /// What its frontend may use up.
+    pub frontend: super::Limits,
+    /// Who may connect to the socket, as a server.
+    pub access: Access,
 }
 
 /// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
 pub struct Server {
     // Dropped before the port leaves the switch.
-    _socket: Socket,
+    socket: Socket,
     handle: Arc<PortHandle>,
 }
 
@@ -61,12 +68,14 @@ impl Server {
         let failed = |error| SocketError::Start { name: name.clone(), error };
         let attention = eventfd().map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
-        let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention);
-        let VhostConfig { mode, hairpin, poll, tuning, .. } = config;
-        let port = Arc::new(Port::vhost(vhost, PortSettings { mode, hairpin, poll, tuning }));
+        let lines = Lines::new(&name, config.frontend.lines);
+        let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention, lines);
+        let VhostConfig { mode, hairpin, poll, tuning, limits, role, frontend, access, .. } = config;
+        let port = Arc::new(Port::vhost(vhost, PortSettings { mode, hairpin, poll, tuning, limits }));
         let path = config.socket.clone();
         let mut added = None;
-        let socket = Socket::start(&name, &config.socket, config.role, told, || {
+        let at = SocketConfig { name: &name, path: &config.socket, role, limits: frontend, access };
+        let socket = Socket::start(at, told, || {
             let VhostConfig { features, config, .. } = config.clone();
             let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
             let notes = Notes::open(&name, &path, 2 * usize::from(config.queue_pairs));
@@ -74,7 +83,7 @@ impl Server {
             Ok(NetDevice { name: name.clone(), handle, offer: features, config, running, notes })
         })?;
         let none = || SocketError::Start { name: name.clone(), error: std::io::ErrorKind::NotFound.into() };
-        Ok(Server { _socket: socket, handle: added.ok_or_else(none)? })
+        Ok(Server { socket, handle: added.ok_or_else(none)? })
     }
 
     /// What the switch sees.
@@ -85,6 +94,17 @@ impl Server {
     /// Has the port behave like this; its guest does not notice.
     pub fn set(&self, settings: PortSettings) {
         self.handle.set(settings);
+    }
+
+    /// Has its frontends held to other limits, and others connect.
+    ///
+    /// # Errors
+    /// The socket's owner or permissions cannot be changed; the limits are.
+    pub fn set_frontend(&self, limits: super::Limits, access: Access) -> Result<(), SocketError> {
+        if let Kind::Vhost(port) = &self.handle.port().kind {
+            port.lines.set(limits.lines);
+        }
+        self.socket.set(limits, access)
     }
 }
 
@@ -101,6 +121,7 @@ struct NetDevice {
 }
 
 impl NetDevice {
+    #[expect(clippy::unreachable, reason = "its port is made as one of a guest in `Server::start`, and never changes")]
     fn port(&self) -> &VhostPort {
         match &self.handle.port().kind {
             Kind::Vhost(port) => port,
@@ -110,7 +131,9 @@ impl NetDevice {
 
     fn count_pairs(&self, pair: usize, runs: bool) {
         let mut running = self.running.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        running[pair] = runs;
+        if let Some(running) = running.get_mut(pair) {
+            *running = runs;
+        }
         let pairs = running.iter().take_while(|&&runs| runs).count();
         self.port().pairs_running.store(pairs, Ordering::Relaxed);
     }
@@ -137,48 +160,52 @@ impl Device for NetDevice {
         self.config.bytes().to_vec()
     }
 
-    fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String> {
+    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
         let Ring { memory, acked, size, addresses, base } = ring;
         // Asked for within the gate: whoever changes it meanwhile tunes the queue afterwards.
         let tuning = || self.handle.port().settings().tuning;
+        let longest = ethernet::longest_frame(self.config.mtu);
         let port = self.port();
         let pair = index / 2;
         let journal = self.notes.journal(index);
+        let missing = || format!("there is no pair {pair} of queues");
         if index.is_multiple_of(2) {
-            let counters = port.rx_counters[pair].clone();
+            let (gate, counters) = port.rx.get(pair).zip(port.rx_counters.get(pair).cloned()).ok_or_else(missing)?;
             let start = |base| {
                 let (mut queue, resumed) = RxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
                 notes::say(&self.name, index, base, resumed);
                 queue.tune(tuning());
+                queue.limit(longest);
                 Ok(queue)
             };
-            let started = start_slot(&port.rx[pair], base, start, RxQueue::base).map_err(|error| error.to_string())?;
+            let started = start_slot(gate, base, start, RxQueue::base).map_err(|error| error.to_string())?;
             self.count_pairs(pair, true);
             return Ok(started);
         }
-        let counters = port.tx_counters[pair].clone();
-        port.tx[pair].enter().no_kick = kick.is_none();
+        let (gate, counters) = port.tx.get(pair).zip(port.tx_counters.get(pair).cloned()).ok_or_else(missing)?;
+        gate.enter().no_kick = kick.is_none();
         let start = |base| {
             let (mut queue, resumed) = TxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
             notes::say(&self.name, index, base, resumed);
             queue.tune(tuning());
+            queue.limit(longest);
             Ok(queue)
         };
-        let started = start_slot(&port.tx[pair], base, start, TxQueue::base).map_err(|error| error.to_string())?;
+        let started = start_slot(gate, base, start, TxQueue::base).map_err(|error| error.to_string())?;
         if let Some(kick) = kick
             && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
         {
-            stop_slot(&port.tx[pair], TxQueue::base);
-            return Err(format!("cannot wait for its kick: {error}; expected an eventfd"));
+            stop_slot(gate, TxQueue::base);
+            return Err(format!("cannot wait for its kick: {error}"));
         }
         self.handle.wake(pair as u16);
         Ok(started)
     }
 
-    fn stop(&self, index: usize, kick: Option<&File>) -> u32 {
+    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
         let pair = index / 2;
         if index.is_multiple_of(2) {
-            let base = stop_slot(&self.port().rx[pair], RxQueue::base);
+            let base = self.port().rx.get(pair).map_or(0, |gate| stop_slot(gate, RxQueue::base));
             self.count_pairs(pair, false);
             return base;
         }
@@ -186,7 +213,7 @@ impl Device for NetDevice {
             self.handle.unwatch(kick);
         }
         self.handle.rest(pair as u16);
-        stop_slot(&self.port().tx[pair], TxQueue::base)
+        self.port().tx.get(pair).map_or(0, |gate| stop_slot(gate, TxQueue::base))
     }
 
     fn end_notes(&self, index: usize) {
@@ -196,9 +223,9 @@ impl Device for NetDevice {
     fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
         let port = self.port();
         if index.is_multiple_of(2) {
-            set_slot_fd(&port.rx[index / 2], call, err);
+            set_slot_fd(port.rx.get(index / 2), call, err);
         } else {
-            set_slot_fd(&port.tx[index / 2], call, err);
+            set_slot_fd(port.tx.get(index / 2), call, err);
         }
     }
 
@@ -230,11 +257,17 @@ fn start_slot<Q>(
     let mut slot = gate.enter();
     slot.base = base;
     let mut queue = start(base)?;
-    slot.base = started_at(&mut queue);
+    let base = started_at(&mut queue);
+    slot.base = base;
     slot.queue = Some(queue);
     slot.fault = None;
-    slot.notify();
-    Ok(slot.base)
+    let call = slot.call.clone();
+    // Whatever that takes, the queue's worker does not find the gate shut.
+    drop(slot);
+    if let Some(call) = call {
+        call.signal();
+    }
+    Ok(base)
 }
 
 fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
@@ -245,14 +278,14 @@ fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
     slot.base
 }
 
-fn set_slot_fd<Q>(gate: &Gate<Slot<Q>>, call: Option<Call>, err: bool) {
+fn set_slot_fd<Q>(gate: Option<&Gate<Slot<Q>>>, call: Option<Call>, err: bool) {
+    let Some(gate) = gate else { return };
     let mut slot = gate.enter();
-    if err {
-        slot.err = call;
-        return;
-    }
-    slot.call = call;
-    if slot.queue.is_some() {
-        slot.notify();
+    let old = std::mem::replace(if err { &mut slot.err } else { &mut slot.call }, call);
+    let notify = if !err && slot.queue.is_some() { slot.call.clone() } else { None };
+    drop(slot);
+    drop(old);
+    if let Some(call) = notify {
+        call.signal();
     }
 }

@@ -1,6 +1,9 @@
 //! A guest as a port of the switch: its queues, where they are running, behind a gate each.
 
-use super::Call;
+use super::{
+    Call,
+    limits::{Lines, say},
+};
 use crate::gate::{Gate, Lease};
 use parking_lot::MutexGuard;
 use ringroad_mem::{Span, Table};
@@ -33,28 +36,29 @@ impl<Q> Default for Slot<Q> {
     }
 }
 
-impl<Q> Slot<Q> {
-    fn signal(call: &Option<Call>) {
-        if let Some(call) = call {
-            call.signal();
-        }
+fn signal(call: Option<&Call>) {
+    if let Some(call) = call {
+        call.signal();
     }
+}
 
+impl<Q> Slot<Q> {
     /// Notifies the driver whether it wants that or not: a device that died between giving buffers back and saying so, or
     /// a descriptor that has been replaced, may owe it one.
     pub(crate) fn notify(&self) {
-        Self::signal(&self.call);
+        signal(self.call.as_ref());
     }
 
     /// Stops the queue for a fault of its driver.
     #[cold]
-    fn fail(&mut self, port: &str, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
-        log::error!("port {port} queue {vring}: {fault}; queue stopped, reset the device to continue");
+    fn fail(&mut self, port: &VhostPort, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
+        let name = &port.name;
+        say!(port.lines, Error, "port {name} queue {vring}: {fault}; queue stopped, reset the device to continue");
         self.base = base.unwrap_or(self.base);
         self.queue = None;
         self.fault = Some(fault);
         counters.faults.add(1);
-        Self::signal(&self.err);
+        signal(self.err.as_ref());
     }
 }
 
@@ -69,10 +73,11 @@ pub struct VhostPort {
     pub(crate) pairs_running: AtomicUsize,
     /// Wakes the thread of its socket: the worker has found that the guest's memory is gone.
     pub(crate) attention: EventFd,
+    pub(super) lines: Lines,
 }
 
 impl VhostPort {
-    pub(crate) fn new(name: &str, queue_pairs: u16, attention: EventFd) -> VhostPort {
+    pub(crate) fn new(name: &str, queue_pairs: u16, attention: EventFd, lines: Lines) -> VhostPort {
         VhostPort {
             name: name.to_owned(),
             rx: (0..queue_pairs).map(|_| Gate::default()).collect(),
@@ -81,6 +86,7 @@ impl VhostPort {
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             pairs_running: AtomicUsize::new(0),
             attention,
+            lines,
         }
     }
 
@@ -100,7 +106,8 @@ impl VhostPort {
 
     #[inline]
     pub(crate) fn source<'a>(&'a self, index: usize, slot: &'a mut VhostLease) -> Option<VhostSource<'a>> {
-        slot.queue.is_some().then_some(VhostSource { slot, port: self, index })
+        let counters = self.tx_counters.get(index)?;
+        slot.queue.is_some().then_some(VhostSource { slot, counters, port: self, index })
     }
 
     #[inline]
@@ -117,7 +124,7 @@ impl VhostPort {
             counters.stopped.add(frames as u64);
             return None;
         }
-        Some(VhostSink { slot, port: self, index })
+        Some(VhostSink { slot, counters, port: self, index })
     }
 
     /// Has all queues that run do this, one after the other, each between two bursts.
@@ -133,40 +140,37 @@ impl VhostPort {
     /// Counts what the frontend has done wrong, and says so on the vring's err descriptor.
     pub(crate) fn count_fault(&self, vring: Option<usize>) {
         // Counters have one writer at a time: whoever is in the queue's gate.
-        match vring {
-            Some(vring) if vring.is_multiple_of(2) => {
-                let slot = self.rx[vring / 2].enter();
-                self.rx_counters[vring / 2].faults.add(1);
-                Slot::<RxQueue>::signal(&slot.err);
-            }
-            Some(vring) => {
-                let slot = self.tx[vring / 2].enter();
-                self.tx_counters[vring / 2].faults.add(1);
-                Slot::<TxQueue>::signal(&slot.err);
-            }
-            None => {
-                let _in = self.tx[0].enter();
-                self.tx_counters[0].faults.add(1);
-            }
+        fn count<Q>(gate: Option<&Gate<Slot<Q>>>, counters: Option<&Arc<Counters>>) -> Option<Call> {
+            let slot = gate?.enter();
+            counters?.faults.add(1);
+            slot.err.clone()
         }
+        let err = match vring {
+            Some(vring) if vring.is_multiple_of(2) => count(self.rx.get(vring / 2), self.rx_counters.get(vring / 2)),
+            Some(vring) => count(self.tx.get(vring / 2), self.tx_counters.get(vring / 2)),
+            None => {
+                count(self.tx.first(), self.tx_counters.first());
+                None
+            }
+        };
+        signal(err.as_ref());
     }
 
     /// Tells the frontend of a vring that it has stopped.
     pub(crate) fn signal_err(&self, vring: usize) {
-        if vring.is_multiple_of(2) {
-            Slot::<RxQueue>::signal(&self.rx[vring / 2].enter().err);
-        } else {
-            Slot::<TxQueue>::signal(&self.tx[vring / 2].enter().err);
+        fn err<Q>(gate: Option<&Gate<Slot<Q>>>) -> Option<Call> {
+            gate?.enter().err.clone()
         }
+        let even = vring.is_multiple_of(2);
+        signal(if even { err(self.rx.get(vring / 2)) } else { err(self.tx.get(vring / 2)) }.as_ref());
     }
 
     /// Whether a fault of the driver has stopped a vring.
     pub(crate) fn has_fault(&self, vring: usize) -> bool {
-        if vring.is_multiple_of(2) {
-            self.rx[vring / 2].enter().fault.is_some()
-        } else {
-            self.tx[vring / 2].enter().fault.is_some()
+        fn fault<Q>(gate: Option<&Gate<Slot<Q>>>) -> bool {
+            gate.is_some_and(|gate| gate.enter().fault.is_some())
         }
+        if vring.is_multiple_of(2) { fault(self.rx.get(vring / 2)) } else { fault(self.tx.get(vring / 2)) }
     }
 
     /// Notifies the driver of what it was not sure to want to be notified of. `false`: control is in; once more, later.
@@ -207,37 +211,63 @@ impl VhostPort {
         }
     }
 
-    /// Stops all queues if the frontend has truncated the guest's memory.
-    pub(crate) fn check_memory(&self) {
-        let mut lost = false;
-        for gate in &self.tx {
-            let mut slot = gate.enter();
-            lost |= stop_lost(&mut slot, |queue| queue.memory());
+    /// Stops all queues, in whatever state they are, and has the frontend disconnected: our own code has panicked in one.
+    #[cold]
+    pub(crate) fn abandon(&self) {
+        fn abandon<Q>(gate: &Gate<Slot<Q>>) {
+            // Control is in: it finds the connection at its end next.
+            let Some(mut slot) = gate.try_enter() else { return };
+            if slot.queue.take().is_some() {
+                signal(slot.err.as_ref());
+            }
         }
-        for gate in &self.rx {
-            let mut slot = gate.enter();
-            lost |= stop_lost(&mut slot, |queue| queue.memory());
+        self.rx.iter().for_each(abandon);
+        self.tx.iter().for_each(abandon);
+        let _ = self.attention.write(1);
+    }
+
+    /// Stops all queues if the frontend has truncated the guest's memory. `false`: control is in at one of them, where nobody
+    /// waits for it; once more, later.
+    pub(crate) fn check_memory(&self) -> bool {
+        let (mut lost, mut all) = (false, true);
+        for (gate, counters) in self.tx.iter().zip(&self.tx_counters) {
+            stop_lost(gate, counters, &mut lost, &mut all, |queue| queue.memory());
+        }
+        for (gate, counters) in self.rx.iter().zip(&self.rx_counters) {
+            stop_lost(gate, counters, &mut lost, &mut all, |queue| queue.memory());
         }
         if lost {
-            log::error!(
-                "port {}: the frontend has truncated the guest's memory; port stopped and disconnected",
-                self.name
+            let name = &self.name;
+            say!(
+                self.lines,
+                Error,
+                "port {name}: the frontend has truncated the guest's memory; port stopped and disconnected"
             );
-            if let Some(counters) = self.tx_counters.first() {
-                counters.faults.add(1);
-            }
             let _ = self.attention.write(1);
         }
+        all
     }
 }
 
-fn stop_lost<Q>(slot: &mut Slot<Q>, memory: impl Fn(&Q) -> &Arc<Table>) -> bool {
-    let lost = slot.queue.as_ref().is_some_and(|queue| memory(queue).is_lost());
-    if lost {
+fn stop_lost<Q>(
+    gate: &Gate<Slot<Q>>,
+    counters: &Counters,
+    lost: &mut bool,
+    all: &mut bool,
+    memory: impl Fn(&Q) -> &Arc<Table>,
+) {
+    let Some(mut slot) = gate.try_enter() else {
+        *all = false;
+        return;
+    };
+    if slot.queue.as_ref().is_some_and(|queue| memory(queue).is_lost()) {
         slot.queue = None;
-        Slot::<Q>::signal(&slot.err);
+        // One fault for the port, however many of its queues lay there.
+        if !std::mem::replace(lost, true) {
+            counters.faults.add(1);
+        }
+        signal(slot.err.as_ref());
     }
-    lost
 }
 
 /// Exclusive use of a guest's transmit queue.
@@ -246,6 +276,7 @@ pub(crate) type VhostLease = Lease<Slot<TxQueue>>;
 /// The same for one burst.
 pub struct VhostSource<'a> {
     slot: &'a mut Slot<TxQueue>,
+    counters: &'a Counters,
     port: &'a VhostPort,
     index: usize,
 }
@@ -256,7 +287,7 @@ impl VhostSource<'_> {
     fn notify(&mut self) {
         if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification(false)) {
             self.slot.notify();
-            self.port.tx_counters[self.index].notifications.add(1);
+            self.counters.notifications.add(1);
         }
     }
 }
@@ -279,8 +310,7 @@ impl Source for VhostSource<'_> {
             }
             Err(fault) => {
                 let base = queue.base();
-                let counters = &self.port.tx_counters[self.index];
-                self.slot.fail(&self.port.name, 2 * self.index + 1, Some(base), fault, counters);
+                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, self.counters);
                 burst.clear();
                 0
             }
@@ -298,6 +328,7 @@ impl Source for VhostSource<'_> {
 /// Exclusive use of a guest's receive queue for one burst.
 pub struct VhostSink<'a> {
     slot: MutexGuard<'a, Slot<RxQueue>>,
+    counters: &'a Counters,
     port: &'a VhostPort,
     index: usize,
 }
@@ -308,7 +339,7 @@ impl VhostSink<'_> {
     fn settle<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
         let slot = &mut *self.slot;
         let queue = slot.queue.as_mut()?;
-        let counters = &self.port.rx_counters[self.index];
+        let counters = self.counters;
         match result {
             Ok(done) => {
                 if queue.wants_notification(false) {
@@ -321,7 +352,7 @@ impl VhostSink<'_> {
             Err(_) if queue.memory().is_lost() => {}
             Err(fault) => {
                 let base = queue.base();
-                slot.fail(&self.port.name, 2 * self.index, Some(base), fault, counters);
+                slot.fail(self.port, 2 * self.index, Some(base), fault, counters);
             }
         }
         counters.stopped.add(lost as u64);
@@ -340,5 +371,28 @@ impl Sink for VhostSink<'_> {
     fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
         let result = self.slot.queue.as_mut()?.fill(room, read);
         self.settle(result, 0).flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vhost_user::Limits;
+    use std::{sync::mpsc, thread, time::Duration};
+
+    /// A control thread can be in a gate for as long as the scheduler likes: the worker looks at memory all the same.
+    #[test]
+    fn nobody_waits_for_control_to_look_at_memory() {
+        let attention = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
+        let port = VhostPort::new("test", 2, attention, Lines::new("port test", Limits::default().lines));
+        assert!(port.check_memory());
+        thread::scope(|scope| {
+            let _inside = port.rx.last().map(Gate::enter);
+            let (sender, looked) = mpsc::channel();
+            let port = &port;
+            scope.spawn(move || sender.send(port.check_memory()));
+            assert_eq!(looked.recv_timeout(Duration::from_secs(5)), Ok(false), "later, and at once");
+        });
+        assert!(port.check_memory());
     }
 }

@@ -1,11 +1,17 @@
 //! One connection of a frontend: what it has told us so far, and the queues that run by it. Called by `server.rs` through
 //! the `vhost` crate, message by message. Everything in here may be wrong; what is, is refused with a log line.
 
-use super::{Call, Device, Ring};
-use crate::sys;
-use ringroad_mem::{Region, Table};
+use super::{
+    Call, Device, Kick, Limits, Ring,
+    call::Alarm,
+    descriptor::{CallFd, Disposal, MemoryFile, Refused},
+    limits::{Lines, say},
+};
+use crate::Quota;
+use parking_lot::Mutex;
+use ringroad_mem::Table;
 use ringroad_ring::{Addresses, SetupError, bits};
-use std::{fs::File, io, os::fd::AsFd, sync::Arc};
+use std::{fs::File, io, sync::Arc};
 use vhost::vhost_user::{
     Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
     message::{
@@ -25,15 +31,30 @@ struct Vring {
     addresses: Option<Addresses>,
     base: u32,
     /// `Some(None)`: it will not kick, we have to poll.
-    kick: Option<Option<File>>,
+    kick: Option<Option<Kick>>,
     /// `None`: it has not said; then PROTOCOL_FEATURES decide.
     enabled: Option<bool>,
     running: bool,
 }
 
+/// What a session needs of the thread that it runs in.
+#[derive(Clone)]
+pub(crate) struct Surroundings {
+    /// Can be changed while it runs.
+    pub limits: Arc<Mutex<Limits>>,
+    pub lines: Lines,
+    /// Raised by whoever notifies the frontend and is made to wait.
+    pub alarm: Arc<Alarm>,
+    /// Where descriptors go that are refused.
+    pub disposal: Disposal,
+}
+
 /// One connection.
 pub(crate) struct Session<D: Device> {
     device: D,
+    around: Surroundings,
+    /// Refusals that are still answered.
+    refusals: Quota,
     acked: u64,
     protocol: Protocol,
     memory: Arc<Table>,
@@ -43,13 +64,26 @@ pub(crate) struct Session<D: Device> {
     backend: Option<Backend>,
     /// The last message was refused, as the log says, but the connection can go on.
     pub(crate) refused: bool,
+    /// More messages were refused than a frontend can have a reason for.
+    pub(crate) exhausted: bool,
 }
 
 impl<D: Device> Session<D> {
-    pub(crate) fn new(device: D) -> Session<D> {
+    pub(crate) fn new(device: D, around: Surroundings) -> Session<D> {
         let vrings = (0..device.vrings()).map(|_| Vring::default()).collect();
-        let protocol = Protocol::empty();
-        Session { device, acked: 0, protocol, memory: Arc::default(), vrings, backend: None, refused: false }
+        let refusals = around.limits.lock().refusals.quota();
+        Session {
+            device,
+            around,
+            refusals,
+            acked: 0,
+            protocol: Protocol::empty(),
+            memory: Arc::default(),
+            vrings,
+            backend: None,
+            refused: false,
+            exhausted: false,
+        }
     }
 
     fn protocol_features(&self) -> Protocol {
@@ -73,23 +107,37 @@ impl<D: Device> Session<D> {
     }
 
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
-        log::error!("{}: {why}; refused", self.device.name());
+        say!(self.around.lines, Error, "{}: {why}; refused", self.device.name());
         self.device.count_fault(None);
-        self.refused = true;
-        Err(Error::InvalidParam)
+        self.count_refusal()
     }
 
     /// The same for what concerns one vring, whose err descriptor tells it too.
     fn refuse_vring<T>(&mut self, index: usize, why: impl std::fmt::Display) -> Result<T> {
-        log::error!("{} queue {index}: {why}; refused", self.device.name());
+        say!(self.around.lines, Error, "{} queue {index}: {why}; refused", self.device.name());
         self.device.count_fault(Some(index));
+        self.count_refusal()
+    }
+
+    fn count_refusal<T>(&mut self) -> Result<T> {
         self.refused = true;
+        self.exhausted |= self.refusals.take().is_none();
         Err(Error::InvalidParam)
+    }
+
+    /// The same for a descriptor, which is closed elsewhere.
+    fn refuse_file<T>(&mut self, index: Option<usize>, what: &str, refused: Refused) -> Result<T> {
+        let why = format!("the {what} descriptor {refused}");
+        self.around.disposal.close([refused.file]);
+        match index {
+            Some(index) => self.refuse_vring(index, why),
+            None => self.refuse(why),
+        }
     }
 
     /// The frontend does not keep to the protocol: the connection cannot go on.
     pub(crate) fn violated(&mut self, why: impl std::fmt::Display) {
-        log::error!("{}: {why}; disconnected", self.device.name());
+        say!(self.around.lines, Error, "{}: {why}; disconnected", self.device.name());
         self.device.count_fault(None);
         (0..self.vrings.len()).for_each(|index| self.device.signal_err(index));
     }
@@ -99,22 +147,24 @@ impl<D: Device> Session<D> {
         if (index as usize) < self.vrings.len() {
             return Ok(index as usize);
         }
-        let count = self.vrings.len();
-        self.refuse(format_args!("a message about vring {index}, expected 0 to {}", count - 1))
+        let last = self.vrings.len().saturating_sub(1);
+        self.refuse(format_args!("a message about vring {index}, expected 0 to {last}"))
     }
 
     /// Starts a vring if all is there that it needs. If that fails it stays stopped until there is a new kick, so that
     /// the frontend can put it right message by message.
     fn start(&mut self, index: usize) -> Result<()> {
         let result = self.try_start(index);
-        if result.is_err() {
-            self.vrings[index].kick = None;
+        if result.is_err()
+            && let Some(vring) = self.vrings.get_mut(index)
+        {
+            vring.kick = None;
         }
         result
     }
 
     fn try_start(&mut self, index: usize) -> Result<()> {
-        let vring = &self.vrings[index];
+        let Some(vring) = self.vrings.get(index) else { return Ok(()) };
         let enabled = vring.enabled.unwrap_or(self.acked & bits::PROTOCOL_FEATURES == 0);
         let (Some(addresses), Some(kick), true, false) = (vring.addresses, &vring.kick, enabled, vring.running) else {
             return Ok(());
@@ -129,24 +179,69 @@ impl<D: Device> Session<D> {
             Ok(base) => log::debug!("{}: queue {index} runs, {size} entries, base {base:#x}", self.device.name()),
             Err(why) => return self.refuse_vring(index, why),
         }
-        self.vrings[index].running = true;
+        if let Some(vring) = self.vrings.get_mut(index) {
+            vring.running = true;
+        }
         Ok(())
     }
 
     /// Stops a vring; it can go on where it was.
     fn stop(&mut self, index: usize) {
-        let vring = &mut self.vrings[index];
+        let Some(vring) = self.vrings.get_mut(index) else { return };
         if !std::mem::take(&mut vring.running) {
             return;
         }
         vring.base = self.device.stop(index, vring.kick.as_ref().and_then(Option::as_ref));
-        log::debug!("{}: queue {index} stopped, base {:#x}", self.device.name(), self.vrings[index].base);
+        log::debug!("{}: queue {index} stopped, base {:#x}", self.device.name(), vring.base);
+    }
+
+    /// Stops a vring, changes what is known of it, and starts it again, if it now has all that it needs.
+    fn change(&mut self, index: usize, change: impl FnOnce(&mut Vring)) -> Result<()> {
+        self.stop(index);
+        self.vrings.get_mut(index).map(change);
+        self.start(index)
+    }
+
+    /// Whether a vring is in use: what it was set up with does not change.
+    fn is_running(&self, index: usize) -> bool {
+        self.vrings.get(index).is_some_and(|vring| vring.running) && !self.device.has_fault(index)
+    }
+
+    /// One more region in a table, within the limits.
+    fn add(&mut self, table: &Table, file: &MemoryFile, [guest, len, user, offset]: [u64; 4]) -> Result<Table> {
+        let Limits { mapped, regions, .. } = *self.around.limits.lock();
+        if table.regions().len() >= regions {
+            return self.refuse(format_args!("more than {regions} memory regions (`limits.regions`)"));
+        }
+        let there: u64 = table.regions().iter().map(|region| region.mapped() as u64).sum();
+        let too_much = |len: u64| {
+            let more = there.saturating_add(len) > mapped;
+            more.then(|| {
+                format!("a memory region of {len:#x} bytes beside {there:#x}, expected {mapped:#x} at most (`limits.mapped`)")
+            })
+        };
+        // Before anything is mapped, and once more with its pages, which may be of a gigabyte.
+        if let Some(why) = too_much(len) {
+            return self.refuse(why);
+        }
+        let region = match file.map(offset, len, guest, user) {
+            Ok(region) => region,
+            Err(error) => return self.refuse(error),
+        };
+        if let Some(why) = too_much(region.mapped() as u64) {
+            return self.refuse(why);
+        }
+        match table.with(region) {
+            Ok(table) => Ok(table),
+            Err(error) => self.refuse(error),
+        }
     }
 
     /// Puts new memory in the place of the old one. Running queues go on in it where they were; the old one is unmapped
     /// before this returns.
     fn replace_memory(&mut self, memory: Table) -> Result<()> {
-        let mut running: Vec<usize> = (0..self.vrings.len()).filter(|&index| self.vrings[index].running).collect();
+        let vrings = self.vrings.iter().enumerate();
+        let mut running: Vec<usize> = vrings.filter(|(_, vring)| vring.running).map(|(index, _)| index).collect();
         running.iter().for_each(|&index| self.stop(index));
         // New memory does not mend what the driver has broken.
         running.retain(|&index| !self.device.has_fault(index));
@@ -160,13 +255,18 @@ impl<D: Device> Session<D> {
     }
 
     fn set_fd(&mut self, index: u8, file: Option<File>, err: bool) -> Result<()> {
-        let index = self.vring(index.into())?;
-        if let Some(file) = &file
-            && let Err(error) = sys::set_nonblocking(file.as_fd())
-        {
-            return self.refuse_vring(index, error);
-        }
-        self.device.set_fd(index, file.map(Call::new), err);
+        let index = match self.vring(index.into()) {
+            Ok(index) => index,
+            Err(error) => {
+                self.around.disposal.close(file);
+                return Err(error);
+            }
+        };
+        let call = match file.map(CallFd::new).transpose() {
+            Ok(fd) => fd.map(|fd| Call::new(fd, self.around.alarm.clone())),
+            Err(refused) => return self.refuse_file(Some(index), if err { "err" } else { "call" }, refused),
+        };
+        self.device.set_fd(index, call, err);
         Ok(())
     }
 
@@ -175,7 +275,9 @@ impl<D: Device> Session<D> {
     fn reset(&mut self) {
         for index in 0..self.vrings.len() {
             self.stop(index);
-            self.vrings[index] = Vring::default();
+            if let Some(vring) = self.vrings.get_mut(index) {
+                *vring = Vring::default();
+            }
         }
         self.acked = 0;
         self.device.reset();
@@ -193,8 +295,8 @@ impl<D: Device> Drop for Session<D> {
     fn drop(&mut self) {
         self.reset();
         for index in 0..self.vrings.len() {
-            let _ = self.set_fd(index as u8, None, false);
-            let _ = self.set_fd(index as u8, None, true);
+            self.device.set_fd(index, None, false);
+            self.device.set_fd(index, None, true);
         }
     }
 }
@@ -225,6 +327,16 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         if unknown != 0 {
             return self.refuse(format_args!("features {unknown:#x} acknowledged that were not offered"));
         }
+        // Rings run by what was acknowledged when they started. QEMU says the same again when a migration begins and ends; what
+        // differs has to come while they are stopped.
+        if features != self.acked
+            && let Some(index) = (0..self.vrings.len()).find(|&index| self.is_running(index))
+        {
+            let before = self.acked;
+            return self.refuse(format_args!(
+                "features {features:#x} while queue {index} runs with {before:#x}; expected after GET_VRING_BASE"
+            ));
+        }
         self.acked = features;
         Ok(())
     }
@@ -235,15 +347,28 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<UserAddress>>> {
-        let mut table = Table::default();
-        for (region, file) in regions.iter().zip(&files) {
-            // The structure is packed: fields are copied out.
-            let (offset, len, guest, user) =
-                (region.mmap_offset, region.memory_size, region.guest_phys_addr, region.user_addr);
-            match Region::map(file, offset, len, guest, user).and_then(|region| table.with(region)) {
-                Ok(more) => table = more,
-                Err(error) => return self.refuse(error),
+        if regions.len() != files.len() {
+            let (regions, count) = (regions.len(), files.len());
+            self.around.disposal.close(files);
+            return self.refuse(format_args!("{regions} memory regions with {count} descriptors"));
+        }
+        // All of them first: after one that is refused nothing is done with the others but closing them.
+        let mut memory = Vec::new();
+        let mut files = files.into_iter();
+        for file in files.by_ref() {
+            match MemoryFile::new(file) {
+                Ok(file) => memory.push(file),
+                Err(refused) => {
+                    self.around.disposal.close(files);
+                    return self.refuse_file(None, "memory", refused);
+                }
             }
+        }
+        let mut table = Table::default();
+        for (region, file) in regions.iter().zip(&memory) {
+            // The structure is packed: fields are copied out.
+            let at = [region.guest_phys_addr, region.memory_size, region.user_addr, region.mmap_offset];
+            table = self.add(&table, file, at)?;
         }
         self.replace_memory(table)?;
         Ok(None)
@@ -255,7 +380,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         if size == 0 || size > ringroad_ring::MAX_SIZE || !packed && !size.is_power_of_two() {
             return self.refuse_vring(index, SetupError::Size { size, packed });
         }
-        self.vrings[index].size = size;
+        let before = self.vrings.get(index).map_or(0, |vring| vring.size);
+        if size != before && self.is_running(index) {
+            let why = format!("size {size} while it runs with {before}; expected after GET_VRING_BASE");
+            return self.refuse_vring(index, why);
+        }
+        if let Some(vring) = self.vrings.get_mut(index) {
+            vring.size = size;
+        }
         Ok(())
     }
 
@@ -269,16 +401,13 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         _log: u64,
     ) -> Result<()> {
         let index = self.vring(index)?;
-        self.stop(index);
-        self.vrings[index].addresses = Some(Addresses { descriptor, driver: available, device: used });
-        self.start(index)
+        let addresses = Addresses { descriptor, driver: available, device: used };
+        self.change(index, |vring| vring.addresses = Some(addresses))
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         let index = self.vring(index)?;
-        self.stop(index);
-        self.vrings[index].base = base;
-        self.start(index)
+        self.change(index, |vring| vring.base = base)
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
@@ -288,16 +417,33 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         })?;
         self.stop(vring);
         self.device.end_notes(vring);
-        // The ring stays stopped until there is a new kick.
-        self.vrings[vring].kick = None;
-        Ok(VhostUserVringState::new(index, self.vrings[vring].base))
+        let base = self.vrings.get_mut(vring).map_or(0, |vring| {
+            // The ring stays stopped until there is a new kick.
+            vring.kick = None;
+            vring.base
+        });
+        Ok(VhostUserVringState::new(index, base))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let index = self.vring(index.into())?;
-        self.stop(index);
-        self.vrings[index].kick = Some(fd);
-        self.start(index)
+        let index = match self.vring(index.into()) {
+            Ok(index) => index,
+            Err(error) => {
+                self.around.disposal.close(fd);
+                return Err(error);
+            }
+        };
+        match fd.map(Kick::new).transpose() {
+            Ok(kick) => self.change(index, |vring| vring.kick = Some(kick)),
+            Err(refused) => {
+                // As if there was none: the old one is not what the frontend counts on.
+                self.stop(index);
+                if let Some(vring) = self.vrings.get_mut(index) {
+                    vring.kick = None;
+                }
+                self.refuse_file(Some(index), "kick", refused)
+            }
+        }
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -327,7 +473,9 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
         let index = self.vring(index)?;
-        self.vrings[index].enabled = Some(enable);
+        if let Some(vring) = self.vrings.get_mut(index) {
+            vring.enabled = Some(enable);
+        }
         if !enable {
             self.stop(index);
             return Ok(());
@@ -367,7 +515,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(ringroad_mem::SLOTS as u64)
+        Ok(self.around.limits.lock().regions.min(ringroad_mem::SLOTS) as u64)
     }
 
     fn add_mem_region(
@@ -376,12 +524,15 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<UserAddress>> {
-        let (offset, len, guest, user) =
-            (region.mmap_offset, region.memory_size, region.guest_phys_addr, region.user_addr);
-        match Region::map(&file, offset, len, guest, user).and_then(|region| self.memory.with(region)) {
-            Ok(table) => self.replace_memory(table).map(|()| None),
-            Err(error) => self.refuse(error),
-        }
+        let file = match MemoryFile::new(file) {
+            Ok(file) => file,
+            Err(refused) => return self.refuse_file(None, "memory", refused),
+        };
+        let memory = self.memory.clone();
+        let at = [region.guest_phys_addr, region.memory_size, region.user_addr, region.mmap_offset];
+        let table = self.add(&memory, &file, at)?;
+        drop(memory);
+        self.replace_memory(table).map(|()| None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     notes::{self, Notes},
     sys,
-    vhost_user::{Call, Device, Ring, Role, Socket, SocketError, bind},
+    vhost_user::{Access, Call, Device, Kick, Limits, Place, Ring, Role, Socket, SocketConfig, SocketError, bind},
 };
 use log::Level;
 use parking_lot::Mutex;
@@ -22,8 +22,7 @@ use ringroad_vsock::{
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
     fmt::Arguments,
-    fs::{self, File},
-    io::{self, Read},
+    io,
     net::SocketAddr,
     os::fd::{AsFd, AsRawFd},
     path::{Path, PathBuf},
@@ -61,6 +60,10 @@ pub struct VsockConfig {
     pub connects: u32,
     /// Bytes that the kernel may keep for programs that do not read what the guest sends, beyond 8 KiB for each socket.
     pub socket_memory: usize,
+    /// What its frontend may use up.
+    pub limits: Limits,
+    /// Who may connect to its sockets.
+    pub access: Access,
 }
 
 impl VsockConfig {
@@ -78,6 +81,8 @@ impl VsockConfig {
             settings: Settings::default(),
             connects: 5000,
             socket_memory: 64 << 20,
+            limits: Limits::default(),
+            access: Access::default(),
         }
     }
 }
@@ -125,7 +130,7 @@ struct Vrings {
 /// Descriptors that tell a guest of something, or us.
 struct Notifiers {
     /// The guest has sent something.
-    kick: Mutex<Option<Arc<File>>>,
+    kick: Mutex<Option<Kick>>,
     unwait: EventFd,
     vrings: [Notifier; VRINGS],
 }
@@ -327,8 +332,7 @@ impl Host<HostRelay> for Around {
     fn clear(&self) {
         let _ = self.notifiers.unwait.read();
         if let Some(kick) = &*self.notifiers.kick.lock() {
-            // Whatever the frontend has sent, an eventfd as a rule: without waiting.
-            let _ = { &**kick }.read(&mut [0; 8]);
+            kick.clear();
         }
     }
 
@@ -348,6 +352,7 @@ pub struct VsockServer {
     guest: Arc<Guest>,
     hub: Arc<Hub<HostSide>>,
     socket: Option<Socket>,
+    host: Mutex<Option<Place>>,
 }
 
 impl VsockServer {
@@ -355,7 +360,8 @@ impl VsockServer {
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
-        let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
+        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
+        let (listener, host) = host.unzip();
         let mail = Arc::new(Mailbox::new(&worker.shared));
         let budget = Arc::new(Budget::new(&config, worker.shared.total.clone()));
         let lines = Arc::new(Lines::new());
@@ -389,11 +395,14 @@ impl VsockServer {
             memory: Mutex::default(),
         });
         worker.add(guest.clone(), listener).map_err(failed)?;
-        let mut server = VsockServer { guest: guest.clone(), hub: worker.hub.clone(), socket: None };
+        let hub = worker.hub.clone();
+        let mut server = VsockServer { guest: guest.clone(), hub, socket: None, host: Mutex::new(host) };
         let offer = config.features.bits();
         // Notes have one writer: only who has the socket opens them.
         let device = || Ok(VsockDevice { guest, offer, notes: Notes::open(name, &config.socket, VRINGS) });
-        server.socket = Some(Socket::start(name, &config.socket, config.role, told, device)?);
+        let VsockConfig { role, limits, access, .. } = config;
+        let at = SocketConfig { name, path: &config.socket, role, limits, access };
+        server.socket = Some(Socket::start(at, told, device)?);
         Ok(server)
     }
 
@@ -406,6 +415,12 @@ impl VsockServer {
         let Guest { name, mail, stack, ways, budget, .. } = &*self.guest;
         stack.set(config.settings);
         budget.set(config);
+        if let Some(socket) = &self.socket {
+            socket.set(config.limits, config.access)?;
+        }
+        if let Some(host) = &*self.host.lock() {
+            host.give(name, config.access)?;
+        }
         if !config.groups.is_empty() || stack.has_joined() {
             self.hub.join(stack, config.groups.clone());
         }
@@ -414,14 +429,14 @@ impl VsockServer {
         if before == config.host {
             return Ok(());
         }
-        let listener = config.host.as_deref().map(|path| bind(name, path)).transpose()?;
+        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
+        let (listener, host) = host.unzip();
         ways.lock().host.clone_from(&config.host);
         let (sender, listens) = mpsc::channel();
         mail.shared.control(Control::Listen(mail.guest, listener, sender));
         let _ = listens.recv();
-        if let Some(path) = before {
-            let _ = fs::remove_file(path);
-        }
+        // The place before is given up.
+        let _before = std::mem::replace(&mut *self.host.lock(), host);
         Ok(())
     }
 
@@ -448,9 +463,6 @@ impl Drop for VsockServer {
         let (sender, removed) = mpsc::channel();
         guest.mail.shared.control(Control::Remove(guest.mail.guest, sender));
         let _ = removed.recv();
-        if let Some(path) = &guest.ways.lock().host {
-            let _ = fs::remove_file(path);
-        }
     }
 }
 
@@ -488,7 +500,7 @@ impl Device for VsockDevice {
         Config { guest_cid: self.guest.cid }.bytes().to_vec()
     }
 
-    fn start(&self, index: usize, ring: Ring, kick: Option<&File>) -> Result<u32, String> {
+    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
         let Ring { memory, acked, size, addresses, base } = ring;
         let guest = &*self.guest;
         let mut vrings = guest.vrings.lock();
@@ -498,9 +510,7 @@ impl Device for VsockDevice {
             watched.map_err(|error| format!("cannot wait for its kick: {error}; expected an eventfd"))?;
         }
         if index == TX {
-            // To be waited for by others than the worker it must not make them wait when it is read.
-            let kick = kick.map(|kick| sys::set_nonblocking(kick.as_fd()).and_then(|()| kick.try_clone()));
-            *guest.notifiers.kick.lock() = kick.and_then(Result::ok).map(Arc::new);
+            *guest.notifiers.kick.lock() = kick.cloned();
         }
         let resumed = vrings.stopped.get(index) == Some(&Some(base));
         if index == TX && !resumed {
@@ -548,7 +558,7 @@ impl Device for VsockDevice {
         Ok(started)
     }
 
-    fn stop(&self, index: usize, kick: Option<&File>) -> u32 {
+    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
         let guest = &*self.guest;
         if let Some(kick) = kick.filter(|_| index != EVENT) {
             guest.mail.shared.unwatch(kick.as_raw_fd());

@@ -3,7 +3,7 @@
 
 use ringroad_host::{
     PortReport, Worker, WorkerConfig,
-    vhost_user::{Role, Server, VhostConfig},
+    vhost_user::{Access, Limits, Rate, Role, Server, VhostConfig},
 };
 use ringroad_mem::{Region, Span};
 use ringroad_net::{Config, Driver, DriverConfig, Features, bits};
@@ -13,14 +13,14 @@ use std::{
     fs,
     io::{self, ErrorKind, Read},
     os::{
-        fd::{AsRawFd, RawFd},
+        fd::{AsRawFd, OwnedFd, RawFd},
         unix::{
             fs::MetadataExt,
             net::{UnixListener, UnixStream},
         },
     },
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, Once},
+    sync::{Mutex, MutexGuard, Once, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -173,12 +173,18 @@ pub fn worker() -> Worker {
         log::set_logger(&LOG).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
     });
-    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap()
+    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 })
+        .unwrap()
 }
 
 /// The configuration space of all ports here.
 pub const CONFIG: Config =
     Config { mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]), link_up: true, queue_pairs: 1, mtu: 9001 };
+
+/// So much that tests of other things do not notice.
+const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
+pub const GENEROUS: Limits =
+    Limits { mapped: 1 << 40, regions: 509, connects: MUCH, messages: MUCH, refusals: MUCH, lines: MUCH };
 
 pub fn config(name: &str, socket: &Path) -> VhostConfig {
     VhostConfig {
@@ -190,7 +196,10 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
         mode: Mode::Switch,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        limits: Default::default(),
         tuning: Default::default(),
+        frontend: GENEROUS,
+        access: Access::default(),
     }
 }
 
@@ -204,10 +213,16 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(name: &str) -> Rig {
+        Rig::with_limits(name, GENEROUS)
+    }
+
+    /// The same with limits for port 0.
+    pub fn with_limits(name: &str, limits: Limits) -> Rig {
         let (worker, folder) = (worker(), Folder::new(name));
         let start = |index| {
             let config = config(&format!("{name}-{index}"), &folder.file(&format!("{index}.sock")));
-            Server::start(config, &worker).unwrap()
+            let frontend = if index == 0 { limits } else { config.frontend };
+            Server::start(VhostConfig { frontend, ..config }, &worker).unwrap()
         };
         Rig { servers: (0..3).map(start).collect(), name: name.to_owned(), folder, worker }
     }
@@ -276,6 +291,30 @@ pub fn exchange(a: &mut Guest, b: &mut Guest) {
         let sequence = b.send_to(a.mac);
         assert!(a.receives(b.mac, sequence), "a frame from {} to {} got lost", b.mac, a.mac);
     }
+}
+
+/// A descriptor as a file: sent to oneself, as std knows no other way from a library's types to its own.
+pub fn file_of(fd: &impl AsRawFd) -> fs::File {
+    let (from, to) = UnixStream::pair().unwrap();
+    from.send_with_fd(&[0u8][..], fd.as_raw_fd()).unwrap();
+    to.recv_with_fd(&mut [0]).unwrap().1.unwrap()
+}
+
+/// What a frontend can do to a descriptor that it has sent.
+pub fn set_blocking(fd: &impl AsRawFd) {
+    // Whatever it is: this is an ioctl that all files have.
+    UnixStream::from(OwnedFd::from(file_of(fd))).set_nonblocking(false).unwrap();
+}
+
+/// The daemon's ports end in time, whatever their frontends do.
+#[track_caller]
+pub fn ends_soon<T: Send + 'static>(rig: T) {
+    let (ended, result) = mpsc::channel();
+    thread::spawn(move || {
+        drop(rig);
+        let _ = ended.send(());
+    });
+    assert!(result.recv_timeout(PATIENCE).is_ok(), "a frontend holds up the end");
 }
 
 /// A file of so many bytes.

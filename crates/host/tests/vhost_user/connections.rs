@@ -4,13 +4,20 @@ use crate::{
     LAYOUTS, NOBODY,
     common::{request::*, *},
 };
-use ringroad_host::vhost_user::{Role, Server, SocketError, VhostConfig};
+use ringroad_host::vhost_user::{Access, Role, Server, SocketError, VhostConfig};
+use socket2::{Domain, SockAddr, Socket, Type};
 use std::{
     fs,
     io::Write,
-    os::unix::{self, net::UnixListener},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            self,
+            fs::MetadataExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
     path::Path,
-    sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
@@ -69,17 +76,6 @@ fn a_frontend_that_comes_back_at_once() {
         assert_ne!(peer.ask_u64(GET_FEATURES), 0, "round {round}");
     }
     assert!(!log_of(&rig.victim()).iter().any(|line| line.contains("turned away")));
-}
-
-/// The daemon's ports end in time, whatever their frontends do.
-#[track_caller]
-fn ends_soon(rig: Rig) {
-    let (ended, result) = mpsc::channel();
-    thread::spawn(move || {
-        drop(rig);
-        let _ = ended.send(());
-    });
-    assert!(result.recv_timeout(PATIENCE).is_ok(), "a frontend that does nothing holds up the end");
 }
 
 #[test]
@@ -173,6 +169,63 @@ fn socket_paths() {
         assert!(matches!(error, SocketError::Bind { .. }), "{error:?}");
         assert!(error.to_string().contains(&format!("port paths-bind: cannot make socket {}", path.display())));
     }
+}
+
+#[test]
+fn a_socket_is_for_whom_it_should_be_and_goes_with_its_owner() {
+    let (worker, folder) = (worker(), Folder::new("access"));
+    let start = |name: &str, access| {
+        let path = folder.file(name);
+        let server =
+            Server::start(VhostConfig { access, ..config(&format!("access-{name}"), &path) }, &worker).unwrap();
+        (server, fs::symlink_metadata(path).unwrap())
+    };
+    let (_server, data) = start("plain", Access::default());
+    assert_eq!(data.mode() & 0o7777, 0o600, "whatever the umask");
+    let own = (data.uid(), data.gid());
+    let access = Access { mode: 0o666, owner: Some(own.0), group: Some(own.1) };
+    let (server, data) = start("given", access);
+    assert_eq!((data.mode() & 0o7777, data.uid(), data.gid()), (0o666, own.0, own.1));
+    if own.0 == 0 {
+        let (_server, data) = start("other", Access { mode: 0o640, owner: Some(12345), group: Some(54321) });
+        assert_eq!((data.mode() & 0o7777, data.uid(), data.gid()), (0o640, 12345, 54321));
+    }
+    let _peer = Peer::connect(&folder.file("given"));
+    logged("access-given", &["INFO", &format!("frontend connected, process {}, user {}", std::process::id(), own.0)]);
+    // Somebody has put another one in its place: that stays.
+    fs::remove_file(folder.file("given")).unwrap();
+    let _theirs = UnixListener::bind(folder.file("given")).unwrap();
+    drop(server);
+    assert!(folder.file("given").exists());
+}
+
+#[test]
+fn a_frontend_whose_backlog_is_full() {
+    let (worker, folder) = (worker(), Folder::new("backlog"));
+    let path = folder.file("full.sock");
+    let full = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    full.bind(&SockAddr::unix(&path).unwrap()).unwrap();
+    full.listen(0).unwrap();
+    let _waits = UnixStream::connect(&path).unwrap();
+    let start = |role| Server::start(VhostConfig { role, ..config("backlog", &path) }, &worker);
+    let client = start(Role::Client).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    ends_soon(client);
+    // Nor does it hold up who looks whether somebody listens there.
+    let begin = Instant::now();
+    assert!(matches!(start(Role::Server).map(drop), Err(SocketError::InUse { .. })));
+    assert!(begin.elapsed() < Duration::from_secs(1));
+    // When there is room again, it connects.
+    let client = start(Role::Client).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    let listener = UnixListener::from(OwnedFd::from(full));
+    listener.set_nonblocking(true).unwrap();
+    let mut came = 0;
+    assert!(within(PATIENCE, || {
+        came += u32::from(listener.accept().is_ok());
+        came == 2
+    }));
+    ends_soon(client);
 }
 
 #[test]

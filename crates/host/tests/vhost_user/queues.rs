@@ -6,28 +6,29 @@ use crate::{
 };
 use ringroad_net::bits;
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io::{ErrorKind, Write},
-    os::{
-        fd::AsRawFd,
-        unix::{fs::OpenOptionsExt, net::UnixStream},
-    },
+    os::{fd::AsRawFd, unix::net::UnixStream},
 };
 
 #[test]
 fn a_call_descriptor_that_is_full() {
     let rig = Rig::new("call");
     let mut others = rig.others();
-    let (_reader, writer) = std::io::pipe().unwrap();
-    // By a description of its own, so that the one that is passed is a blocking one.
-    let filler = format!("/proc/self/fd/{}", writer.as_raw_fd());
-    let mut filler = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(filler).unwrap();
-    while filler.write(&[0; 4096]).is_ok() {}
-    assert_eq!(filler.write(&[0]).unwrap_err().kind(), ErrorKind::WouldBlock);
+    // An eventfd and, as User-Mode Linux sends, a socket.
+    let eventfd = eventfd();
+    eventfd.write(u64::MAX - 1).unwrap();
+    let (_reader, writer) = UnixStream::pair().unwrap();
+    writer.set_nonblocking(true).unwrap();
+    while (&writer).write(&[0; 4096]).is_ok() {}
+    assert_eq!((&writer).write(&[0]).unwrap_err().kind(), ErrorKind::WouldBlock);
     let mut guest = rig.guest(0, SPLIT);
-    for index in 0..2 {
-        guest.peer.ok(SET_VRING_CALL, &longs(&[index]), &[writer.as_raw_fd()]);
+    let full = [eventfd.as_raw_fd(), writer.as_raw_fd()];
+    for (index, fd) in full.into_iter().enumerate() {
+        guest.peer.ok(SET_VRING_CALL, &longs(&[index as u64]), &[fd]);
     }
+    // Not for us: it has the same open file.
+    writer.set_nonblocking(false).unwrap();
     let before = rig.report(0);
     for _ in 0..20 {
         exchange(&mut guest, &mut others.0);
@@ -37,7 +38,7 @@ fn a_call_descriptor_that_is_full() {
     assert!(after.received.notifications > before.received.notifications, "nobody tried to write");
     assert!(after.sent.notifications > before.sent.notifications, "nobody tried to write");
     // And one whose other end is closed.
-    let (reader, writer) = std::io::pipe().unwrap();
+    let (reader, writer) = UnixStream::pair().unwrap();
     guest.peer.ok(SET_VRING_CALL, &longs(&[1]), &[writer.as_raw_fd()]);
     drop(reader);
     exchange(&mut guest, &mut others.0);
@@ -54,7 +55,7 @@ fn a_kick_descriptor_that_cannot_be_waited_for() {
     guest.peer.refused(SET_VRING_KICK, &longs(&[1]), &[file.as_raw_fd()]);
     assert!(guest.vrings[1].failed());
     rig.expect_faults(1);
-    logged(&rig.victim(), &["ERROR", "queue 1: cannot wait for its kick", "expected an eventfd"]);
+    logged(&rig.victim(), &["ERROR", "queue 1: the kick descriptor is ", "/file, expected an eventfd"]);
     others.work();
     // Stopped where it was, and good for another try.
     let base = guest.peer.get_base(1);

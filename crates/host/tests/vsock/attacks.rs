@@ -6,6 +6,7 @@ use crate::common::{self, Peer, Vring, longs, mem_table, request::*, words};
 use ringroad_vsock::{Driver, DriverConfig, Inlet, Link, Payload};
 use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
+    collections::VecDeque,
     ops::Range,
     os::fd::AsRawFd,
     sync::{
@@ -26,7 +27,10 @@ struct Pair {
 
 impl Pair {
     fn new(change: impl FnOnce(&mut VsockConfig)) -> Pair {
-        let rig = Rig::new();
+        Pair::of(Rig::new(), change)
+    }
+
+    fn of(rig: Rig, change: impl FnOnce(&mut VsockConfig)) -> Pair {
         let mut attacker = VsockConfig {
             name: rig.config.name.replace("test", "attacker"),
             host: Some(rig.folder.0.join("attacker-host")),
@@ -218,49 +222,65 @@ impl Attacker {
     }
 }
 
-/// What a victim may wait on a busy machine, half of the time and nearly always, whatever others do.
-const HALF: Duration = Duration::from_millis(4);
+/// What a victim may wait on a busy machine, whatever others do: half of the time, nearly always, and ever.
+const HALF: Duration = Duration::from_millis(2);
 const NEARLY_ALL: Duration = Duration::from_millis(40);
+const EVER: Duration = Duration::from_millis(100);
+
+/// Measures a victim without an attack and beside it, while no other test runs. Others may use the machine: one measurement
+/// of three in which the victim had to wait little is enough.
+#[track_caller]
+fn waits_little(measure: impl Fn(&Pair) -> (Spread, Spread)) {
+    let _alone = COMPANY.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut found = Vec::new();
+    for _ in 0..3 {
+        let pair = Pair::of(Rig::alone(Vec::new()), |_| {});
+        let (before, beside) = measure(&pair);
+        let little = beside.p50 < HALF.max(5 * before.p50)
+            && beside.p99 < NEARLY_ALL.max(5 * before.p99)
+            && beside.most < EVER.max(5 * before.most);
+        println!("before: {before:?}, beside: {beside:?}, {:?}", pair.server.sockets());
+        if little {
+            return;
+        }
+        found.push((before, beside));
+    }
+    panic!("before an attack and beside it: {found:#?}");
+}
 
 #[test]
 fn a_guest_that_sends_requests_without_end_takes_its_own_time_only() {
-    let pair = Pair::new(|_| {});
-    let quiet = pair.rig.to_guest(9);
-    let mut attacker = pair.attacker();
-    let listener = pair.listen_on_host(7);
-    let before = pair.beside(1, Duration::from_millis(500), |_| {});
-    let after = pair.beside(2, Duration::from_secs(2), |stop| {
-        let mut port = 0;
-        while !stop.load(Ordering::Relaxed) {
-            while attacker.put(Attacker::header(Op::Request, port, 7), &[]) {
-                port += 1;
+    waits_little(|pair| {
+        let quiet = pair.rig.to_guest(9);
+        let mut attacker = pair.attacker();
+        let _listener = pair.listen_on_host(7);
+        let before = pair.beside(1, Duration::from_millis(500), |_| {});
+        let beside = pair.beside(2, Duration::from_secs(2), |stop| {
+            let mut port = 0;
+            while !stop.load(Ordering::Relaxed) {
+                while attacker.put(Attacker::header(Op::Request, port, 7), &[]) {
+                    port += 1;
+                }
+                attacker.kick();
+                attacker.take(|_| {});
+                thread::sleep(Duration::from_micros(50));
             }
-            attacker.kick();
-            attacker.take(|_| {});
-            thread::sleep(Duration::from_micros(50));
-        }
-        assert!(port > 10_000, "{port} requests are no attack");
+            assert!(port > 10_000, "{port} requests are no attack");
+        });
+        // It had its share, and what is beyond that was refused.
+        let report = pair.server.sockets();
+        assert!(report.refused > 1000, "{report:?}");
+        exchange(&quiet.0, &quiet.1);
+        (before, beside)
     });
-    drop(listener);
-    println!("before: {before:?}, beside: {after:?}, {:?}", pair.server.sockets());
-    assert!(
-        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
-        "{before:?}, {after:?}"
-    );
-    // It had its share, and what is beyond that was refused.
-    let report = pair.server.sockets();
-    assert!(report.refused > 1000, "{report:?}");
-    exchange(&quiet.0, &quiet.1);
 }
 
 #[test]
 fn a_guest_with_many_busy_sockets_takes_its_own_time_only() {
-    const MANY: u32 = 1000;
-    let pair = Pair::new(|_| {});
-    let mut attacker = pair.attacker();
-    // So many programs, each with something to say, and a guest that has no room for it yet.
-    let programs: Vec<_> = (0..MANY)
-        .map(|port| {
+    waits_little(|pair| {
+        let mut attacker = pair.attacker();
+        // So many programs, each with something to say, and a guest that has no room for it yet.
+        let connect = |port| {
             let mut program = pair.program();
             program.set_nonblocking(true).unwrap();
             program.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
@@ -273,24 +293,21 @@ fn a_guest_with_many_busy_sockets_takes_its_own_time_only() {
             attacker.send(VsockHdr { buf_alloc: 0, ..header }, &[]);
             while program.write(&[7; 16 << 10]).is_ok() {}
             (program, port, connected.unwrap())
-        })
-        .collect();
-    let before = pair.beside(1, Duration::from_millis(300), |_| {});
-    let got = AtomicUsize::new(0);
-    let after = pair.beside(2, Duration::from_millis(300), |stop| {
-        for &(_, port, host) in &programs {
-            attacker.send(Attacker::header(Op::CreditUpdate, port, host), &[]);
-        }
-        while !stop.load(Ordering::Relaxed) {
-            attacker.take(|header| _ = got.fetch_add(header.len as usize, Ordering::Relaxed));
-        }
+        };
+        let programs: Vec<_> = (0..1000).map(connect).collect();
+        let before = pair.beside(1, Duration::from_millis(300), |_| {});
+        let got = AtomicUsize::new(0);
+        let beside = pair.beside(2, Duration::from_millis(300), |stop| {
+            for &(_, port, host) in &programs {
+                attacker.send(Attacker::header(Op::CreditUpdate, port, host), &[]);
+            }
+            while !stop.load(Ordering::Relaxed) {
+                attacker.take(|header| _ = got.fetch_add(header.len as usize, Ordering::Relaxed));
+            }
+        });
+        assert!(got.into_inner() > 1 << 20, "the attacker is served too");
+        (before, beside)
     });
-    println!("before: {before:?}, beside: {after:?}, {got:?} bytes");
-    assert!(got.into_inner() > 1 << 20, "the attacker is served too");
-    assert!(
-        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
-        "{before:?}, {after:?}"
-    );
 }
 
 #[test]
@@ -360,36 +377,32 @@ fn a_program_is_heard_at_once_however_many_have_only_said_half() {
 
 #[test]
 fn a_crowd_that_never_ends_takes_its_own_guests_time_only() {
-    let pair = Pair::new(|_| {});
-    let path = pair.attacker.host.clone().unwrap();
-    let address = socket2::SockAddr::unix(path).unwrap();
-    let before = pair.beside(1, Duration::from_millis(500), |_| {});
-    let mut came = 0;
-    let after = pair.beside(2, Duration::from_secs(2), |stop| {
-        // The last ones are kept open, so that it is not they who go.
-        let mut crowd = std::collections::VecDeque::new();
-        while !stop.load(Ordering::Relaxed) {
-            let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
-            socket.set_nonblocking(true).unwrap();
-            if socket.connect(&address).is_ok() {
-                came += 1;
-                let _ = socket.send(b"CONNECT 1");
-                crowd.push_back(socket);
-            } else {
-                thread::yield_now();
+    waits_little(|pair| {
+        let address = socket2::SockAddr::unix(pair.attacker.host.as_ref().unwrap()).unwrap();
+        let before = pair.beside(1, Duration::from_millis(500), |_| {});
+        let mut came = 0;
+        let beside = pair.beside(2, Duration::from_secs(2), |stop| {
+            // The last ones are kept open, so that they do not go by themselves.
+            let mut crowd = VecDeque::new();
+            while !stop.load(Ordering::Relaxed) {
+                let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+                socket.set_nonblocking(true).unwrap();
+                if socket.connect(&address).is_ok() {
+                    came += 1;
+                    let _ = socket.send(b"CONNECT 1");
+                    crowd.push_back(socket);
+                } else {
+                    thread::yield_now();
+                }
+                if crowd.len() > 2000 {
+                    crowd.pop_front();
+                }
             }
-            if crowd.len() > 2000 {
-                crowd.pop_front();
-            }
-        }
+        });
+        assert!(came > 5000, "{came} are no crowd");
+        assert!(pair.server.sockets().open <= 257 && pair.server.sockets().turned_away > 1000);
+        (before, beside)
     });
-    println!("before: {before:?}, beside {came}: {after:?}, {:?}", pair.server.sockets());
-    assert!(came > 5000, "{came} are no crowd");
-    assert!(pair.server.sockets().open <= 257 && pair.server.sockets().turned_away > 1000);
-    assert!(
-        after.p50 < HALF.max(5 * before.p50) && after.p99 < NEARLY_ALL.max(5 * before.p99),
-        "{before:?}, {after:?}"
-    );
 }
 
 #[test]

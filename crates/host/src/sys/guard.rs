@@ -1,0 +1,280 @@
+//! Calls on a peer's descriptor that end in time, whatever the peer does to it.
+//!
+//! A notification is a `write` to an eventfd (or a socket) that a frontend has handed over. The frontend has the same open
+//! file: it can fill the counter up to 2⁶⁴ − 2 and clear O_NONBLOCK, at any time, and the next `write` waits until the
+//! frontend reads. What was considered against that:
+//!
+//! - Looking first (the flags, `poll`, the counter in fdinfo) is a race that the frontend can win, at one more system call.
+//! - RWF_NOWAIT: `eventfd_write` looks at the file's O_NONBLOCK only (it is no `write_iter`); `pwritev2` refuses it.
+//! - `eventfd_signal` in the kernel never waits, but is only reached by an asynchronous operation that completes (io_submit with
+//!   IOCB_FLAG_RESFD, io_uring with a registered eventfd): two or three times the cost of the `write`, for each notification
+//!   of every guest, by interfaces that many hosts turn off.
+//! - A descriptor of our own with a thread that passes notifications on: a switch of threads for each notification.
+//! - A thread that looks after those that signal, and interrupts the one that hangs. That is this module: a notification
+//!   costs two stores more, nothing else, and the frontend cannot win: what has waited was interrupted (`EINTR` is an
+//!   answer that an eventfd gives to those only that wait), so that the caller knows, and disconnects it.
+//!
+//! A `write` that waits is interrupted after one to two ticks of 2 ms. The thread ticks as long as anybody signals and a little
+//! longer; then it sleeps until the next notification wakes it.
+
+use std::{
+    cell::OnceCell,
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, Thread},
+    time::Duration,
+};
+
+/// How often the guard looks.
+const TICK: Duration = Duration::from_millis(2);
+/// After so many looks at which nobody had signalled it sleeps.
+const LINGER: u32 = 25;
+
+/// Adds one to a peer's eventfd. `WouldBlock`: it is full, so that the peer is notified already. `Interrupted`: it would have
+/// waited, which only a peer brings about that wants that.
+#[inline]
+pub(crate) fn add_one(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let one = 1u64.to_ne_bytes();
+    // SAFETY: the kernel reads eight bytes of a private array.
+    let result = guarded(|| unsafe { libc::write(fd.as_raw_fd(), one.as_ptr().cast(), one.len()) });
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// The same for a socket: eight bytes, a one.
+pub(crate) fn send_one(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let one = 1u64.to_ne_bytes();
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the kernel reads eight bytes of a private array.
+    let result = guarded(|| unsafe { libc::send(fd.as_raw_fd(), one.as_ptr().cast(), one.len(), flags) });
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Takes what a peer's eventfd has, if it has anything. Nothing here waits: `eventfd_read` knows RWF_NOWAIT (Linux 5.8).
+pub(crate) fn drain(fd: BorrowedFd<'_>) {
+    let mut value = [0u8; 8];
+    let piece = libc::iovec { iov_base: value.as_mut_ptr().cast(), iov_len: value.len() };
+    // SAFETY: one piece, which describes a private array of eight bytes. Position -1: the file has none.
+    unsafe { libc::preadv2(fd.as_raw_fd(), &piece, 1, -1, libc::RWF_NOWAIT) };
+}
+
+/// Starts the thread that looks after the others, if there is none. To be called before there can be a notification.
+pub(crate) fn start() -> io::Result<()> {
+    static STARTING: Mutex<()> = Mutex::new(());
+    let _starting = lock(&STARTING);
+    if GUARD.get().is_some() {
+        return Ok(());
+    }
+    install_handler()?;
+    let guard = thread::Builder::new().name("guard".into()).stack_size(64 << 10).spawn(watch)?;
+    let _ = GUARD.set(guard.thread().clone());
+    Ok(())
+}
+
+static GUARD: OnceLock<Thread> = OnceLock::new();
+/// The guard sleeps: whoever signals wakes it first.
+static ASLEEP: AtomicBool = AtomicBool::new(false);
+static SLOTS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
+
+/// A thread that signals.
+struct Slot {
+    thread: libc::pid_t,
+    /// Odd while it is in a call.
+    turn: AtomicU64,
+    /// Its turn at the guard's last look.
+    seen: AtomicU64,
+}
+
+/// A thread's own hold of its slot. It ends with the thread, so that nobody else of that number is interrupted.
+struct Mine(Arc<Slot>);
+
+impl Mine {
+    fn new() -> Mine {
+        // SAFETY: no memory is involved.
+        let thread = unsafe { libc::gettid() };
+        unblock();
+        let slot = Arc::new(Slot { thread, turn: AtomicU64::new(0), seen: AtomicU64::new(0) });
+        lock(&SLOTS).push(slot.clone());
+        Mine(slot)
+    }
+}
+
+impl Drop for Mine {
+    fn drop(&mut self) {
+        lock(&SLOTS).retain(|slot| !Arc::ptr_eq(slot, &self.0));
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+#[inline]
+fn guarded<T>(call: impl Fn() -> T) -> T {
+    thread_local!(static MINE: OnceCell<Mine> = const { OnceCell::new() });
+    MINE.with(|mine| {
+        let slot = &*mine.get_or_init(Mine::new).0;
+        // Sequentially consistent, as is what the guard does before it sleeps: either it sees that there is a call, or we see
+        // that it sleeps.
+        slot.turn.fetch_add(1, Ordering::SeqCst);
+        if ASLEEP.load(Ordering::SeqCst) {
+            wake();
+        }
+        let result = call();
+        slot.turn.fetch_add(1, Ordering::Relaxed);
+        result
+    })
+}
+
+#[cold]
+fn wake() {
+    if ASLEEP.swap(false, Ordering::SeqCst)
+        && let Some(guard) = GUARD.get()
+    {
+        guard.unpark();
+    }
+}
+
+fn watch() {
+    let mut idle = 0;
+    loop {
+        thread::sleep(TICK);
+        if look() {
+            idle = 0;
+            continue;
+        }
+        idle += 1;
+        if idle < LINGER {
+            continue;
+        }
+        ASLEEP.store(true, Ordering::SeqCst);
+        if look() {
+            ASLEEP.store(false, Ordering::SeqCst);
+        }
+        while ASLEEP.load(Ordering::SeqCst) {
+            thread::park();
+        }
+        idle = 0;
+    }
+}
+
+/// Interrupts those that have been in the same call at the last look. Says whether anybody has signalled since then, or does.
+fn look() -> bool {
+    let mut active = false;
+    for slot in &*lock(&SLOTS) {
+        let turn = slot.turn.load(Ordering::SeqCst);
+        let seen = slot.seen.swap(turn, Ordering::Relaxed);
+        let inside = !turn.is_multiple_of(2);
+        active |= inside || turn != seen;
+        if inside && turn == seen {
+            // Once more at each look: a signal that comes just before the call begins to wait does not end it.
+            // SAFETY: no memory is involved; the thread is one of this process, as its slot is in the list.
+            unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), slot.thread, interruption()) };
+        }
+    }
+    active
+}
+
+/// A signal that nothing else uses.
+fn interruption() -> libc::c_int {
+    libc::SIGRTMIN() + 5
+}
+
+fn install_handler() -> io::Result<()> {
+    extern "C" fn nothing(_signal: libc::c_int) {}
+    // SAFETY: zeros are a valid sigaction; the handler has the signature that goes without SA_SIGINFO, and does nothing. Without
+    // SA_RESTART, so that the call that it interrupts ends.
+    let result = unsafe {
+        let mut action = std::mem::zeroed::<libc::sigaction>();
+        action.sa_sigaction = nothing as *const () as usize;
+        libc::sigemptyset(&mut action.sa_mask);
+        libc::sigaction(interruption(), &action, std::ptr::null_mut())
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whoever has started this thread may have blocked all signals.
+fn unblock() {
+    // SAFETY: a set that is initialised before it is read.
+    unsafe {
+        let mut set = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, interruption());
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{io::ErrorKind, os::fd::AsFd, os::unix::net::UnixStream, time::Instant};
+    use vmm_sys_util::eventfd::EventFd;
+
+    fn full() -> EventFd {
+        let eventfd = EventFd::new(0).unwrap();
+        eventfd.write(u64::MAX - 1).unwrap();
+        eventfd
+    }
+
+    #[test]
+    fn what_would_wait_is_interrupted_each_time() {
+        start().unwrap();
+        let eventfd = full();
+        for round in 0..20 {
+            // Also when the guard has gone to sleep.
+            thread::sleep(if round < 3 { TICK * (LINGER + 10) } else { Duration::ZERO });
+            let begin = Instant::now();
+            let error = add_one(crate::sys::borrow(&eventfd)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Interrupted);
+            assert!(begin.elapsed() < Duration::from_millis(500), "{:?}", begin.elapsed());
+        }
+        assert_eq!(eventfd.read().unwrap(), u64::MAX - 1, "nothing was added");
+        add_one(crate::sys::borrow(&eventfd)).unwrap();
+        assert_eq!(eventfd.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn several_at_once_with_flags_that_change() {
+        start().unwrap();
+        let eventfd = Arc::new(full());
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                let eventfd = eventfd.clone();
+                thread::spawn(move || {
+                    (0..50).for_each(|_| {
+                        let kind = add_one(crate::sys::borrow(&eventfd)).unwrap_err().kind();
+                        assert!(matches!(kind, ErrorKind::Interrupted | ErrorKind::WouldBlock));
+                    });
+                })
+            })
+            .collect();
+        let begin = Instant::now();
+        while !threads.iter().all(|thread| thread.is_finished()) {
+            assert!(begin.elapsed() < Duration::from_secs(10));
+            for flags in [0, libc::O_NONBLOCK] {
+                // SAFETY: flags of an open descriptor; no memory is involved.
+                unsafe { libc::fcntl(eventfd.as_raw_fd(), libc::F_SETFL, flags) };
+            }
+        }
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    #[test]
+    fn an_empty_eventfd_and_a_full_socket_make_nobody_wait() {
+        start().unwrap();
+        let eventfd = EventFd::new(0).unwrap();
+        drain(crate::sys::borrow(&eventfd));
+        eventfd.write(3).unwrap();
+        drain(crate::sys::borrow(&eventfd));
+        drain(crate::sys::borrow(&eventfd));
+        // Both ends block, as a frontend can make ours at any time.
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let refused = (0..100_000).find_map(|_| send_one(ours.as_fd()).err()).unwrap();
+        assert_eq!(refused.kind(), ErrorKind::WouldBlock);
+        drop(theirs);
+        assert_eq!(send_one(ours.as_fd()).unwrap_err().kind(), ErrorKind::BrokenPipe);
+    }
+}
