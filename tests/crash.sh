@@ -10,12 +10,12 @@
 #           ends within 2 s; at the end every buffer must have come back, of both queues (what the device says with
 #           GET_VRING_BASE is compared with what the driver got). N kills in all (default 1000, --quick 40)
 #   dpdk    DPDK's driver (testpmd, virtio-user, server=1: it makes the socket, and the daemon comes back to it) sends back what
-#           blast sends: {split, packed} × in_order. N/5 kills (--quick 8)
+#           blast sends: {split, packed} × in_order. N/5 kills in all (--quick 12)
 #   qemu    a Linux guest under QEMU with reconnect-ms=200, packed and split: two TCP connections with the host, one each way,
 #           go on over N/5 kills each (--quick 8), with equal SHA-256 at the end; how long until a ping is answered again
 #   uml     User-Mode Linux does not come back to a device that has gone: it must not go down with it either
 #   vsock   a guest's end of a vsock device, ours (`ringroad vsock echo --reconnect`): connections end, an echo works again.
-#           N/20 kills for each layout (--quick 4)
+#           N/20 kills for each layout (--quick 2)
 #
 # A kill comes at a random moment, up to 20 ms after frames flow. $RINGROAD is the program (default target/release/ringroad).
 # Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
@@ -481,6 +481,51 @@ dpdk_part() {
     for in_order in 0 1; do
       check "dpdk packed_vq=$packed in_order=$in_order" dpdk_one "$each" $packed $in_order || true
     done
+  done
+}
+
+# --- vsock ------------------------------------------------------------------------------------------------------------
+
+echoes() { "$vsock" connect "$state/guest.host" 7 echo 10000 >/dev/null 2>&1; }
+
+over() { # PID: a connection that was there when the device was killed
+  await 5 "end of a connection that was there at kill $kill" gone "$1" || return 1
+  ! wait "$1" || { echo "a connection went on over kill $kill"; return 1; }
+}
+
+vsock_one() { # N, LAYOUT
+  local number=$1 kill=0 driver load begun times=()
+  printf '[[vsock]]\ncid = 3\nsocket = "%s"\nhost = "%s"\n' "$state/guest.sock" "$state/guest.host" >"$state/ringroad.toml"
+  start_daemon || return 1
+  "$ringroad" -v vsock echo "$state/guest.sock" 7 --ring "$2" --reconnect >"$state/echo.log" 2>&1 &
+  driver=$!
+  ours+=($driver)
+  await 5 "echo" echoes || return 1
+  for ((kill = 1; kill <= number; kill++)); do
+    # Far more than there is time for.
+    "$vsock" connect "$state/guest.host" 7 echo 100000000000 >"$state/load" 2>&1 &
+    load=$!
+    ours+=($load)
+    some_time
+    kill_daemon || return 1
+    begun=$(now)
+    spawn_daemon
+    over $load || return 1
+    await "$patience" "echo after kill $kill" echoes || return 1
+    times+=($((($(now) - begun) / 1000)))
+    running $driver || { echo "the driver has ended"; return 1; }
+  done
+  [ "$(grep -c 'is back after' "$state/echo.log")" = "$number" ] || { echo "not as many reconnections as kills"; return 1; }
+  end $driver
+  ours=()
+  stop_daemon || return 1
+  figure="$number kills, an echo after $(printf '%s\n' "${times[@]}" | spread) ms"
+}
+
+vsock_part() {
+  local layout
+  for layout in split packed; do
+    check "vsock $layout" vsock_one "$(share 20)" $layout || true
   done
 }
 

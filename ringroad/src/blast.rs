@@ -147,7 +147,8 @@ fn rate(text: &str) -> Result<f64, String> {
     }
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
+/// A number of seconds.
+pub fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
         _ => Err(format!("expected a number of seconds above 0, found {text}")),
