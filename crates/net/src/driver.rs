@@ -142,6 +142,17 @@ macro_rules! queue_calls {
             self.queue.addresses
         }
 
+        /// Where a device that knows nothing of this queue has to go on, as SET_VRING_BASE carries it. Meaningful while no device
+        /// works on it.
+        pub fn base(&self) -> u32 {
+            self.queue.ring.base()
+        }
+
+        /// How many buffers a device that has stopped at this base (GET_VRING_BASE) took and never gave back: 0, if none was lost.
+        pub fn missing(&self, base: u32) -> u32 {
+            self.queue.ring.missing(base)
+        }
+
         /// Whether the device wants to be notified of what was published since the last call.
         #[inline]
         pub fn wants_notification(&mut self) -> bool {

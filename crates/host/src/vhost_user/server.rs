@@ -161,12 +161,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Obeys SET_VRING_ENABLE where the `vhost` crate would not: QEMU sends it as soon as there are protocol features, but the
-/// crate wants to have seen SET_FEATURES. `false`: something else comes next.
+/// crate wants to have seen SET_FEATURES; and DPDK's driver, as the server, disables its vrings before all else when a device
+/// has come back. `false`: something else comes next.
 fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
     const REQUEST: u32 = 18;
     const NEED_REPLY: u32 = 1 << 3;
     let mut session = lock(session);
-    if !session.is_early() {
+    if !session.is_early(false) {
         return Ok(false);
     }
     // Request, flags, size of what follows; vring, 0 or 1.
@@ -174,6 +175,9 @@ fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<
     let len = sys::peek(socket.as_fd(), message.as_flattened_mut())?;
     let [request, flags, size, vring, enable] = message.map(u32::from_ne_bytes);
     if len < size_of_val(&message) || request != REQUEST || flags & !NEED_REPLY != VERSION || size != 8 || enable > 1 {
+        return Ok(false);
+    }
+    if !session.is_early(enable == 1) {
         return Ok(false);
     }
     socket.read_exact(message.as_flattened_mut())?;
