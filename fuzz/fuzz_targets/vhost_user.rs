@@ -49,7 +49,7 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         poll: Poll::For(Duration::ZERO),
         limits: Default::default(),
         tuning: Default::default(),
-        limits: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
+        frontend: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
         access: Access::default(),
     };
     let server = Server::start(config, &worker).unwrap();

@@ -289,7 +289,7 @@ impl Pieces {
         let mut added = 0;
         let room = self.list.get_mut(self.len..).unwrap_or_default();
         let count = room.len().min(pieces.len());
-        for (place, piece) in room.iter_mut().zip(pieces).take(count) {
+        for (place, piece) in room.get_mut(..count).unwrap_or_default().iter_mut().zip(pieces) {
             let Some((address, len)) = piece else { break };
             let span =
                 if CACHE { whole.part(address.wrapping_sub(guest), len) } else { memory.search(address, len as usize) };

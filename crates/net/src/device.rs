@@ -542,7 +542,8 @@ impl RxQueue {
             self.ring.give(chains);
             self.given = done;
         }
-        let bytes: u64 = chains.iter().take(done).map(|chain| u64::from(chain.written)).sum();
+        let placed = chains.get(..done).unwrap_or_default();
+        let bytes: u64 = placed.iter().map(|chain| u64::from(chain.written)).sum();
         (done, bytes - (done * vnet_hdr::SIZE) as u64)
     }
 

@@ -15,8 +15,8 @@ pub struct Frontend {
     pub access: Access,
 }
 
-/// The keys that are read here.
-pub(super) const KEYS: [&str; 4] = ["limits", "socket_mode", "socket_owner", "socket_group"];
+/// The keys that are read here, beside `limits`.
+pub(super) const KEYS: [&str; 3] = ["socket_mode", "socket_owner", "socket_group"];
 
 /// Address space that each port gets at least that does not say how much it wants.
 const LEAST_MAPPED: u64 = 1 << 30;

@@ -152,11 +152,13 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         (Kind::VhostUser { .. }, Kind::Tap { .. }) => diff.key("port.kind", Reconnects, &0, &1),
         (Kind::Tap { .. }, Kind::VhostUser { .. }) => diff.key("port.kind", Recreates, &0, &1),
     }
-    let Limits { addresses, own: _, fixed, storm, link_local } = limits;
-    diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
-    diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
-    diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
-    diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
+    if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
+        let Limits { addresses, own: _, fixed, storm, link_local } = limits;
+        diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
+        diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
+        diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
+        diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
+    }
     diff.key("port.mode", InPlace, mode, &after.mode);
     diff.key("port.hairpin", InPlace, hairpin, &after.hairpin);
     diff.key("port.poll", InPlace, poll, &after.poll);
