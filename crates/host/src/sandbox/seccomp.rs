@@ -252,18 +252,18 @@ const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_S
 
 /// What TAP interfaces and sockets are asked; the last two are how the standard library sets flags.
 const IOCTL: &[u64] = &[
-    libc::TUNSETIFF as u64,
-    libc::TUNSETVNETHDRSZ as u64,
-    libc::TUNSETOFFLOAD as u64,
-    libc::SIOCGIFFLAGS as u64,
-    libc::SIOCSIFFLAGS as u64,
-    libc::SIOCGIFMTU as u64,
-    libc::SIOCSIFMTU as u64,
+    libc::TUNSETIFF,
+    libc::TUNSETVNETHDRSZ,
+    libc::TUNSETOFFLOAD,
+    libc::SIOCGIFFLAGS,
+    libc::SIOCSIFFLAGS,
+    libc::SIOCGIFMTU,
+    libc::SIOCSIFMTU,
     // SIOCOUTQ, and whether a descriptor is a terminal.
-    libc::TIOCOUTQ as u64,
-    libc::TCGETS as u64,
-    libc::FIONBIO as u64,
-    libc::FIOCLEX as u64,
+    libc::TIOCOUTQ,
+    libc::TCGETS,
+    libc::FIONBIO,
+    libc::FIOCLEX,
 ];
 
 const FCNTL: &[libc::c_int] = &[
@@ -328,7 +328,7 @@ fn worker() -> Rules {
     #[cfg(target_arch = "x86_64")]
     rules.extend([(libc::SYS_epoll_wait, Vec::new()), (libc::SYS_poll, Vec::new())]);
     // The MTU of an interface, by any socket, when a frame is longer than it was.
-    allow(&mut rules, libc::SYS_ioctl, &[&[Arg::Is(1, libc::SIOCGIFMTU as u64)]]);
+    allow(&mut rules, libc::SYS_ioctl, &[&[Arg::Is(1, libc::SIOCGIFMTU)]]);
     let datagram = Arg::Bits(1, 0xf, value(libc::SOCK_DGRAM));
     allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX)), datagram]]);
     // A backtrace reads the program's own file.
