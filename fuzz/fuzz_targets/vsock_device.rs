@@ -219,7 +219,7 @@ fn one(mut input: Input<'_>, region: &Arc<Region>, table: &Arc<Table>) {
             }
             _ => match input.byte() % 8 {
                 0 => host.reset(),
-                1 => host.tick(Instant::now() + Duration::from_secs(5)),
+                1 => drop(host.tick(Instant::now() + Duration::from_secs(5))),
                 2 => host.sweep(),
                 3 => drop(host.rest()),
                 // The rings start anew.

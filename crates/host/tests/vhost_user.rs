@@ -12,6 +12,8 @@ mod limits;
 mod memory;
 #[path = "vhost_user/messages.rs"]
 mod messages;
+#[path = "vhost_user/neighbours.rs"]
+mod neighbours;
 #[path = "vhost_user/queues.rs"]
 mod queues;
 

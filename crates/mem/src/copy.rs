@@ -88,6 +88,25 @@ pub(crate) unsafe fn read_once<const N: usize>(source: *const u8) -> [u8; N] {
     out
 }
 
+/// Copies `len` bytes to private memory, each read exactly once.
+///
+/// # Safety
+/// `source` must be readable and `target` writable for `len` bytes; they do not overlap.
+#[inline(always)]
+pub(crate) unsafe fn bytes_once(source: *const u8, target: *mut u8, len: usize) {
+    let mut at = 0;
+    while len - at >= 16 {
+        // SAFETY: 16 bytes from `at` on lie within `len`, for which the caller vouches.
+        unsafe { target.add(at).cast::<[u8; 16]>().write_unaligned(read_once_16(source.add(at))) };
+        at += 16;
+    }
+    while at < len {
+        // SAFETY: `at` is within `len`. Volatile, so that the compiler may not load it again later.
+        unsafe { target.add(at).write(ptr::read_volatile(source.add(at))) };
+        at += 1;
+    }
+}
+
 /// In one load, and written by one store: two halves would make whoever reads the whole wait for both to be in the cache.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
@@ -163,6 +182,13 @@ mod tests {
         // SAFETY: 1 + 32 bytes are there.
         let got: [u8; 32] = unsafe { read_once(source.as_ptr().add(1)) };
         assert_eq!(got[..], source[1..33]);
+        for len in 0..63 {
+            let mut target = [0xee; 64];
+            // SAFETY: both are longer than that.
+            unsafe { bytes_once(source.as_ptr().add(1), target.as_mut_ptr(), len) };
+            assert_eq!(target[..len], source[1..1 + len]);
+            assert!(target[len..].iter().all(|&byte| byte == 0xee), "{len}");
+        }
         for at in 0..48 {
             // SAFETY: 16 bytes are there.
             let (usual, portable) =

@@ -1,7 +1,13 @@
 //! One connection: who may send how much (credit), who has said that he sends or receives no more, and what has come. A state
 //! machine over packets; `stack.rs` finds the connection for a packet and sends what it answers.
 
-use crate::{Addr, Host, Kind, Owner, Payload, Relay, inbox::Inbox, send::MAX_PACKET, sync::AtomicUsize};
+use crate::{
+    Account, Addr, Charge, Host, Kind, Owner, Payload, Relay,
+    account::Opened,
+    inbox::{Full, Inbox},
+    send::MAX_PACKET,
+    sync::AtomicUsize,
+};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{
@@ -125,6 +131,9 @@ pub enum Wrong {
         /// How many there may be.
         limit: u32,
     },
+    /// More than its guest may have in our memory, all in all.
+    #[error("more than may be kept for its guest, which is in use for others that nobody reads")]
+    Memory,
     /// A type that the connection does not have.
     #[error("a packet of type {kind} for a connection of another one")]
     Type {
@@ -173,8 +182,10 @@ pub(crate) struct Inner<R> {
     pub waker: Option<Arc<dyn Fn() + Send + Sync>>,
     /// Its program waits for packets itself: who has news for it ends that.
     pub leading: Option<Arc<dyn Host<R>>>,
-    /// Nothing was read since the last tick.
+    /// Nothing has come since it was looked at last.
     pub resting: bool,
+    /// It is among those that are looked at.
+    pub listed: bool,
 }
 
 /// A connection.
@@ -186,8 +197,8 @@ pub(crate) struct Conn<R> {
     pub buf_alloc: u32,
     /// Bytes that were received and passed on.
     fwd_cnt: AtomicU32,
-    /// What the peer knows of it.
-    reported: AtomicU32,
+    /// Up to where the peer knows that it may send, modulo 2³².
+    told: AtomicU32,
     queued: AtomicUsize,
     /// Who sends: packets of two threads do not mix.
     pub sending: Mutex<()>,
@@ -195,6 +206,8 @@ pub(crate) struct Conn<R> {
     changed: Condvar,
     sent: AtomicU64,
     received: AtomicU64,
+    account: Arc<Account>,
+    _opened: Opened,
 }
 
 impl<R> Owner for Arc<Conn<R>> {
@@ -205,25 +218,51 @@ impl<R> Owner for Arc<Conn<R>> {
     fn stamp(&self, header: &mut VsockHdr) {
         // The order of stamps is that of packets in the ring: both happen under its lock.
         let fwd_cnt = self.fwd_cnt.load(Ordering::Acquire);
-        self.reported.store(fwd_cnt, Ordering::Release);
+        let edge = further(fwd_cnt.wrapping_add(self.window()), self.told.load(Ordering::Acquire));
+        self.told.store(edge, Ordering::Release);
         header.fwd_cnt = fwd_cnt;
-        header.buf_alloc = self.buf_alloc;
+        header.buf_alloc = edge.wrapping_sub(fwd_cnt);
     }
 
     fn queued(&self) -> &AtomicUsize {
         &self.queued
     }
+
+    fn charge(&self, bytes: usize) -> Option<Charge> {
+        // `Stack::room` has seen that it is not too much.
+        Some(self.account.charge_anyway(bytes))
+    }
+}
+
+/// What is further on of two places in a stream, modulo 2³².
+pub(crate) fn further(one: u32, other: u32) -> u32 {
+    if other.wrapping_sub(one) as i32 > 0 { other } else { one }
+}
+
+impl<R> Conn<R> {
+    /// How many bytes may be kept of what is received: as much as the connection may have, and its guest for each.
+    fn window(&self) -> u32 {
+        self.buf_alloc.min(u32::try_from(self.account.allowance()).unwrap_or(u32::MAX))
+    }
+
+    /// How many bytes that are sent may wait.
+    pub(crate) fn allowance(&self) -> usize {
+        self.account.allowance()
+    }
 }
 
 impl<R: Relay> Conn<R> {
-    pub(crate) fn new(cid: u64, key: Key, kind: Kind, buf_alloc: u32, phase: Phase) -> Self {
+    pub(crate) fn new(cid: u64, key: Key, kind: Kind, buf_alloc: u32, phase: Phase, opened: Opened) -> Self {
+        let account = opened.account().cloned().unwrap_or_else(|| Account::new(usize::MAX, 1));
+        // What its first packet tells the peer.
+        let window = buf_alloc.min(u32::try_from(account.allowance()).unwrap_or(u32::MAX));
         Conn {
             key,
             kind,
             cid,
             buf_alloc,
             fwd_cnt: AtomicU32::new(0),
-            reported: AtomicU32::new(0),
+            told: AtomicU32::new(window),
             queued: AtomicUsize::new(0),
             sending: Mutex::new(()),
             inner: Mutex::new(Inner {
@@ -236,16 +275,19 @@ impl<R: Relay> Conn<R> {
                 peer_deaf: false,
                 done: false,
                 deaf: false,
-                inbox: Inbox::default(),
+                inbox: Inbox::new(&account),
                 relay: None,
                 deadline: None,
                 waker: None,
                 leading: None,
                 resting: true,
+                listed: false,
             }),
             changed: Condvar::new(),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
+            account,
+            _opened: opened,
         }
     }
 
@@ -330,18 +372,20 @@ impl<R: Relay> Conn<R> {
     /// Whether the peer should be told of room: it believes that there is little, and either there is much more, or nobody
     /// here will read before more comes.
     fn update_due(&self, inner: &Inner<R>) -> bool {
-        let reported = self.reported.load(Ordering::Acquire);
-        let unreported = self.fwd_cnt.load(Ordering::Acquire).wrapping_sub(reported);
-        let believed = self.buf_alloc.saturating_sub(inner.rx_cnt.wrapping_sub(reported));
-        let low = (MAX_PACKET as u32).min(self.buf_alloc / 2);
+        let (told, window) = (self.told.load(Ordering::Acquire), self.window());
+        let edge = self.fwd_cnt.load(Ordering::Acquire).wrapping_add(window);
+        // It may have been told of more than there would be now.
+        let gain = u32::try_from(edge.wrapping_sub(told) as i32).unwrap_or(0);
+        let believed = told.wrapping_sub(inner.rx_cnt);
+        let low = (MAX_PACKET as u32).min(window / 2);
         let readable = match self.kind {
             Kind::Stream => inner.inbox.unread() > 0,
             Kind::SeqPacket => inner.inbox.messages() > 0,
         };
         // It may be of a connection that is over: the ports may be another one's by now.
         inner.phase == Phase::Open
-            && unreported > 0
-            && (unreported >= self.buf_alloc / 2 || believed < low && (unreported >= low / 2 || !readable))
+            && gain > 0
+            && (gain >= window / 2 || believed < low && (gain >= low / 2 || !readable))
     }
 
     /// The peer says how much room it has.
@@ -407,8 +451,9 @@ impl<R: Relay> Conn<R> {
         if inner.peer_done {
             return self.fail(inner, Wrong::AfterShutdown { len });
         }
-        let kept = inner.rx_cnt.wrapping_sub(self.fwd_cnt.load(Ordering::Acquire));
-        let credit = self.buf_alloc.saturating_sub(kept);
+        // What it was told, or could be told by now.
+        let now = self.fwd_cnt.load(Ordering::Acquire).wrapping_add(self.window());
+        let credit = further(self.told.load(Ordering::Acquire), now).wrapping_sub(inner.rx_cnt);
         if len > credit {
             return self.fail(inner, Wrong::Credit { len, credit });
         }
@@ -419,19 +464,25 @@ impl<R: Relay> Conn<R> {
         self.received.fetch_add(len.into(), Ordering::Relaxed);
         inner.resting = false;
         let mut passed = 0;
-        if inner.deaf {
+        let kept = if inner.deaf {
             // Nobody will read it.
             passed = payload.len();
+            Ok(())
         } else if self.kind == Kind::SeqPacket {
-            inner.inbox.push(payload);
-            if header.flags & wire::SEQ_EOM != 0 {
-                inner.inbox.end_message(header.flags & wire::SEQ_EOR != 0);
-            }
+            let ends = header.flags & wire::SEQ_EOM != 0;
+            let mut push = |inbox: &mut Inbox| -> Result<(), Full> {
+                inbox.push(payload)?;
+                if ends { inbox.end_message(header.flags & wire::SEQ_EOR != 0) } else { Ok(()) }
+            };
+            push(&mut inner.inbox)
         } else {
             if inner.inbox.unread() == 0 {
                 passed = self.pass(inner, payload, wanted);
             }
-            inner.inbox.push(payload);
+            inner.inbox.push(payload)
+        };
+        if kept.is_err() {
+            return self.fail(inner, Wrong::Memory);
         }
         let due = self.consumed(inner, passed);
         Verdict { reply: due.then_some(Op::CreditUpdate), ..Verdict::default() }
@@ -446,7 +497,7 @@ impl<R: Relay> Conn<R> {
                 payload.skip(payload.len());
             }
         } else if let Some(wanted) = wanted.filter(|wanted| wanted.key == self.key) {
-            wanted.got += payload.read(&mut wanted.target[wanted.got..]);
+            wanted.got += payload.read(wanted.target.get_mut(wanted.got..).unwrap_or_default());
         }
         before - payload.len()
     }
@@ -530,7 +581,8 @@ mod tests {
 
     fn conn_of<R: Relay>(kind: Kind, buf_alloc: u32, phase: Phase) -> Arc<Conn<R>> {
         let key = Key { port: 5000, peer: Addr { cid: 3, port: 6000 } };
-        Arc::new(Conn::new(2, key, kind, buf_alloc, phase))
+        let opened = Account::new(1 << 40, 1).open().unwrap();
+        Arc::new(Conn::new(2, key, kind, buf_alloc, phase, opened))
     }
 
     fn conn(buf_alloc: u32) -> Arc<Conn<NoRelay>> {
@@ -542,7 +594,7 @@ mod tests {
         let mut inner = conn.lock();
         (inner.tx_cnt, inner.peer_fwd_cnt, inner.rx_cnt) = (count, count, count);
         conn.fwd_cnt.store(count, Ordering::Relaxed);
-        conn.reported.store(count, Ordering::Relaxed);
+        conn.told.store(count.wrapping_add(conn.buf_alloc), Ordering::Relaxed);
     }
 
     /// A packet from the peer, which has all the room that it said before.

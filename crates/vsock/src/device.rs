@@ -5,7 +5,7 @@ use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Journal, Resumed, SetupError};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
-use std::{io, marker::PhantomData, sync::Arc};
+use std::{io, marker::PhantomData, num::NonZeroUsize, sync::Arc};
 
 /// Chains that are taken at once.
 const BURST: usize = 32;
@@ -13,6 +13,10 @@ const BURST: usize = 32;
 const PIECES: u16 = 1024;
 /// Spans that a host's socket is read into with one system call.
 pub(crate) const SPANS: usize = 64;
+/// Bytes of a header, as chains count them.
+const HEADER: u32 = wire::SIZE as u32;
+/// So many bytes are taken at once, and the packet that is more: others want their turn.
+const BYTES: usize = 256 << 10;
 /// A packet of so many bytes goes back to the driver at once, as it may be what the driver waits for.
 const LARGE: usize = 8 << 10;
 
@@ -80,14 +84,24 @@ impl RxQueue {
         self.given = self.used;
     }
 
+    /// Chains that were taken and not used yet.
+    fn ahead(&self) -> usize {
+        self.chains.list().len().saturating_sub(self.used)
+    }
+
+    /// Whether the list has come to its end, as chains or pieces fill it.
+    fn is_at_end(&self) -> bool {
+        self.chains.room() < BURST || self.chains.is_full()
+    }
+
     /// Takes chains ahead, so that there are more than `count`, if the driver has so many. Says whether there are.
     fn want(&mut self, count: usize) -> Result<bool, Fault> {
-        let ahead = self.chains.list().len() - self.used;
-        if ahead > count {
+        if self.ahead() > count {
             return Ok(true);
         }
-        if self.chains.room() < BURST || self.chains.is_full() {
-            // The list has come to its end: it begins again with what is not used yet.
+        if self.is_at_end() {
+            // The list begins again with what is not used yet. Until it is taken again there is none: the driver may have
+            // changed it meanwhile.
             self.give();
             self.ring.untake(&mut self.chains, self.used);
             self.chains.start(&self.memory);
@@ -101,64 +115,84 @@ impl RxQueue {
                 }
             }
             // What is there already is good, and nothing will follow that it would have to be left for.
-            Err(_) if ahead > 0 => return Ok(true),
+            Err(_) if self.ahead() > 0 => return Ok(true),
             Err(fault) => return Err(fault),
         }
-        let ahead = self.chains.list().len() - self.used;
         // Chains of so many pieces that no more fit into the list: the ring has more.
-        Ok(ahead > count || ahead > 0 && self.chains.is_full())
+        Ok(self.ahead() > count || self.ahead() > 0 && self.chains.is_full())
     }
 
-    /// Room for payload in the `ahead`th chain from the next one on.
-    fn check(&self, ahead: usize) -> Result<usize, Fault> {
-        let Some(chain) = self.chains.list().get(self.used + ahead) else { return Ok(0) };
-        let (id, len, needed) = (chain.id, chain.writable_len(), wire::SIZE as u32 + 1);
+    /// Room for payload in the `ahead`th chain from the next one on; `None`: that many are not there.
+    fn check(&self, ahead: usize) -> Result<Option<NonZeroUsize>, Fault> {
+        let Some(chain) = self.chains.list().get(self.used.saturating_add(ahead)) else { return Ok(None) };
+        let (id, len, needed) = (chain.id, chain.writable_len(), HEADER + 1);
         if chain.readable_len() > 0 {
             return Err(Fault::Readable { id });
-        }
-        if len < needed {
-            return Err(Fault::Header { id, len, needed });
         }
         if chain.clipped {
             return Err(Fault::Loop { index: id, size: PIECES });
         }
-        Ok(len as usize - wire::SIZE)
+        let room = len.checked_sub(HEADER).and_then(|room| NonZeroUsize::new(room as usize));
+        room.map(Some).ok_or(Fault::Header { id, len, needed })
     }
 
     /// Writes the header of the next chain, whose payload is there or follows; the chain is used now.
     fn head(&mut self, header: &VsockHdr) {
         let bytes = header.to_bytes();
-        let chain = self.chains.list()[self.used];
+        let Some(&chain) = self.chains.list().get(self.used) else { return };
         let mut left = &bytes[..];
         for span in self.chains.writable(&chain) {
-            left = &left[span.write(left)..];
+            left = left.get(span.write(left)..).unwrap_or_default();
             if left.is_empty() {
                 break;
             }
         }
-        self.chains.list_mut()[self.used].written = wire::SIZE as u32 + header.len;
-        self.used += 1;
+        if let Some(chain) = self.chains.list_mut().get_mut(self.used) {
+            chain.written = HEADER.saturating_add(header.len);
+            self.used += 1;
+        }
+    }
+
+    /// Where the payloads of chains go, from the next one on, with so much room each.
+    fn targets(&self, rooms: &[usize]) -> ([Span<'_>; SPANS], usize) {
+        let (mut spans, mut count) = ([Span::empty(); SPANS], 0);
+        for (chain, &room) in self.chains.list().iter().skip(self.used).zip(rooms) {
+            let (mut skip, mut left) = (wire::SIZE, room);
+            for &span in self.chains.writable(chain) {
+                let target = span.skip(skip);
+                skip = skip.saturating_sub(span.len() - target.len());
+                let target = target.first(left);
+                if target.is_empty() {
+                    continue;
+                }
+                let Some(place) = spans.get_mut(count) else { break };
+                left = left.saturating_sub(target.len());
+                *place = target;
+                count += 1;
+            }
+        }
+        (spans, count)
     }
 }
 
 impl Link for RxQueue {
-    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken> {
+    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken> {
         if !self.want(if control { 0 } else { self.reserve })? {
             return Ok(None);
         }
-        Ok(Some(self.check(0)?))
+        Ok(self.check(0)?)
     }
 
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
-        let chain = self.chains.list()[self.used];
+        let Some(&chain) = self.chains.list().get(self.used) else { return };
         let (mut skip, mut left) = (wire::SIZE, header.len as usize);
         for &span in self.chains.writable(&chain) {
             if left == 0 {
                 break;
             }
             let target = span.skip(skip);
-            skip -= span.len() - target.len();
-            left -= payload.copy_to(target.first(left));
+            skip = skip.saturating_sub(span.len() - target.len());
+            left = left.saturating_sub(payload.copy_to(target.first(left)));
         }
         self.head(header);
     }
@@ -172,48 +206,32 @@ impl Link for RxQueue {
     ) -> Result<Option<(u64, io::Result<usize>)>, Broken> {
         let (mut count, mut total) = (0, 0);
         let mut rooms = [0; BURST];
-        while total < most && count < BURST && self.want(self.reserve + count)? {
+        for place in &mut rooms {
+            if total >= most || !self.want(self.reserve + count)? {
+                break;
+            }
             let room = match self.check(count) {
-                // That many are not there.
-                Ok(0) => break,
-                Ok(room) => room.min(MAX_PACKET).min(most - total),
+                Ok(Some(room)) => room.get().min(MAX_PACKET).min(most - total),
+                Ok(None) => break,
                 Err(_) if count > 0 => break,
                 Err(fault) => return Err(fault.into()),
             };
-            rooms[count] = room;
+            *place = room;
             total += room;
             count += 1;
             // A list that has begun anew would have lost its place.
-            if self.chains.list().len() - self.used <= self.reserve + count
-                && (self.chains.room() < BURST || self.chains.is_full())
-            {
+            if self.ahead() <= self.reserve + count && self.is_at_end() {
                 break;
             }
         }
         if count == 0 {
             return Ok(None);
         }
-        let mut spans = [Span::empty(); SPANS];
-        let mut places = spans.iter_mut();
-        for (chain, &room) in self.chains.list().iter().skip(self.used).zip(&rooms[..count]) {
-            let (mut skip, mut left) = (wire::SIZE, room);
-            for &span in self.chains.writable(chain) {
-                let target = span.skip(skip);
-                skip -= span.len() - target.len();
-                let target = target.first(left);
-                if target.is_empty() {
-                    continue;
-                }
-                let Some(place) = places.next() else { break };
-                left -= target.len();
-                *place = target;
-            }
-        }
-        let unused = places.len();
-        let result = read(&spans[..SPANS - unused]);
+        let (spans, filled) = self.targets(rooms.get(..count).unwrap_or_default());
+        let result = read(spans.get(..filled).unwrap_or_default());
         let mut left = *result.as_ref().unwrap_or(&0);
         let mut packets = 0;
-        for room in rooms {
+        for room in rooms.into_iter().take(count) {
             if left == 0 {
                 break;
             }
@@ -281,10 +299,11 @@ impl Inlet for TxQueue {
         self.chains.start(&self.memory);
         self.ring.take(&self.memory, &mut self.chains, BURST)?;
         let (mut given, mut fault) = (0, None);
+        let (mut count, mut bytes) = (0, 0usize);
         let mut run = Run::default();
-        let count = self.chains.list().len();
+        let last = self.chains.list().len().saturating_sub(1);
         for (index, chain) in self.chains.list().iter().enumerate() {
-            let (id, len, needed) = (chain.id, chain.readable_len(), wire::SIZE as u32);
+            let (id, len, needed) = (chain.id, chain.readable_len(), HEADER);
             fault = if chain.writable_len() > 0 {
                 Some(Fault::Writable { id })
             } else if len < needed {
@@ -298,22 +317,30 @@ impl Inlet for TxQueue {
                 break;
             }
             let mut payload = Payload::spans(self.chains.readable(chain));
-            let mut header = [0; wire::SIZE];
-            payload.read(&mut header);
+            let Some(header) = payload.read_once::<{ wire::SIZE }>() else { break };
             let large = payload.len() >= LARGE;
+            count = index + 1;
+            bytes = bytes.saturating_add(payload.len());
             run.add(VsockHdr::from_bytes(&header), payload, &mut each);
-            if large || index + 1 == count {
+            if large || index == last {
                 run.pass(&mut each);
-                self.ring.give(&self.chains.list()[given..=index]);
-                given = index + 1;
+                self.ring.give(self.chains.list().get(given..count).unwrap_or_default());
+                given = count;
+                if bytes >= BYTES {
+                    break;
+                }
             }
         }
         run.pass(&mut each);
+        // Those that have to wait for their turn.
+        if fault.is_none() {
+            self.ring.untake(&mut self.chains, count);
+        }
         // Its memory is not kept longer than needed.
         self.chains.empty();
         match fault {
             Some(fault) => Err(fault.into()),
-            None => Ok(Taken { packets: count, notify: count > 0 && self.ring.wants_notification(true) }),
+            None => Ok(Taken { packets: count, bytes, notify: count > 0 && self.ring.wants_notification(true) }),
         }
     }
 
@@ -386,7 +413,7 @@ impl<'a> Run<'a> {
     fn pass(&mut self, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
         let Some((header, payload)) = self.packet.take() else { return };
         match self.joined.take() {
-            Some((spans, count)) => each(header, Payload::spans(&spans[..count])),
+            Some((spans, count)) => each(header, Payload::spans(spans.get(..count).unwrap_or_default())),
             None => each(header, payload),
         }
     }
@@ -430,16 +457,16 @@ impl Events {
         if self.ring.take(&self.memory, &mut self.chains, 1)? == 0 {
             return Ok(None);
         }
-        let chain = self.chains.list()[0];
+        let Some(&chain) = self.chains.list().first() else { return Ok(None) };
         let (id, len, needed) = (chain.id, chain.writable_len(), TRANSPORT_RESET.len() as u32);
         if len < needed || chain.readable_len() > 0 {
             return Err(Fault::Header { id, len, needed }.into());
         }
         let mut left = &TRANSPORT_RESET[..];
         for span in self.chains.writable(&chain) {
-            left = &left[span.write(left)..];
+            left = left.get(span.write(left)..).unwrap_or_default();
         }
-        self.chains.list_mut()[0].written = needed;
+        self.chains.list_mut().iter_mut().for_each(|chain| chain.written = needed);
         self.ring.give(self.chains.list());
         self.chains.empty();
         Ok(Some(self.ring.wants_notification(true)))

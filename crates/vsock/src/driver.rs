@@ -5,7 +5,7 @@ use crate::{Broken, Inlet, Link, Payload, Side, Taken, send::MAX_PACKET, stack::
 use ringroad_mem::{Error as MemoryError, Region, Span};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, SetupError, Used, packed, split};
 use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
-use std::{fs::File, io, sync::Arc};
+use std::{fs::File, io, num::NonZeroUsize, sync::Arc};
 
 /// The driver end.
 pub struct DriverSide;
@@ -144,6 +144,11 @@ macro_rules! addresses {
         pub fn addresses(&self) -> Addresses {
             self.queue.at
         }
+
+        /// Where a device that knows nothing of this ring has to go on, as SET_VRING_BASE carries it.
+        pub fn base(&self) -> u32 {
+            self.queue.ring.base()
+        }
     };
 }
 
@@ -171,18 +176,20 @@ impl Inlet for DriverRx {
     fn take(&mut self, mut each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken> {
         let mut used = self.queue.used;
         let count = self.queue.ring.take_used(&mut used)?;
-        for used in &used[..count] {
-            let buffer = self.queue.span(used.id as usize * self.stride, used.len as usize);
+        let mut bytes = 0usize;
+        for used in used.iter().take(count) {
+            let buffer = [self.queue.span((used.id as usize).saturating_mul(self.stride), used.len as usize)];
+            let mut payload = Payload::spans(&buffer);
             // Nothing can be said of a packet without a header.
-            if let Some(header) = buffer.array::<{ wire::SIZE }>(0) {
-                let payload = [buffer.skip(wire::SIZE)];
-                each(VsockHdr::from_bytes(&header), Payload::spans(&payload));
+            if let Some(header) = payload.read_once::<{ wire::SIZE }>() {
+                bytes = bytes.saturating_add(payload.len());
+                each(VsockHdr::from_bytes(&header), payload);
             }
         }
         if count > 0 {
             self.post(count);
         }
-        Ok(Taken { packets: count, notify: count > 0 && self.queue.ring.wants_notification() })
+        Ok(Taken { packets: count, bytes, notify: count > 0 && self.queue.ring.wants_notification() })
     }
 
     fn enable_notification(&mut self) -> bool {
@@ -217,8 +224,8 @@ impl DriverTx {
         loop {
             let mut used = self.queue.used;
             let count = self.queue.ring.take_used(&mut used)?;
-            for used in &used[..count] {
-                let at = self.held[used.id as usize];
+            for used in used.iter().take(count) {
+                let Some(&at) = self.held.get(used.id as usize) else { continue };
                 if at < self.first_large { &mut self.small } else { &mut self.large }.push(at);
             }
             if count > 0 && std::mem::take(&mut self.awaiting) {
@@ -245,14 +252,16 @@ impl DriverTx {
         let buffer = self.queue.buffer(at, wire::SIZE + len);
         let held = &mut self.held;
         self.queue.ring.add_single(1, false, |id| {
-            held[id as usize] = at;
+            if let Some(held) = held.get_mut(id as usize) {
+                *held = at;
+            }
             buffer
         });
     }
 }
 
 impl Link for DriverTx {
-    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken> {
+    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken> {
         let reserve = if control { 0 } else { self.reserve };
         if self.queue.ring.free() <= reserve || self.large.is_empty() {
             self.reclaim()?;
@@ -260,7 +269,7 @@ impl Link for DriverTx {
         if self.queue.ring.free() <= reserve {
             return Ok(None);
         }
-        Ok(self.next().map(|(_, room)| room))
+        Ok(self.next().and_then(|(_, room)| NonZeroUsize::new(room)))
     }
 
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
@@ -281,7 +290,7 @@ impl Link for DriverTx {
     ) -> Result<Option<(u64, io::Result<usize>)>, Broken> {
         let Some(room) = self.room(false)? else { return Ok(None) };
         let Some((at, _)) = self.next() else { return Ok(None) };
-        let target = self.queue.span(at, wire::SIZE + room.min(most));
+        let target = self.queue.span(at, wire::SIZE + room.get().min(most));
         let result = read(&[target.skip(wire::SIZE)]);
         let len = *result.as_ref().unwrap_or(&0);
         if len == 0 {
@@ -332,17 +341,25 @@ impl DriverEvents {
 
     /// Whether the device has said that all connections are over (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
     pub fn transport_reset(&mut self) -> Result<bool, Broken> {
+        self.look(EVENTS)
+    }
+
+    fn look(&mut self, rounds: u32) -> Result<bool, Broken> {
         let mut used = self.queue.used;
         let count = self.queue.ring.take_used(&mut used)?;
         let mut reset = false;
-        for used in &used[..count] {
-            let event = self.queue.span(used.id as usize * 64, used.len as usize);
+        for used in used.iter().take(count) {
+            let event = self.queue.span((used.id as usize).saturating_mul(64), used.len as usize);
             reset |= event.array::<4>(0) == Some([0; 4]);
         }
         if count > 0 {
             self.post(count);
         }
-        // To be told of the next one.
-        Ok(reset | (self.queue.ring.enable_notification() && count > 0 && self.transport_reset()?))
+        // To be told of the next one. What came meanwhile is looked at as often as there are buffers, not as often as the device
+        // likes.
+        if !self.queue.ring.enable_notification() || count == 0 || rounds == 0 {
+            return Ok(reset);
+        }
+        Ok(reset | self.look(rounds - 1)?)
     }
 }

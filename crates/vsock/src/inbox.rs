@@ -1,8 +1,11 @@
 //! What a connection has received and nobody has read yet: bytes in a ring that grows up to the connection's limit, and where
 //! messages end.
 
-use crate::Payload;
-use std::collections::VecDeque;
+use crate::{
+    Payload,
+    account::{Account, Charge, MESSAGE},
+};
+use std::{collections::VecDeque, sync::Arc};
 
 /// The smallest ring.
 const START: usize = 4096;
@@ -17,9 +20,25 @@ pub(crate) struct Inbox {
     messages: VecDeque<(u32, bool)>,
     /// Bytes behind the last complete message.
     partial: usize,
+    /// For the ring and the messages.
+    charge: Charge,
 }
 
+/// There is no memory for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Full;
+
 impl Inbox {
+    /// An empty one, whose memory is taken out of an account.
+    pub(crate) fn new(account: &Arc<Account>) -> Inbox {
+        Inbox { charge: account.charge_anyway(0), ..Inbox::default() }
+    }
+
+    /// Whether it has memory that it could let go of some day.
+    pub(crate) fn has_memory(&self) -> bool {
+        !self.ring.is_empty() || self.messages.capacity() > 0
+    }
+
     /// How many bytes there are.
     pub(crate) fn unread(&self) -> usize {
         self.len
@@ -31,24 +50,32 @@ impl Inbox {
     }
 
     /// Adds the rest of a payload. Who calls has seen that it is within the connection's limit.
-    pub(crate) fn push(&mut self, payload: &mut Payload<'_>) {
-        let needed = self.len + payload.len();
+    pub(crate) fn push(&mut self, payload: &mut Payload<'_>) -> Result<(), Full> {
+        let needed = self.len.checked_add(payload.len()).ok_or(Full)?;
         if needed > self.ring.len() {
-            self.grow(needed);
+            self.grow(needed)?;
         }
         while !payload.is_empty() {
             let size = self.ring.len();
-            let tail = (self.head + self.len) % size;
+            let tail = (self.head + self.len) % size.max(1);
             let end = if tail < self.head { self.head } else { size };
-            let copied = payload.read(&mut self.ring[tail..end]);
+            let copied = payload.read(self.ring.get_mut(tail..end).unwrap_or_default());
+            if copied == 0 {
+                return Err(Full);
+            }
             self.len += copied;
             self.partial += copied;
         }
+        Ok(())
     }
 
     /// A message ends here.
-    pub(crate) fn end_message(&mut self, record: bool) {
+    pub(crate) fn end_message(&mut self, record: bool) -> Result<(), Full> {
+        if !self.charge.grow(MESSAGE) {
+            return Err(Full);
+        }
         self.messages.push_back((std::mem::take(&mut self.partial) as u32, record));
+        Ok(())
     }
 
     /// How many messages there are.
@@ -56,17 +83,27 @@ impl Inbox {
         self.messages.len()
     }
 
-    fn grow(&mut self, needed: usize) {
-        let mut ring = vec![0; needed.next_power_of_two().max(START)];
+    fn grow(&mut self, needed: usize) -> Result<(), Full> {
+        let before = self.ring.len();
+        // Room for more than is needed, if there is memory for it.
+        let roomy = needed.checked_next_power_of_two().unwrap_or(needed).max(START);
+        let size =
+            [roomy, needed].into_iter().find(|size| self.charge.grow(size.saturating_sub(before))).ok_or(Full)?;
+        let mut ring = Vec::with_capacity(size);
         let (first, second) = self.slices();
-        ring[..first.len()].copy_from_slice(first);
-        ring[first.len()..first.len() + second.len()].copy_from_slice(second);
+        ring.extend_from_slice(first);
+        ring.extend_from_slice(second);
+        ring.resize(size, 0);
         (self.ring, self.head) = (ring, 0);
+        Ok(())
     }
 
     fn slices(&self) -> (&[u8], &[u8]) {
-        let first = self.len.min(self.ring.len() - self.head);
-        (&self.ring[self.head..self.head + first], &self.ring[..self.len - first])
+        let (before, from_head) = self.ring.split_at_checked(self.head).unwrap_or_default();
+        match from_head.get(..self.len) {
+            Some(all) => (all, &[]),
+            None => (from_head, before.get(..self.len.saturating_sub(from_head.len())).unwrap_or_default()),
+        }
     }
 
     /// The oldest bytes, in a row.
@@ -76,30 +113,46 @@ impl Inbox {
 
     /// Removes the oldest bytes.
     pub(crate) fn consume(&mut self, count: usize) {
+        let count = count.min(self.len);
         self.len -= count;
         self.partial = self.partial.min(self.len);
-        self.head = if self.len == 0 { 0 } else { (self.head + count) % self.ring.len() };
+        self.head = if self.len == 0 { 0 } else { (self.head + count) % self.ring.len().max(1) };
+        if self.len == 0 && self.charge.is_tight() {
+            self.rest();
+        }
     }
 
     /// Forgets everything: nobody will read it.
     pub(crate) fn clear(&mut self) {
-        *self = Inbox::default();
+        self.charge.clear();
+        *self = Inbox { charge: std::mem::take(&mut self.charge), ..Inbox::default() };
     }
 
     /// Lets memory go that is not in use: a connection that rests should not keep what it once needed.
     pub(crate) fn rest(&mut self) {
         if self.len == 0 {
+            self.charge.shrink(self.ring.len());
             self.ring = Vec::new();
+        }
+        if self.messages.is_empty() {
+            self.messages = VecDeque::new();
         }
     }
 
     /// Reads bytes; says how many.
-    pub(crate) fn read(&mut self, target: &mut [u8]) -> usize {
+    pub(crate) fn read(&mut self, mut target: &mut [u8]) -> usize {
         let mut done = 0;
-        while done < target.len() && self.len > 0 {
+        while !target.is_empty() && self.len > 0 {
             let front = self.front();
-            let count = front.len().min(target.len() - done);
-            target[done..done + count].copy_from_slice(&front[..count]);
+            let count = front.len().min(target.len());
+            let (Some(source), Some((part, rest))) = (front.get(..count), target.split_at_mut_checked(count)) else {
+                break;
+            };
+            if count == 0 {
+                break;
+            }
+            part.copy_from_slice(source);
+            target = rest;
             done += count;
             self.consume(count);
         }
@@ -109,15 +162,11 @@ impl Inbox {
     /// Reads a message; what the target does not hold is lost. Says how long it was, and whether it ends a record.
     pub(crate) fn read_message(&mut self, target: &mut [u8]) -> Option<(usize, bool)> {
         let (len, record) = self.messages.pop_front()?;
+        self.charge.shrink(MESSAGE);
         let len = len as usize;
         let wanted = len.min(target.len());
-        let read = self.read(&mut target[..wanted]);
-        let mut left = len - read;
-        while left > 0 {
-            let count = self.front().len().min(left);
-            self.consume(count);
-            left -= count;
-        }
+        let read = self.read(target.get_mut(..wanted).unwrap_or_default());
+        self.consume(len.saturating_sub(read));
         Some((len, record))
     }
 }
@@ -134,7 +183,7 @@ mod tests {
             for (push, count) in steps {
                 if push {
                     let bytes: Vec<u8> = (0..count).map(|_| { next = next.wrapping_add(7); next }).collect();
-                    inbox.push(&mut Payload::bytes(&bytes));
+                    inbox.push(&mut Payload::bytes(&bytes)).unwrap();
                     model.extend(bytes);
                 } else {
                     let mut target = vec![0; count];
@@ -148,15 +197,41 @@ mod tests {
     }
 
     #[test]
+    fn all_that_is_kept_is_paid_for() {
+        let account = Account::new(20_000, 1);
+        let mut inbox = Inbox::new(&account);
+        inbox.push(&mut Payload::bytes(&[1; 5000])).unwrap();
+        assert_eq!(account.used(), 8192);
+        inbox.end_message(false).unwrap();
+        // Twice as much is too much, as much as is needed is not.
+        inbox.push(&mut Payload::bytes(&[2; 14_000])).unwrap();
+        assert_eq!(account.used(), 19_000 + MESSAGE);
+        assert_eq!(inbox.push(&mut Payload::bytes(&[3; 1000])), Err(Full));
+        for _ in 0..(1000 - MESSAGE) / MESSAGE {
+            inbox.end_message(false).unwrap();
+        }
+        assert_eq!(inbox.end_message(false), Err(Full));
+        assert_eq!(inbox.read_message(&mut []), Some((5000, false)));
+        assert_eq!(inbox.read_message(&mut [0; 20_000]), Some((14_000, false)));
+        assert_eq!(
+            account.used(),
+            (1000 - MESSAGE) / MESSAGE * MESSAGE - MESSAGE,
+            "empty while memory was scarce: it let go"
+        );
+        inbox.clear();
+        assert_eq!((account.used(), account.refused()), (0, 4));
+    }
+
+    #[test]
     fn messages_keep_their_ends() {
         let mut inbox = Inbox::default();
-        inbox.push(&mut Payload::bytes(b"hel"));
+        inbox.push(&mut Payload::bytes(b"hel")).unwrap();
         assert_eq!(inbox.read_message(&mut [0; 9]), None, "not complete");
-        inbox.push(&mut Payload::bytes(b"lo"));
-        inbox.end_message(false);
-        inbox.end_message(true);
-        inbox.push(&mut Payload::bytes(b"truncated"));
-        inbox.end_message(true);
+        inbox.push(&mut Payload::bytes(b"lo")).unwrap();
+        inbox.end_message(false).unwrap();
+        inbox.end_message(true).unwrap();
+        inbox.push(&mut Payload::bytes(b"truncated")).unwrap();
+        inbox.end_message(true).unwrap();
         let mut target = [0; 5];
         assert_eq!(inbox.read_message(&mut target), Some((5, false)));
         assert_eq!(&target, b"hello");

@@ -5,7 +5,20 @@
 //! socket of the host ([`Relay`]), and guests that talk to each other ([`Hub`]). What needs the kernel is `host`'s business,
 //! which a stack asks through [`Host`].
 #![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
 
+mod account;
 mod payload;
 mod send;
 mod sync;
@@ -27,6 +40,7 @@ mod socket;
 #[cfg(not(loom))]
 mod stack;
 
+pub use account::{Account, Charge};
 pub use payload::Payload;
 pub use send::{Effect, Link, MAX_PACKET, Owner, Sender, Ways};
 

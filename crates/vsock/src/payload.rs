@@ -47,13 +47,18 @@ impl<'a> Payload<'a> {
         self.len = self.len.min(len);
     }
 
+    /// The private bytes that come first, at most so many; they are passed over.
+    fn private_part(&mut self, most: usize) -> &'a [u8] {
+        let (part, rest) = self.bytes.split_at_checked(most).unwrap_or((self.bytes, &[]));
+        self.bytes = rest;
+        part
+    }
+
     /// Passes over `count` bytes.
     pub fn skip(&mut self, count: usize) {
         let mut left = count.min(self.len);
         self.len -= left;
-        let bytes = left.min(self.bytes.len());
-        self.bytes = &self.bytes[bytes..];
-        left -= bytes;
+        left -= self.private_part(left).len();
         while left > 0 {
             let step = left.min(self.turn().len());
             self.current = self.current.skip(step);
@@ -76,20 +81,31 @@ impl<'a> Payload<'a> {
 
     /// Copies as much as the target holds, and passes over it; says how much.
     pub fn read(&mut self, target: &mut [u8]) -> usize {
+        self.copy_out(target, Span::read)
+    }
+
+    /// The next `N` bytes, each read exactly once, so that what is checked is what is used, whatever the other side writes
+    /// meanwhile; they are passed over. `None`: there are fewer.
+    pub fn read_once<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        (self.len >= N && self.copy_out(&mut bytes, Span::read_once_into) == N).then_some(bytes)
+    }
+
+    fn copy_out(&mut self, target: &mut [u8], copy: impl Fn(Span<'a>, &mut [u8]) -> usize) -> usize {
         let wanted = target.len().min(self.len);
-        let mut target = &mut target[..wanted];
-        let bytes = wanted.min(self.bytes.len());
-        let (head, tail) = target.split_at_mut(bytes);
-        head.copy_from_slice(&self.bytes[..bytes]);
-        self.bytes = &self.bytes[bytes..];
-        target = tail;
+        let private = self.private_part(wanted);
+        let Some((head, mut target)) = target.get_mut(..wanted).and_then(|all| all.split_at_mut_checked(private.len()))
+        else {
+            return 0;
+        };
+        head.copy_from_slice(private);
         while !target.is_empty() {
-            let copied = self.turn().read(target);
+            let copied = copy(self.turn(), target);
             if copied == 0 {
                 break;
             }
             self.current = self.current.skip(copied);
-            target = &mut target[copied..];
+            target = target.get_mut(copied..).unwrap_or_default();
         }
         self.len -= wanted;
         wanted
@@ -99,8 +115,7 @@ impl<'a> Payload<'a> {
     pub fn copy_to(&mut self, target: Span<'_>) -> usize {
         let wanted = target.len().min(self.len);
         let mut target = target.first(wanted);
-        let bytes = target.write(self.bytes);
-        self.bytes = &self.bytes[bytes..];
+        let bytes = target.write(self.private_part(wanted));
         target = target.skip(bytes);
         while !target.is_empty() {
             let copied = self.turn().copy_to(target);
@@ -123,7 +138,7 @@ impl<'a> Payload<'a> {
 
     /// The private bytes that come first, if any.
     pub fn private(&self) -> &'a [u8] {
-        &self.bytes[..self.bytes.len().min(self.len)]
+        self.bytes.get(..self.len).unwrap_or(self.bytes)
     }
 
     /// The spans that are left, for `writev`. (Private bytes are not among them.)
@@ -159,6 +174,8 @@ mod tests {
         assert_eq!(&two, b"bc");
         assert_eq!(payload.rest().map(|span| span.len()).sum::<usize>(), 7);
         let target = region.span(1000, 4).unwrap();
+        assert_eq!(payload.clone().read_once::<7>().as_ref(), Some(b"defghij"));
+        assert_eq!(payload.clone().read_once::<8>(), None);
         assert_eq!(payload.copy_to(target), 4);
         assert_eq!(target.array::<4>(0).as_ref(), Some(b"defg"));
         payload.truncate(2);

@@ -10,13 +10,15 @@
 
 use crate::{
     Broken, Payload,
+    account::{Charge, FLOW, PACKET},
     sync::{AtomicUsize, Mutex, Ordering},
 };
 use ringroad_mem::Span;
 use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     io,
+    num::NonZeroUsize,
     ops::DerefMut,
     sync::atomic::{AtomicBool, AtomicU64},
 };
@@ -33,15 +35,19 @@ const PUBLISH: usize = 32 << 10;
 const UNOWNED: usize = 1024;
 /// Together with resets of connections: a peer that takes nothing and has us reset one after the other hears no more of it.
 const RESETS: usize = 1 << 16;
-/// Forgotten packets that are passed over rather than looked for.
-const DEAD: usize = 256;
+/// What a sender puts into the ring by itself, and what a connection moves in one turn, at most: buffers may be very small.
+const PACKETS: usize = 128;
+/// What the worker moves at once: others want to be served too.
+const FLUSH_PACKETS: usize = 512;
+const FLUSH_BYTES: usize = 1 << 20;
 
 /// The ring that packets go to.
 pub trait Link {
-    /// How many bytes of payload the next buffer holds, at least 1; `None`: there is no buffer. Data leave some for control.
-    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken>;
+    /// How many bytes of payload the next buffer holds; `None`: there is no buffer. Data leave some for control.
+    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken>;
 
-    /// Writes a packet into the next buffer, which has room for it: the header and the next `header.len` bytes.
+    /// Writes a packet into the next buffer, of which `room` has just said that it is there and has room for it: the header and
+    /// the next `header.len` bytes.
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>);
 
     /// Lets `read` write a payload of up to `most` bytes straight into the buffers of packets with this header, which `stamp`
@@ -72,6 +78,16 @@ pub trait Owner: Clone {
 
     /// How many bytes of it are in the outbox.
     fn queued(&self) -> &AtomicUsize;
+
+    /// Takes memory for what is to wait; `None`: it may have no more.
+    fn charge(&self, _bytes: usize) -> Option<Charge> {
+        Some(Charge::none())
+    }
+
+    /// Whose it is. Those of one group share its turns.
+    fn group(&self) -> u64 {
+        0
+    }
 }
 
 /// What is to be done after a call, without any lock.
@@ -82,6 +98,10 @@ pub struct Effect {
     pub notify: bool,
     /// The worker has something to move.
     pub wake: bool,
+    /// The worker could go on moving, but others want their turn.
+    pub more: bool,
+    /// There was no memory for what would have to wait: its connection should end.
+    pub refused: bool,
     /// The peer has broken the ring.
     pub broken: Option<Broken>,
 }
@@ -109,6 +129,7 @@ struct Packet {
     data: Vec<u8>,
     /// How much of it has been sent.
     done: usize,
+    charge: Charge,
 }
 
 /// Packets of one owner.
@@ -116,45 +137,74 @@ struct Flow<O> {
     owner: O,
     packets: VecDeque<Packet>,
     deficit: usize,
+    /// Its place among those of its group.
+    place: u64,
 }
 
-/// What waits for the worker.
+/// Owners that share their turns: places and keys of their flows.
+struct Group {
+    turns: BTreeMap<u64, usize>,
+    deficit: usize,
+    /// Its place among the groups.
+    place: u64,
+}
+
+/// What waits for the worker. Places are numbers that go up: the lowest one is next, and what is over is found and removed
+/// without looking at others.
 struct Outbox<O> {
-    control: VecDeque<(Option<O>, VsockHdr)>,
+    control: BTreeMap<u64, (Option<O>, VsockHdr)>,
     unowned: usize,
-    /// Owners and operations in `control`: one of each says it all, as it is completed at the last moment.
-    pending: HashSet<(usize, u16)>,
-    /// How many of `control` are forgotten.
-    dead: usize,
+    /// Owners and operations in `control`, and their places: one of each says it all, as it is completed at the last moment.
+    pending: HashMap<(usize, u16), u64>,
     flows: HashMap<usize, Flow<O>>,
-    turns: VecDeque<usize>,
+    groups: HashMap<u64, Group>,
+    turns: BTreeMap<u64, u64>,
+    place: u64,
+    /// Packets of all flows.
+    packets: usize,
 }
 
 /// What is to be moved next.
 enum Turn<O> {
-    Control(Option<O>, VsockHdr),
+    Control { place: u64, owner: Option<O>, header: VsockHdr },
     Data { owner: O, packet: Packet, allowance: usize },
 }
 
 impl<O: Owner> Outbox<O> {
     fn new() -> Self {
         Outbox {
-            control: VecDeque::new(),
+            control: BTreeMap::new(),
             unowned: 0,
-            pending: HashSet::new(),
-            dead: 0,
+            pending: HashMap::new(),
             flows: HashMap::new(),
-            turns: VecDeque::new(),
+            groups: HashMap::new(),
+            turns: BTreeMap::new(),
+            place: 0,
+            packets: 0,
         }
     }
 
+    /// The place behind all others.
+    fn last(&mut self) -> u64 {
+        self.place += 1;
+        self.place
+    }
+
     /// Adds a packet. Says whether it is one of its own: small ones of a stream are joined, as their number has no limit.
-    fn push(&mut self, owner: &O, packet: Packet) -> bool {
+    fn push(&mut self, owner: &O, mut packet: Packet) -> bool {
         let key = owner.key();
-        let flow = self.flows.entry(key).or_insert_with(|| {
-            self.turns.push_back(key);
-            Flow { owner: owner.clone(), packets: VecDeque::new(), deficit: 0 }
-        });
+        let place = self.last();
+        let Some(flow) = self.flows.get_mut(&key) else {
+            let group = self.groups.entry(owner.group()).or_insert_with(|| {
+                self.turns.insert(place, owner.group());
+                Group { turns: BTreeMap::new(), deficit: 0, place }
+            });
+            group.turns.insert(place, key);
+            let flow = Flow { owner: owner.clone(), packets: VecDeque::from([packet]), deficit: 0, place };
+            self.flows.insert(key, flow);
+            self.packets += 1;
+            return true;
+        };
         let data = |header: &VsockHdr| header.kind == TYPE_STREAM && header.op == Op::Data as u16;
         if let Some(last) = flow.packets.back_mut()
             && data(&last.header)
@@ -162,49 +212,113 @@ impl<O: Owner> Outbox<O> {
             && last.data.len() + packet.data.len() <= MAX_PACKET
         {
             last.data.extend_from_slice(&packet.data);
+            packet.charge.shrink(PACKET + FLOW);
+            last.charge.absorb(packet.charge);
             return false;
         }
+        packet.charge.shrink(FLOW);
         flow.packets.push_back(packet);
+        self.packets += 1;
+        true
+    }
+
+    /// Adds a packet without payload. `None`: it says nothing new, or there are too many; how many were dropped.
+    fn push_control(&mut self, owner: Option<&O>, header: VsockHdr, limit: usize) -> Result<(), u64> {
+        let place = self.last();
+        match owner {
+            Some(owner) => {
+                let key = (owner.key(), header.op);
+                if self.pending.contains_key(&key) {
+                    return Err(0);
+                }
+                self.pending.insert(key, place);
+            }
+            None if self.unowned >= limit => return Err(1),
+            None => self.unowned += 1,
+        }
+        self.control.insert(place, (owner.cloned(), header));
+        Ok(())
+    }
+
+    /// Brings a packet without payload back to its place, which is before all others. `false`: another one has come meanwhile.
+    fn push_back(&mut self, place: u64, owner: Option<O>, header: VsockHdr) -> bool {
+        match &owner {
+            Some(owner) => {
+                let key = (owner.key(), header.op);
+                if self.pending.contains_key(&key) {
+                    return false;
+                }
+                self.pending.insert(key, place);
+            }
+            None => self.unowned += 1,
+        }
+        self.control.insert(place, (owner, header));
         true
     }
 
     fn next(&mut self) -> Option<Turn<O>> {
-        while let Some((owner, header)) = self.control.pop_front() {
+        if let Some((place, (owner, header))) = self.control.pop_first() {
             match &owner {
-                Some(owner) if !self.pending.remove(&(owner.key(), header.op)) => {
-                    self.dead = self.dead.saturating_sub(1);
-                    continue;
-                }
-                Some(_) => {}
-                None => self.unowned -= 1,
+                Some(owner) => drop(self.pending.remove(&(owner.key(), header.op))),
+                None => self.unowned = self.unowned.saturating_sub(1),
             }
-            return Some(Turn::Control(owner, header));
+            return Some(Turn::Control { place, owner, header });
         }
-        let flow = self.flows.get_mut(self.turns.front()?)?;
+        let group = self.groups.get_mut(self.turns.first_key_value()?.1)?;
+        if group.deficit == 0 {
+            group.deficit = QUANTUM;
+        }
+        let flow = self.flows.get_mut(group.turns.first_key_value()?.1)?;
         if flow.deficit == 0 {
             flow.deficit = QUANTUM;
         }
         let packet = flow.packets.pop_front()?;
-        Some(Turn::Data { owner: flow.owner.clone(), packet, allowance: flow.deficit })
+        Some(Turn::Data { owner: flow.owner.clone(), packet, allowance: flow.deficit.min(group.deficit) })
     }
 
     /// A packet's turn has come and gone, with what is left of it, if anything. Says whether the packet is over.
     fn moved(&mut self, owner: &O, used: usize, left: Option<Packet>) -> bool {
-        let key = owner.key();
+        let (key, last) = (owner.key(), self.last());
         // It may have been forgotten meanwhile.
         let Some(flow) = self.flows.get_mut(&key) else { return true };
         let over = left.is_none();
         flow.deficit = flow.deficit.saturating_sub(used);
-        if let Some(packet) = left {
-            flow.packets.push_front(packet);
+        match left {
+            Some(packet) => flow.packets.push_front(packet),
+            None => self.packets = self.packets.saturating_sub(1),
         }
-        if flow.packets.is_empty() {
-            self.flows.remove(&key);
-            self.turns.retain(|&other| other != key);
-        } else if flow.deficit == 0 && self.turns.front() == Some(&key) {
-            self.turns.rotate_left(1);
+        let (is_empty, is_done) = (flow.packets.is_empty(), flow.deficit == 0);
+        if let Some(group) = self.groups.get_mut(&owner.group()) {
+            if is_done && !is_empty {
+                group.turns.remove(&flow.place);
+                group.turns.insert(last, key);
+                flow.place = last;
+            }
+            group.deficit = group.deficit.saturating_sub(used);
+            if group.deficit == 0 {
+                self.turns.remove(&group.place);
+                self.turns.insert(last, owner.group());
+                group.place = last;
+            }
+        }
+        if is_empty {
+            self.remove(owner);
         }
         over
+    }
+
+    /// Removes an owner's packets; says how many.
+    fn remove(&mut self, owner: &O) -> usize {
+        let Some(flow) = self.flows.remove(&owner.key()) else { return 0 };
+        if let Some(group) = self.groups.get_mut(&owner.group()) {
+            group.turns.remove(&flow.place);
+            if group.turns.is_empty() {
+                self.turns.remove(&group.place);
+                self.groups.remove(&owner.group());
+            }
+        }
+        self.packets = self.packets.saturating_sub(flow.packets.len());
+        flow.packets.len()
     }
 }
 
@@ -217,7 +331,7 @@ struct Placed {
     notify: bool,
 }
 
-/// Puts a payload into a ring, in as many packets as it takes, up to `most` bytes, while there is room.
+/// Puts a payload into a ring, in as many packets as it takes, up to `most` bytes and [`PACKETS`], while there is room.
 fn place<L: Link, O: Owner>(
     link: &mut L,
     owner: Option<&O>,
@@ -228,9 +342,9 @@ fn place<L: Link, O: Owner>(
 ) -> Result<Placed, Broken> {
     let mut placed = Placed::default();
     let mut since = 0;
-    while placed.bytes < most || placed.packets == 0 {
+    while placed.packets < PACKETS as u64 && (placed.bytes < most || placed.packets == 0) {
         let room = match link.room(control) {
-            Ok(Some(room)) => room,
+            Ok(Some(room)) => room.get(),
             Ok(None) => break,
             // What is there already is good.
             Err(_) if placed.packets > 0 => break,
@@ -358,14 +472,25 @@ impl<L: Link, O: Owner> Sender<L, O> {
         let len = left.min(room);
         if len > 0 || whole == 0 {
             let flags = if len == left { header.flags } else { 0 };
-            let packet = Packet { header: VsockHdr { flags, ..header }, data: payload.take(len), done: 0 };
-            owner.queued().fetch_add(len, Ordering::Relaxed);
-            let mut outbox = self.outbox.lock();
-            let packets = usize::from(outbox.push(owner, packet));
-            self.waiting.fetch_add(packets, Ordering::Release);
+            let Some(charge) = owner.charge(len.saturating_add(PACKET + FLOW)) else {
+                effect.refused = true;
+                return (whole - left, effect);
+            };
+            self.queue(
+                owner,
+                Packet { header: VsockHdr { flags, ..header }, data: payload.take(len), done: 0, charge },
+            );
             effect.wake = true;
         }
         (whole - payload.len(), effect)
+    }
+
+    /// Has the worker move a packet.
+    fn queue(&self, owner: &O, packet: Packet) {
+        owner.queued().fetch_add(packet.data.len(), Ordering::Relaxed);
+        let mut outbox = self.outbox.lock();
+        let packets = usize::from(outbox.push(owner, packet));
+        self.waiting.fetch_add(packets, Ordering::Release);
     }
 
     /// Sends up to `most` bytes that are still to be read from somewhere: straight into the ring by `read`, or into the outbox
@@ -403,10 +528,13 @@ impl<L: Link, O: Owner> Sender<L, O> {
             Ok(0) => (Ok(Some(0)), effect),
             Ok(len) => {
                 data.truncate(len);
-                owner.queued().fetch_add(len, Ordering::Relaxed);
-                let mut outbox = self.outbox.lock();
-                let packets = usize::from(outbox.push(owner, Packet { header, data, done: 0 }));
-                self.waiting.fetch_add(packets, Ordering::Release);
+                // It may wait for long.
+                data.shrink_to_fit();
+                let Some(charge) = owner.charge(len.saturating_add(PACKET + FLOW)) else {
+                    effect.refused = true;
+                    return (Ok(None), effect);
+                };
+                self.queue(owner, Packet { header, data, done: 0, charge });
                 effect.wake = true;
                 (Ok(Some(len)), effect)
             }
@@ -434,27 +562,23 @@ impl<L: Link, O: Owner> Sender<L, O> {
                 }
             }
         }
-        let mut outbox = self.outbox.lock();
         let limit = if owner.is_none() { UNOWNED } else { RESETS };
         // A reset is all that is left of its connection.
         let owner = owner.filter(|_| header.op != Op::Reset as u16);
-        match owner {
-            Some(owner) if !outbox.pending.insert((owner.key(), header.op)) => return effect,
-            Some(_) => {}
-            None if outbox.unowned >= limit => {
-                self.dropped.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                return effect;
+        let mut outbox = self.outbox.lock();
+        match outbox.push_control(owner, header, limit) {
+            Ok(()) => {
+                self.waiting.fetch_add(1, Ordering::Release);
+                effect.wake = true;
             }
-            None => outbox.unowned += 1,
+            Err(dropped) => drop(self.dropped.fetch_add(dropped, std::sync::atomic::Ordering::Relaxed)),
         }
-        outbox.control.push_back((owner.cloned(), header));
-        self.waiting.fetch_add(1, Ordering::Release);
-        effect.wake = true;
         effect
     }
 
     /// For the worker: moves what waits to the ring, as far as it has room; `moved` gets each owner of whom something has gone
-    /// there, when all locks are free. If something still waits, the peer will notify us of room.
+    /// there, when all locks are free. If something still waits, the peer will notify us of room, unless the effect says that
+    /// there is more to move at once.
     pub fn flush(&self, mut moved: impl FnMut(O)) -> Effect {
         let mut effect = Effect::default();
         if !self.is_waiting() {
@@ -463,9 +587,10 @@ impl<L: Link, O: Owner> Sender<L, O> {
         let mut guard = self.link.lock();
         let Some(link) = &mut *guard else { return effect };
         let mut owners: Vec<O> = Vec::new();
+        let (mut packets, mut bytes) = (0, 0);
         while let Some(turn) = { self.outbox.lock().next() } {
             let result = match &turn {
-                Turn::Control(owner, header) => {
+                Turn::Control { owner, header, .. } => {
                     place(link, owner.as_ref(), *header, &mut Payload::empty(), 0, true).map(|placed| (placed, None))
                 }
                 Turn::Data { owner, packet, allowance } => {
@@ -487,33 +612,21 @@ impl<L: Link, O: Owner> Sender<L, O> {
             self.went_queued.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
             if let Some(owner) = owner {
                 owner.queued().fetch_sub(placed.bytes, Ordering::Relaxed);
-                if placed.bytes > 0 && owners.last().is_none_or(|last| last.key() != owner.key()) {
+                if placed.packets > 0 && owners.last().is_none_or(|last| last.key() != owner.key()) {
                     owners.push(owner.clone());
                 }
             }
             let nothing = placed.packets == 0;
             match turn {
-                Turn::Control(owner, header) if !placed.all => {
-                    let mut outbox = self.outbox.lock();
-                    match &owner {
-                        // Another one has come meanwhile.
-                        Some(owner) if !outbox.pending.insert((owner.key(), header.op)) => {
-                            self.waiting.fetch_sub(1, Ordering::Release);
-                        }
-                        Some(_) => outbox.control.push_front((owner, header)),
-                        None => {
-                            outbox.unowned += 1;
-                            outbox.control.push_front((owner, header));
-                        }
+                Turn::Control { place, owner, header } => {
+                    if placed.all || !self.outbox.lock().push_back(place, owner, header) {
+                        self.waiting.fetch_sub(1, Ordering::Release);
                     }
-                }
-                Turn::Control(..) => {
-                    self.waiting.fetch_sub(1, Ordering::Release);
                 }
                 Turn::Data { owner, mut packet, .. } => {
                     packet.done += placed.bytes;
                     let left = (!placed.all).then_some(packet);
-                    let used = if nothing { 0 } else { placed.bytes + OVERHEAD };
+                    let used = placed.bytes + OVERHEAD * placed.packets as usize;
                     let mut outbox = self.outbox.lock();
                     if outbox.moved(&owner, used, left) {
                         self.waiting.fetch_sub(1, Ordering::Release);
@@ -523,30 +636,37 @@ impl<L: Link, O: Owner> Sender<L, O> {
             if nothing && (effect.broken.is_some() || !link.await_room()) {
                 break;
             }
+            // What finds no room counts as well: a peer may take back what it has just offered, again and again.
+            packets += (placed.packets as usize).max(1);
+            bytes += placed.bytes;
+            if packets >= FLUSH_PACKETS || bytes >= FLUSH_BYTES {
+                effect.more = self.is_waiting();
+                break;
+            }
         }
         drop(guard);
         owners.into_iter().for_each(&mut moved);
         effect
     }
 
-    /// Drops what waits of an owner: its connection is over.
-    pub fn forget(&self, owner: &O) {
+    /// Drops what waits of an owner: its connection is over. Says whether the peer has not even seen the request for it.
+    pub fn forget(&self, owner: &O) -> bool {
+        if !self.is_waiting() {
+            return false;
+        }
         let mut outbox = self.outbox.lock();
         let key = owner.key();
-        if let Some(flow) = outbox.flows.remove(&key) {
-            outbox.turns.retain(|&other| other != key);
-            self.waiting.fetch_sub(flow.packets.len(), Ordering::Release);
+        let mut count = outbox.remove(owner);
+        let mut unseen = false;
+        for op in 0..=Op::CreditRequest as u16 {
+            if let Some(place) = outbox.pending.remove(&(key, op)) {
+                outbox.control.remove(&place);
+                unseen |= op == Op::Request as u16;
+                count += 1;
+            }
         }
-        let Outbox { control, pending, dead, .. } = &mut *outbox;
-        let count = (0..=Op::CreditRequest as u16).filter(|&op| pending.remove(&(key, op))).count();
         self.waiting.fetch_sub(count, Ordering::Release);
-        *dead += count;
-        if *dead > DEAD || *dead == control.len() {
-            control.retain(|(owner, header)| {
-                owner.as_ref().is_none_or(|owner| pending.contains(&(owner.key(), header.op)))
-            });
-            *dead = 0;
-        }
+        unseen
     }
 
     /// How many packets of an owner wait, beside those without payload that go before all.
@@ -560,11 +680,15 @@ impl<L: Link, O: Owner> Sender<L, O> {
     /// Drops all that waits: the peer would not know what it is about.
     pub fn clear(&self) {
         // Nobody moves anything meanwhile.
-        let _link = self.link.lock();
-        let mut outbox = self.outbox.lock();
-        let count =
-            outbox.unowned + outbox.pending.len() + outbox.flows.values().map(|flow| flow.packets.len()).sum::<usize>();
-        *outbox = Outbox::new();
-        self.waiting.fetch_sub(count, Ordering::Release);
+        let link = self.link.lock();
+        let old = {
+            let mut outbox = self.outbox.lock();
+            let old = std::mem::replace(&mut *outbox, Outbox::new());
+            self.waiting.fetch_sub(old.control.len() + old.packets, Ordering::Release);
+            old
+        };
+        // There may be much of it, and others want the ring.
+        drop(link);
+        drop(old);
     }
 }

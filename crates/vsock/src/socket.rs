@@ -216,7 +216,7 @@ impl<S: Side> Socket<S> {
         Ok(message)
     }
 
-    /// Sends some bytes, at least one. The caller holds the connection's `sending`.
+    /// Sends some bytes, at least one unless there are none. The caller holds the connection's `sending`.
     fn send(&self, bytes: &[u8], flags: u32) -> io::Result<usize> {
         let mut asked = false;
         let polls = !self.stack.settings().poll.is_zero();
@@ -226,9 +226,13 @@ impl<S: Side> Socket<S> {
             let patient =
                 polls && self.stack.sender.is_direct() && patience.until.is_none_or(|until| Instant::now() < until);
             let room = if patient { 0 } else { self.stack.room(&self.conn) };
-            let sent = self.stack.send(&self.conn, bytes, flags, room)?;
-            if sent > 0 {
-                return Ok(sent);
+            // What has no bytes takes room all the same.
+            let may = self.conn.kind == Kind::Stream || self.stack.has_room(&self.conn);
+            if may {
+                let sent = self.stack.send(&self.conn, bytes, flags, room)?;
+                if sent > 0 || bytes.is_empty() {
+                    return Ok(sent);
+                }
             }
             if self.stack.pump(None) > 0 {
                 continue;
@@ -242,8 +246,10 @@ impl<S: Side> Socket<S> {
             patience.sleeps();
             let mut inner = self.conn.lock();
             self.stack.may_send(&inner)?;
-            if self.conn.credit(&inner) > 0 {
-                if patient || self.stack.room(&self.conn) > 0 {
+            if !may && !self.stack.has_room(&self.conn) {
+                // Until some of them have gone.
+            } else if self.conn.credit(&inner) > 0 || bytes.is_empty() {
+                if patient || !may || self.stack.room(&self.conn) > 0 {
                     continue;
                 }
             } else if !std::mem::replace(&mut asked, true) {
@@ -389,19 +395,20 @@ impl<S: Side> SeqPacket<S> {
             }
             // In parts it could not be taken back.
             let room = socket.stack.room(&socket.conn);
-            if socket.nonblocking.load(Ordering::Relaxed) && (message.len() > credit || message.len() > room) {
+            if socket.nonblocking.load(Ordering::Relaxed)
+                && (message.len() > credit || message.len() > room || !socket.stack.has_room(&socket.conn))
+            {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
         }
         let flags = wire::SEQ_EOM | if record { wire::SEQ_EOR } else { 0 };
-        if message.is_empty() {
-            return socket.stack.send(&socket.conn, message, flags, 0).map(|_| ());
-        }
         let mut left = message;
-        while !left.is_empty() {
-            left = &left[socket.send(left, flags)?..];
+        loop {
+            left = left.get(socket.send(left, flags)?..).unwrap_or_default();
+            if left.is_empty() {
+                return Ok(());
+            }
         }
-        Ok(())
     }
 
     /// Receives a message: its length, of which there may be more than the target holds (the rest is lost), and whether it ends

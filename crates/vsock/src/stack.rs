@@ -9,7 +9,7 @@ mod rings;
 pub(crate) use rings::Poller;
 
 use crate::{
-    Addr, Broken, Effect, Hub, Key, Kind, Link, Owner, Payload, Sender, Ways, Wrong,
+    Account, Addr, Broken, Charge, Effect, Hub, Key, Kind, Link, Owner, Payload, Sender, Ways, Wrong,
     connection::{Conn, Over, Phase, Verdict, Wanted},
     hub::Crossing,
     send::MAX_PACKET,
@@ -43,6 +43,8 @@ pub trait Side: Send + Sync + Sized + 'static {
 pub struct Taken {
     /// Packets, good or not.
     pub packets: usize,
+    /// Bytes of their payload.
+    pub bytes: usize,
     /// The peer wants to be notified of the buffers that it got back.
     pub notify: bool,
 }
@@ -132,6 +134,12 @@ pub trait Host<R>: Send + Sync {
     /// A connection with a relay can be sent to again.
     fn room(&self, key: Key);
 
+    /// Whether a peer's request may be granted now, before anything is done for it; if not, it is answered with a reset and
+    /// counted ([`Report::limited`]). For who limits how many there may be in a time. Called with locks held: it only decides.
+    fn admit(&self) -> bool {
+        true
+    }
+
     /// Whether there is a [`Host::wait`] now.
     fn can_wait(&self) -> bool {
         false
@@ -159,6 +167,10 @@ pub struct Settings {
     pub poll: Duration,
     /// Connections there may be at once.
     pub connections: usize,
+    /// Bytes that are kept for a guest, at most, whatever waits there and what is needed to keep track of it: so many for its
+    /// connections with this end, and as many again for those with other guests that it has asked for. Each direction of a
+    /// connection may have an equal share of half of that; the rest is reserved.
+    pub memory: usize,
     /// Connections that wait to be accepted, for each listener.
     pub backlog: usize,
     /// How long a program waits for an answer to its request.
@@ -174,6 +186,7 @@ impl Default for Settings {
             buffer: 256 << 10,
             poll: Duration::ZERO,
             connections: 16384,
+            memory: 64 << 20,
             backlog: 1024,
             connect: Duration::from_secs(2),
             linger: Duration::from_secs(8),
@@ -187,19 +200,27 @@ pub(crate) struct Backlog<R> {
     pub changed: Condvar,
 }
 
+/// A connection in the table, and its place among the deadlines.
+struct Slot<R> {
+    conn: Arc<Conn<R>>,
+    timer: Option<(Instant, u64)>,
+}
+
 struct Table<R> {
-    conns: HashMap<Key, Arc<Conn<R>>>,
+    conns: HashMap<Key, Slot<R>>,
     listeners: HashMap<(u32, Kind), Arc<Backlog<R>>>,
     next_port: u32,
-    /// Connections of which something is expected until then.
-    deadlines: BTreeMap<(Instant, u64), Weak<Conn<R>>>,
+    /// Connections of which something is expected until then: of those in the table, each once at most.
+    deadlines: BTreeMap<(Instant, u64), Key>,
     serial: u64,
+    /// Connections that have memory which they may let go of when they rest.
+    holders: VecDeque<Weak<Conn<R>>>,
 }
 
 /// What packets in an outbox belong to.
 pub(crate) enum Who<R> {
     Conn(Arc<Conn<R>>),
-    Crossing(Arc<Crossing>),
+    Crossing(Crossing),
 }
 
 impl<R> Clone for Who<R> {
@@ -232,6 +253,20 @@ impl<R> Owner for Who<R> {
             Who::Crossing(crossing) => crossing.queued(),
         }
     }
+
+    fn charge(&self, bytes: usize) -> Option<Charge> {
+        match self {
+            Who::Conn(conn) => conn.charge(bytes),
+            Who::Crossing(crossing) => crossing.charge(bytes),
+        }
+    }
+
+    fn group(&self) -> u64 {
+        match self {
+            Who::Conn(conn) => conn.cid,
+            Who::Crossing(crossing) => crossing.group(),
+        }
+    }
 }
 
 /// The ring that packets come from, and how many programs look at it by themselves.
@@ -246,6 +281,7 @@ struct Counters {
     received: AtomicU64,
     opened: AtomicU64,
     refused: AtomicU64,
+    limited: AtomicU64,
     wrong: AtomicU64,
     faults: AtomicU64,
 }
@@ -259,6 +295,14 @@ pub struct Report {
     pub opened: u64,
     /// Requests that were not granted.
     pub refused: u64,
+    /// Of these, those that came too soon after others ([`Host::admit`]).
+    pub limited: u64,
+    /// Bytes that are kept for connections with this end; see [`Settings::memory`].
+    pub memory: usize,
+    /// Bytes that are kept for connections with other guests that the peer has asked for.
+    pub crossing: usize,
+    /// How often there was no memory for what should have been kept, of both.
+    pub exhausted: u64,
     /// Packets received.
     pub received: u64,
     /// Packets sent, by their way.
@@ -290,6 +334,15 @@ pub struct ConnectionReport {
 
 /// Bursts of packets that are taken from a peer at once.
 const BURSTS: usize = 4;
+/// Bytes that are taken from a peer at once, and the burst that is more.
+const TAKEN: usize = 512 << 10;
+/// Connections that are given up at once, and those that are looked at at once, whether they still need their memory.
+const DUE: usize = 256;
+const SWEPT: usize = 4096;
+/// Messages of a program that wait to be sent, for each connection.
+const MESSAGES: usize = 1024;
+/// What is moved at once when this end goes away, in turns of the worker.
+const LAST_TURNS: usize = 64;
 /// Log lines about peers that do wrong, until the next second.
 const LINES: u32 = 10;
 /// The ports of programs that do not care begin here; below are those of well-known services.
@@ -307,6 +360,9 @@ pub struct Stack<S: Side> {
     pub(crate) sender: Sender<S::Link, Who<S::Relay>>,
     incoming: Mutex<Incoming<S::Inlet>>,
     table: Mutex<Table<S::Relay>>,
+    /// Of connections with this end, and of those with other guests.
+    account: Arc<Account>,
+    pub(crate) crossings: Arc<Account>,
     pub(crate) host: Arc<dyn Host<S::Relay>>,
     /// A program waits for packets itself: the worker leaves them alone.
     led: AtomicBool,
@@ -333,7 +389,10 @@ impl<S: Side> Stack<S> {
                 next_port: FIRST_PORT,
                 deadlines: BTreeMap::new(),
                 serial: 0,
+                holders: VecDeque::new(),
             }),
+            account: Account::new(settings.memory, settings.connections),
+            crossings: Account::new(settings.memory, settings.connections),
             host: host.into(),
             led: AtomicBool::new(false),
             hub: OnceLock::new(),
@@ -353,6 +412,8 @@ impl<S: Side> Stack<S> {
     pub fn set(&self, settings: Settings) {
         *self.settings.write() = settings;
         self.sender.set_direct(settings.direct);
+        self.account.set(settings.memory, settings.connections);
+        self.crossings.set(settings.memory, settings.connections);
     }
 
     /// Our context identifier.
@@ -382,6 +443,10 @@ impl<S: Side> Stack<S> {
             connections: self.table.lock().conns.len(),
             opened: count(&self.counters.opened),
             refused: count(&self.counters.refused),
+            limited: count(&self.counters.limited),
+            memory: self.account.used(),
+            crossing: self.crossings.used(),
+            exhausted: self.account.refused() + self.crossings.refused(),
             received: count(&self.counters.received),
             ways: self.sender.ways(),
             wrong: count(&self.counters.wrong),
@@ -391,7 +456,7 @@ impl<S: Side> Stack<S> {
 
     /// The connections that there are.
     pub fn connections(&self) -> Vec<ConnectionReport> {
-        let conns: Vec<_> = self.table.lock().conns.values().cloned().collect();
+        let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         let report = |conn: &Arc<Conn<S::Relay>>| {
             let inner = conn.lock();
             let (sent, received) = conn.traffic();

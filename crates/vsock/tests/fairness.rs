@@ -10,6 +10,7 @@ use ringroad_vsock::{
 use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{
     io,
+    num::NonZeroUsize,
     sync::{Arc, Mutex, atomic::AtomicUsize, atomic::Ordering},
 };
 
@@ -62,13 +63,13 @@ impl Ring {
 }
 
 impl Link for Ring {
-    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken> {
+    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken> {
         let state = self.0.lock().unwrap();
         if state.broken {
             return Err(Fault::Readable { id: 0 }.into());
         }
         let kept = if control { 0 } else { state.reserve };
-        Ok((state.room > kept).then_some(MAX_PACKET))
+        Ok((state.room > kept).then_some(NonZeroUsize::new(MAX_PACKET).unwrap()))
     }
 
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
@@ -160,7 +161,13 @@ fn send<L: Link>(sender: &Sender<L, Conn>, conn: &Conn, serial: u32, len: usize)
 }
 
 fn flush<L: Link>(sender: &Sender<L, Conn>) {
-    assert_eq!(sender.flush(|_| {}).broken, None);
+    loop {
+        let effect = sender.flush(|_| {});
+        assert_eq!(effect.broken, None);
+        if !effect.more {
+            break;
+        }
+    }
 }
 
 /// A connection that always has something waiting: packets of one length.

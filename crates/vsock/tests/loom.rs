@@ -24,6 +24,7 @@ use ringroad_vsock::{Broken, Link, Owner, Payload, Sender};
 use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{
     io,
+    num::NonZeroUsize,
     sync::{
         Arc as StdArc, Mutex as StdMutex,
         atomic::{AtomicU32 as StdAtomicU32, Ordering::SeqCst},
@@ -87,9 +88,9 @@ impl Ring {
 }
 
 impl Link for Ring {
-    fn room(&mut self, control: bool) -> Result<Option<usize>, Broken> {
+    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken> {
         let kept = if control { 0 } else { self.0.reserve };
-        Ok((self.0.room.load(Acquire) / ONE > kept).then_some(1))
+        Ok((self.0.room.load(Acquire) / ONE > kept).then_some(NonZeroUsize::MIN))
     }
 
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {

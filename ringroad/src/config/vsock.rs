@@ -33,6 +33,8 @@ pub struct Vsock {
     pub connects: u32,
     /// Bytes that the kernel may keep for programs that do not read, beyond 8 KiB for each socket.
     pub socket_memory: usize,
+    /// Bytes that are kept for the guest, at most: for its connections with the host, and as many for those with others.
+    pub memory: usize,
     /// For how long programs of this process look at the ring by themselves.
     pub poll: Option<Poll>,
     /// What is offered to the driver.
@@ -58,7 +60,7 @@ pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, Co
 }
 
 fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
-    const KEYS: [&str; 13] = [
+    const KEYS: [&str; 15] = [
         "cid",
         "socket",
         "role",
@@ -69,6 +71,8 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         "buffer",
         "connections",
         "connects",
+        "memory",
+        "limits",
         "socket_memory",
         "poll",
         "features",
@@ -98,9 +102,10 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         connections: table.number("connections", 1..=1 << 20)?.unwrap_or(16384) as usize,
         connects: table.number("connects", 1..=1_000_000)?.unwrap_or(5000) as u32,
         socket_memory: table.number("socket_memory", 0..=1 << 40)?.unwrap_or(64 << 20) as usize,
+        memory: table.number("memory", 1 << 20..=1 << 40)?.unwrap_or(64 << 20) as usize,
         poll: table.poll()?,
         features: features(table)?,
-        frontend: frontend::frontend(table, taken)?,
+        frontend: frontend::frontend(table, taken, &[])?,
     })
 }
 
@@ -172,6 +177,7 @@ buffer = 1_048_576
 connections = 5
 connects = 100
 socket_memory = 1_000_000
+memory = 2_097_152
 poll = "50us"
 features = { packed = false, seqpacket = false }
 [[vsock]]
@@ -191,6 +197,7 @@ socket = "/run/vm2.vsock"
             connections: 5,
             connects: 100,
             socket_memory: 1_000_000,
+            memory: 2 << 20,
             poll: Some(Poll::For(Duration::from_micros(50))),
             features: Features { packed: false, seqpacket: false, ..Features::ALL },
             frontend: Frontend::default(),
@@ -208,6 +215,7 @@ socket = "/run/vm2.vsock"
             connections: 16384,
             connects: 5000,
             socket_memory: 64 << 20,
+            memory: 64 << 20,
             poll: None,
             features: Features::ALL,
             frontend: Frontend::default(),
@@ -234,6 +242,7 @@ socket = "/run/vm2.vsock"
             (vsock("send = \"fast\""), "4: vsock 1: key `send`: expected \"direct\" or \"queued\", found \"fast\""),
             (vsock("buffer = 1"), "4: vsock 1: key `buffer`: expected 4096 to 1073741824, found 1"),
             (vsock("connects = 0"), "4: vsock 1: key `connects`: expected 1 to 1000000, found 0"),
+            (vsock("memory = 1000"), "4: vsock 1: key `memory`: expected 1048576 to 1099511627776, found 1000"),
             (vsock("forward = 3"), "4: vsock 1: key `forward`: expected a table, found 3"),
             (vsock("forward = { x = \"127.0.0.1:1\" }"), "4: vsock 1: key `forward.x`: expected a port of vsock"),
             (vsock("forward = { 1 = \"localhost\" }"), "4: vsock 1: key `forward.1`: expected an address and port"),

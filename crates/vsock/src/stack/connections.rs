@@ -2,18 +2,29 @@
 
 use super::*;
 
+impl<R> Table<R> {
+    fn insert(&mut self, conn: &Arc<Conn<R>>) {
+        self.conns.insert(conn.key, Slot { conn: conn.clone(), timer: None });
+    }
+}
+
 impl<S: Side> Stack<S> {
     pub(super) fn remove(&self, conn: &Arc<Conn<S::Relay>>) {
         {
             let mut table = self.table.lock();
-            if table.conns.get(&conn.key).is_some_and(|there| Arc::ptr_eq(there, conn)) {
-                table.conns.remove(&conn.key);
+            if table.conns.get(&conn.key).is_some_and(|there| Arc::ptr_eq(&there.conn, conn))
+                && let Some(Slot { timer: Some(timer), .. }) = table.conns.remove(&conn.key)
+            {
+                table.deadlines.remove(&timer);
             }
         }
-        self.sender.forget(&Who::Conn(conn.clone()));
+        let _ = self.sender.forget(&Who::Conn(conn.clone()));
     }
 
     pub(super) fn request(&self, key: Key, kind: Kind, header: &VsockHdr) {
+        if !self.may_ask() {
+            return self.refuse(header);
+        }
         let listener = {
             let table = self.table.lock();
             if table.conns.len() >= self.settings().connections {
@@ -22,8 +33,13 @@ impl<S: Side> Stack<S> {
             }
             table.listeners.get(&(key.port, kind)).cloned()
         };
+        // A socket of the host has no messages.
+        if listener.is_none() && kind == Kind::SeqPacket {
+            return self.refuse(header);
+        }
+        let Some(opened) = self.account.open() else { return self.refuse(header) };
         let phase = if listener.is_some() { Phase::Open } else { Phase::Accepting };
-        let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, phase));
+        let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, phase, opened));
         // What the request says of the peer's room.
         conn.announce(&mut conn.lock(), header);
         if let Some(listener) = listener {
@@ -32,13 +48,13 @@ impl<S: Side> Stack<S> {
                 drop(waiting);
                 return self.refuse(header);
             }
-            self.table.lock().conns.insert(key, conn.clone());
+            self.table.lock().insert(&conn);
             self.opened(&conn);
             waiting.push_back(conn);
             listener.changed.notify_one();
             return;
         }
-        self.table.lock().conns.insert(key, conn.clone());
+        self.table.lock().insert(&conn);
         match self.host.open(key, kind) {
             Door::Open(relay) => {
                 {
@@ -63,6 +79,15 @@ impl<S: Side> Stack<S> {
     pub(super) fn opened(&self, conn: &Arc<Conn<S::Relay>>) {
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
         self.send_control(conn, Op::Response);
+    }
+
+    /// Whether the peer may ask for a connection now.
+    pub(crate) fn may_ask(&self) -> bool {
+        let may = self.host.admit();
+        if !may {
+            self.counters.limited.fetch_add(1, Ordering::Relaxed);
+        }
+        may
     }
 
     pub(super) fn refuse(&self, header: &VsockHdr) {
@@ -90,36 +115,52 @@ impl<S: Side> Stack<S> {
     }
 
     pub(crate) fn find(&self, key: Key) -> Option<Arc<Conn<S::Relay>>> {
-        self.table.lock().conns.get(&key).cloned()
+        self.table.lock().conns.get(&key).map(|slot| slot.conn.clone())
     }
 
     /// Something has to happen to a connection until then.
     pub(super) fn give_time(&self, conn: &Arc<Conn<S::Relay>>, time: Duration) {
         let until = Instant::now() + time;
         conn.lock().deadline = Some(until);
-        let mut table = self.table.lock();
+        let table = &mut *self.table.lock();
         table.serial += 1;
-        let serial = table.serial;
-        if table.deadlines.len() > 2 * table.conns.len() + 1024 {
-            // Of connections that were over before their time.
-            table.deadlines.retain(|_, conn| conn.strong_count() > 0);
+        let timer = (until, table.serial);
+        // One that is over already has none.
+        if let Some(slot) = table.conns.get_mut(&conn.key)
+            && Arc::ptr_eq(&slot.conn, conn)
+        {
+            if let Some(old) = slot.timer.replace(timer) {
+                table.deadlines.remove(&old);
+            }
+            table.deadlines.insert(timer, conn.key);
         }
-        table.deadlines.insert((until, serial), Arc::downgrade(conn));
     }
 
     /// When [`Stack::tick`] should be called next.
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.table.lock().deadlines.keys().next().map(|&(time, _)| time)
+        self.table.lock().deadlines.first_key_value().map(|(&(time, _), _)| time)
     }
 
-    /// Gives up what has taken too long.
-    pub fn tick(&self, now: Instant) {
-        let due: Vec<_> = {
-            let mut table = self.table.lock();
-            let later = table.deadlines.split_off(&(now, u64::MAX));
-            std::mem::replace(&mut table.deadlines, later).into_values().collect()
+    /// Gives up what has taken too long, so many at once. `true`: there is more, for the next turn.
+    pub fn tick(&self, now: Instant) -> bool {
+        let mut due = Vec::new();
+        let more = {
+            let table = &mut *self.table.lock();
+            loop {
+                match table.deadlines.first_entry() {
+                    Some(entry) if entry.key().0 > now => break false,
+                    Some(_) if due.len() >= DUE => break true,
+                    Some(entry) => {
+                        if let Some(slot) = table.conns.get_mut(&entry.remove()) {
+                            slot.timer = None;
+                            due.push(slot.conn.clone());
+                        }
+                    }
+                    None => break false,
+                }
+            }
         };
-        for conn in due.iter().filter_map(Weak::upgrade) {
+        for conn in &due {
             let mut inner = conn.lock();
             if inner.deadline.is_none_or(|deadline| deadline > now) {
                 continue;
@@ -127,21 +168,40 @@ impl<S: Side> Stack<S> {
             let how = if inner.phase == Phase::Open { Over::Done } else { Over::TimedOut };
             let verdict = conn.end(&mut inner, how);
             drop(inner);
-            self.carry_out(&conn, Verdict { reply: Some(Op::Reset), ..verdict });
+            self.carry_out(conn, Verdict { reply: Some(Op::Reset), ..verdict });
         }
+        more
     }
 
     /// Once a second or so, if anything has happened: lets memory go that connections do not need now, and allows new log
-    /// lines.
+    /// lines. Looks at so many connections at once; at the others the next time.
     pub fn sweep(&self) {
         self.lines.store(LINES, Ordering::Relaxed);
-        let conns: Vec<_> = self.table.lock().conns.values().cloned().collect();
-        for conn in conns {
+        let mut holders: Vec<_> = {
+            let table = &mut *self.table.lock();
+            let count = table.holders.len().min(SWEPT);
+            table.holders.drain(..count).collect()
+        };
+        holders.retain(|conn| {
+            let Some(conn) = conn.upgrade() else { return false };
             let mut inner = conn.lock();
             if std::mem::replace(&mut inner.resting, true) {
                 inner.inbox.rest();
             }
+            inner.listed = inner.inbox.has_memory();
+            inner.listed
+        });
+        self.table.lock().holders.extend(holders);
+    }
+
+    /// A connection has memory for what nobody has read yet.
+    pub(super) fn hold(&self, conn: &Arc<Conn<S::Relay>>) {
+        let table = &mut *self.table.lock();
+        if table.holders.len() > 2 * table.conns.len() + 1024 {
+            // Of connections that are over.
+            table.holders.retain(|conn| conn.strong_count() > 0);
         }
+        table.holders.push_back(Arc::downgrade(conn));
     }
 
     /// Asks a peer for a connection; its phase tells what came of it. `relay`: the socket of the host that it is for.
@@ -157,12 +217,19 @@ impl<S: Side> Stack<S> {
         if !self.has(kind) {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the peer does not have this kind of socket"));
         }
+        if relay.is_some() && kind != Kind::Stream {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "a socket of the host carries a stream only"));
+        }
         let conn = {
             let mut table = self.table.lock();
             if table.conns.len() >= self.settings().connections {
                 let why = format!("there are {} connections already", table.conns.len());
                 return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
             }
+            let Some(opened) = self.account.open() else {
+                let why = "what may be kept for the peer is in use";
+                return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
+            };
             // As there are fewer connections than ports, one is free.
             let port = loop {
                 let port = table.next_port;
@@ -173,9 +240,9 @@ impl<S: Side> Stack<S> {
                 }
             };
             let key = Key { port, peer };
-            let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, Phase::Connecting));
+            let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, Phase::Connecting, opened));
             conn.lock().relay = relay;
-            table.conns.insert(key, conn.clone());
+            table.insert(&conn);
             conn
         };
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
@@ -272,7 +339,8 @@ impl<S: Side> Stack<S> {
         let flags = if len == bytes.len() { flags } else { 0 };
         let header = VsockHdr { flags, ..conn.header(Op::Data) };
         let who = Who::Conn(conn.clone());
-        let (sent, effect) = self.sender.send(&who, header, &mut Payload::bytes(&bytes[..len]), room);
+        let (sent, effect) =
+            self.sender.send(&who, header, &mut Payload::bytes(bytes.get(..len).unwrap_or(bytes)), room);
         if sent < len {
             conn.take_back(&mut conn.lock(), len - sent);
         }
@@ -282,7 +350,13 @@ impl<S: Side> Stack<S> {
 
     /// How many more bytes of a connection may wait in the outbox.
     pub(crate) fn room(&self, conn: &Conn<S::Relay>) -> usize {
-        (conn.buf_alloc as usize).max(MAX_PACKET).saturating_sub(conn.waiting())
+        let most = (conn.buf_alloc as usize).max(MAX_PACKET).min(conn.allowance());
+        most.saturating_sub(conn.waiting())
+    }
+
+    /// Whether one more message may wait in the outbox, however short.
+    pub(crate) fn has_room(&self, conn: &Arc<Conn<S::Relay>>) -> bool {
+        self.sender.packets(&Who::Conn(conn.clone())) < MESSAGES
     }
 
     pub(crate) fn may_send(&self, inner: &crate::connection::Inner<S::Relay>) -> io::Result<()> {

@@ -20,7 +20,7 @@ impl<S: Side> Stack<S> {
             return self.reject(header, format_args!("no way to context identifier {}", header.dst_cid));
         }
         let key = Key { port: header.dst_port, peer: Addr { cid: header.src_cid, port: header.src_port } };
-        let conn = self.table.lock().conns.get(&key).cloned();
+        let conn = self.find(key);
         let Some(kind) = Kind::new(header.kind).filter(|&kind| self.has(kind)) else {
             return self.fail(conn, header, Wrong::Type { kind: header.kind });
         };
@@ -42,7 +42,14 @@ impl<S: Side> Stack<S> {
         if op == Op::Data && there < header.len as usize {
             return self.fail(Some(conn), header, Wrong::Short { len: header.len, there });
         }
-        let verdict = conn.receive(&mut conn.lock(), op, header, &mut payload, wanted);
+        let (verdict, holds) = {
+            let mut inner = conn.lock();
+            let verdict = conn.receive(&mut inner, op, header, &mut payload, wanted);
+            (verdict, inner.inbox.has_memory() && !std::mem::replace(&mut inner.listed, true))
+        };
+        if holds {
+            self.hold(&conn);
+        }
         self.carry_out(&conn, verdict);
     }
 

@@ -31,12 +31,13 @@ impl<S: Side> Stack<S> {
 
     /// The peer is gone, or has lost its state: all connections are over.
     pub fn reset(&self) {
-        let conns: Vec<_> = {
+        // In one step; what takes time is done when the table is free again.
+        let (conns, deadlines) = {
             let mut table = self.table.lock();
-            table.deadlines.clear();
-            table.conns.drain().map(|(_, conn)| conn).collect()
+            (std::mem::take(&mut table.conns), std::mem::take(&mut table.deadlines))
         };
-        for conn in conns {
+        drop(deadlines);
+        for Slot { conn, .. } in conns.into_values() {
             let _ = conn.end(&mut conn.lock(), Over::Reset);
         }
         self.sender.clear();
@@ -48,14 +49,15 @@ impl<S: Side> Stack<S> {
     /// This end goes away: peers hear that all connections are over, and there are no new ones.
     pub fn close(&self) {
         self.set_kinds(&[]);
-        let conns: Vec<_> = self.table.lock().conns.values().cloned().collect();
+        let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         conns.iter().for_each(|conn| self.abort(conn));
-        self.flush();
+        // As long as there is room, but not for ever.
+        let _ = (0..LAST_TURNS).find(|_| !self.flush());
     }
 
     /// Whether connections that are closed at this end wait for the peer to close them too.
     pub fn is_lingering(&self) -> bool {
-        let conns: Vec<_> = self.table.lock().conns.values().cloned().collect();
+        let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         conns.iter().any(|conn| {
             let inner = conn.lock();
             inner.done && inner.deaf
@@ -69,11 +71,14 @@ impl<S: Side> Stack<S> {
         if !self.led.load(Ordering::SeqCst) {
             let mut incoming = self.incoming.lock();
             // Not all that a peer may send: others want to be served too.
+            let mut bytes = 0;
             for _ in 0..BURSTS {
-                if self.take(&mut incoming, None) == 0 {
+                let taken = self.take(&mut incoming, None);
+                any |= taken.packets > 0;
+                bytes += taken.bytes;
+                if taken.packets == 0 || bytes >= TAKEN {
                     break;
                 }
-                any = true;
             }
         }
         any | self.flush()
@@ -105,13 +110,13 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// Moves what waits in the outbox.
+    /// Moves what waits in the outbox, so much at once. Says whether there was anything, or is more.
     pub fn flush(&self) -> bool {
         if !self.sender.is_waiting() {
             return false;
         }
-        let mut effect = self.sender.flush(|who| {
-            if let Who::Conn(conn) = who {
+        let mut effect = self.sender.flush(|who| match who {
+            Who::Conn(conn) => {
                 let inner = conn.lock();
                 conn.wake(&inner);
                 let relay = inner.relay.is_some();
@@ -120,8 +125,13 @@ impl<S: Side> Stack<S> {
                     self.host.room(conn.key);
                 }
             }
+            Who::Crossing(crossing) => {
+                if let Some(hub) = self.hub.get() {
+                    hub.moved(&crossing);
+                }
+            }
         });
-        let moved = effect.notify;
+        let moved = effect.notify || effect.more;
         effect.wake = false;
         self.effect(effect);
         moved
@@ -134,7 +144,7 @@ impl<S: Side> Stack<S> {
 
     /// Looks at the ring, if nobody else does. Says how many packets there were.
     pub(crate) fn pump(&self, wanted: Option<&mut Wanted<'_>>) -> usize {
-        self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted))
+        self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted).packets)
     }
 
     /// A program will wait for packets itself, if no other one does.
@@ -160,27 +170,27 @@ impl<S: Side> Stack<S> {
         Poller(self)
     }
 
-    pub(super) fn take(&self, incoming: &mut Incoming<S::Inlet>, mut wanted: Option<&mut Wanted<'_>>) -> usize {
-        let Some(inlet) = &mut incoming.inlet else { return 0 };
+    pub(super) fn take(&self, incoming: &mut Incoming<S::Inlet>, mut wanted: Option<&mut Wanted<'_>>) -> Taken {
+        let Some(inlet) = &mut incoming.inlet else { return Taken::default() };
         match inlet.take(|header, payload| self.receive(&header, payload, wanted.as_deref_mut())) {
             Ok(taken) => {
                 if taken.notify {
                     self.host.notify(Queue::In);
                 }
                 self.counters.received.fetch_add(taken.packets as u64, Ordering::Relaxed);
-                taken.packets
+                taken
             }
             Err(broken) => {
                 incoming.inlet = None;
                 self.counters.faults.fetch_add(1, Ordering::Relaxed);
                 self.host.broken(Queue::In, broken);
-                0
+                Taken::default()
             }
         }
     }
 
     pub(crate) fn effect(&self, effect: Effect) {
-        let Effect { notify, wake, broken } = effect;
+        let Effect { notify, wake, broken, .. } = effect;
         if notify {
             self.host.notify(Queue::Out);
         }

@@ -2,6 +2,8 @@
 //! that are sent only if they are asked for, so that a missed one is a test that hangs.
 #![allow(dead_code, reason = "each test uses some of it")]
 
+pub mod raw;
+
 use parking_lot::{Condvar, Mutex};
 use ringroad_mem::{Region, Table};
 use ringroad_vsock::{
