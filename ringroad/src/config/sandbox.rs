@@ -56,7 +56,7 @@ fn access(port: &Port) -> Option<Access> {
 pub fn gives_away(config: &Config) -> bool {
     let ports = config.ports.iter().filter_map(access);
     let mut all = ports.chain(config.vsocks.iter().map(|vsock| vsock.frontend.access));
-    all.any(|access| is_given(access))
+    all.any(is_given)
 }
 
 fn is_given(access: Access) -> bool {
