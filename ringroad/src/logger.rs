@@ -74,15 +74,24 @@ struct Outlet {
     shared: Arc<Shared>,
     room: usize,
     bytes: usize,
+    /// The thread's name and descriptor, until it starts.
+    idle: Mutex<Option<(&'static str, File)>>,
 }
 
 impl Outlet {
     /// `name`: the descriptor's, for threads and for the line that counts what was lost.
-    fn start(name: &'static str, to: File, room: usize, bytes: usize) -> io::Result<Outlet> {
-        let shared = Arc::<Shared>::default();
-        let outlet = Outlet { shared: shared.clone(), room, bytes };
+    fn new(name: &'static str, to: File, room: usize, bytes: usize) -> Outlet {
+        Outlet { shared: Arc::default(), room, bytes, idle: Mutex::new(Some((name, to))) }
+    }
+
+    /// Starts the thread, if it does not run.
+    fn start(&self) -> io::Result<()> {
+        let Some((name, to)) = self.idle.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take() else {
+            return Ok(());
+        };
+        let shared = self.shared.clone();
         thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(move || write(name, to, &shared))?;
-        Ok(outlet)
+        Ok(())
     }
 
     /// `false`: there is no room. Never waits.
@@ -225,16 +234,16 @@ fn line(level: Level, text: &str) -> String {
 static LOGGER: OnceLock<Logger> = OnceLock::new();
 static STDOUT: OnceLock<Outlet> = OnceLock::new();
 
-/// Takes what is logged from now on. `level`: what is said where `RUST_LOG` says nothing else.
+/// Takes what is logged from now on; it is written from [`start`] on. `level`: what is said where `RUST_LOG` says nothing else.
 ///
 /// # Errors
-/// There is no thread.
+/// There is no descriptor.
 pub fn init(level: &str) -> io::Result<()> {
     let filter = env_filter::Builder::new().parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| level.into())).build();
     let max = filter.filter();
     // A copy of the descriptor: the lock of the standard library's own would be held while it is full.
     let stderr = File::from(io::stderr().as_fd().try_clone_to_owned()?);
-    let stderr = Outlet::start("stderr", stderr, ROOM, BYTES)?;
+    let stderr = Outlet::new("stderr", stderr, ROOM, BYTES);
     let quota = Mutex::new(Quota::new(LINES, LINES));
     let logger = LOGGER.get_or_init(|| Logger { filter, stderr, quota });
     if log::set_logger(logger).is_ok() {
@@ -251,6 +260,14 @@ pub fn init(level: &str) -> io::Result<()> {
         flush();
     }));
     Ok(())
+}
+
+/// Starts to write what is said: with a thread of its own, which has the rights that its maker has.
+///
+/// # Errors
+/// There is no thread.
+pub fn start() -> io::Result<()> {
+    LOGGER.get().map_or(Ok(()), |logger| logger.stderr.start())
 }
 
 /// Lines a second, all together, from now on.
@@ -274,7 +291,8 @@ pub fn say(text: &str) {
 pub fn print(text: String) -> bool {
     let start = || {
         let stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
-        Outlet::start("stdout", stdout, TABLES, TABLE_BYTES)
+        let outlet = Outlet::new("stdout", stdout, TABLES, TABLE_BYTES);
+        outlet.start().map(|()| outlet)
     };
     let outlet = match STDOUT.get() {
         Some(outlet) => outlet,
@@ -293,6 +311,8 @@ pub fn flush() {
         outlet.flush(until);
     }
     if let Some(logger) = LOGGER.get() {
+        // Whoever fails before all has begun wants to say why.
+        let _ = logger.stderr.start();
         logger.stderr.flush(until);
     }
 }
@@ -312,7 +332,8 @@ mod tests {
     #[test]
     fn who_says_something_does_not_wait_for_who_reads() {
         let (reader, writer) = io::pipe().unwrap();
-        let outlet = Outlet::start("stderr", File::from(std::os::fd::OwnedFd::from(writer)), ROOM, BYTES).unwrap();
+        let outlet = Outlet::new("stderr", File::from(std::os::fd::OwnedFd::from(writer)), ROOM, BYTES);
+        outlet.start().unwrap();
         let text = "x".repeat(99) + "\n";
         let start = Instant::now();
         // More than a pipe and the queue hold.

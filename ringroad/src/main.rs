@@ -55,7 +55,9 @@ fn main() -> ExitCode {
         (_, 1) => "info",
         _ => "debug",
     };
-    if let Err(error) = logger::init(level) {
+    // `serve` starts its threads when it is confined.
+    let writes = || if matches!(cli.command, Command::Serve(_)) { Ok(()) } else { logger::start() };
+    if let Err(error) = logger::init(level).and_then(|()| writes()) {
         eprintln!("ringroad: cannot start the log: {error}");
         return ExitCode::FAILURE;
     }

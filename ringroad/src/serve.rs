@@ -10,10 +10,11 @@
 mod changes;
 mod print;
 mod progress;
+mod sandbox;
 mod state;
 mod vsock;
 
-use self::{progress::Progress, state::State};
+use self::{progress::Progress, sandbox::Sandbox, state::State};
 use crate::{
     Outcome,
     config::{self, Config, Finding},
@@ -55,6 +56,9 @@ pub struct Args {
     /// With --check: say what each difference to this file (the one that is running) would cost
     #[arg(long, value_name = "FILE", requires = "check")]
     against: Option<PathBuf>,
+    /// Do not confine the process: for those who look for the reason of a failure
+    #[arg(long)]
+    no_sandbox: bool,
 }
 
 /// What control is to do.
@@ -83,6 +87,9 @@ pub fn run(args: Args) -> Outcome {
     }
     logger::limit(config.log.lines);
     ringroad_host::raise_file_limit();
+    let sandbox = Sandbox::enter(&config, &args.config, args.json.as_deref(), args.no_sandbox)?;
+    // The first threads are started here, as they have what their maker has.
+    logger::start()?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGHUP])?;
     let (orders, received) = mpsc::sync_channel(ORDERS);
     let (sender, ended) = mpsc::channel();
@@ -101,7 +108,7 @@ pub fn run(args: Args) -> Outcome {
         let (end, progress) = (End(signals.handle()), progress.clone());
         thread::Builder::new().name("control".into()).spawn(move || {
             let end = end;
-            let result = control(&args, config, &received, &progress).map_err(|error| error.to_string());
+            let result = control(&args, (config, sandbox), &received, &progress).map_err(|error| error.to_string());
             let _ = sender.send(result);
             drop(end);
         })?;
@@ -149,12 +156,13 @@ impl Drop for End {
 /// What control does, from the start to the end.
 fn control(
     args: &Args,
-    config: Config,
+    (config, sandbox): (Config, Sandbox),
     orders: &Receiver<Order>,
     progress: &Progress,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let mut state = State::start(&config, progress.clone())?;
+    let mut state = State::start(&config, sandbox.clone(), progress.clone())?;
     if !progress.is_stopping() {
+        sandbox.say();
         log::info!("{}, ready", state.summary());
     }
     while !progress.is_stopping() {

@@ -104,6 +104,19 @@ fn place(socket: &Path) -> Result<PathBuf, (PathBuf, io::Error)> {
     if File::open(folder).and_then(|folder| sys::is_tmpfs(folder.as_fd())).unwrap_or(false) {
         return Ok(beside.into());
     }
+    let folder = common_folder()?;
+    // A name for each path, of whatever length.
+    let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
+    let hash =
+        absolute.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+    let name = socket.file_name().unwrap_or_default().to_string_lossy().chars().take(64).collect::<String>();
+    Ok(folder.join(format!("{name}-{hash:016x}.rings")))
+}
+
+/// The folder of notes whose sockets do not lie in memory.
+pub(crate) fn common_folder() -> Result<PathBuf, (PathBuf, io::Error)> {
     let folder = PathBuf::from(format!("/dev/shm/ringroad-{}", sys::user()));
     let failed = |error| (folder.clone(), error);
     match DirBuilder::new().mode(0o700).create(&folder) {
@@ -116,14 +129,7 @@ fn place(socket: &Path) -> Result<PathBuf, (PathBuf, io::Error)> {
         let why = "it belongs to somebody else, or others can write there; expected a folder of mode 0700 of this user";
         return Err(failed(io::Error::other(why)));
     }
-    // A name for each path, of whatever length.
-    let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
-    let hash =
-        absolute.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        });
-    let name = socket.file_name().unwrap_or_default().to_string_lossy().chars().take(64).collect::<String>();
-    Ok(folder.join(format!("{name}-{hash:016x}.rings")))
+    Ok(folder)
 }
 
 #[cfg(test)]

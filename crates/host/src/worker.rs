@@ -3,7 +3,7 @@
 
 use crate::{
     port::{Kind, Port, PortSettings},
-    sys,
+    sandbox, sys,
 };
 use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, panic_message};
 use std::{
@@ -111,7 +111,7 @@ impl Worker {
         let thread = {
             let shared = shared.clone();
             thread::Builder::new().name("worker".into()).spawn(move || {
-                let pinned = config.cpu.map_or(Ok(()), sys::pin_current_thread);
+                let pinned = sandbox::narrow().and_then(|()| config.cpu.map_or(Ok(()), sys::pin_current_thread));
                 let go = pinned.is_ok();
                 let _ = started.send(pinned);
                 if go {

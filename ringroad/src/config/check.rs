@@ -28,12 +28,19 @@ impl fmt::Display for Finding {
     }
 }
 
+impl Finding {
+    /// What is wrong with an owner's key.
+    pub(super) fn new(config: &Config, owner: &str, key: &'static str, message: String) -> Finding {
+        let line = config.places.line(owner, key.rsplit('.').next().unwrap_or(key));
+        Finding { owner: owner.to_owned(), line, key, message }
+    }
+}
+
 /// All that does not go here, in the order of the file.
 pub fn check(config: &Config) -> Vec<Finding> {
     let mut found = Vec::new();
     let mut find = |owner: &str, key: &'static str, message: String| {
-        let line = config.places.line(owner, key.rsplit('.').next().unwrap_or(key));
-        found.push(Finding { owner: owner.to_owned(), line, key, message });
+        found.push(Finding::new(config, owner, key, message));
     };
     for &cpu in &config.workers.cpus {
         cpu_is_there(cpu).unwrap_or_else(|message| find("", "workers.cpus", message));
@@ -111,7 +118,7 @@ fn cpu_is_there(cpu: usize) -> Result<(), String> {
 }
 
 /// The folder that a path is in.
-fn folder(path: &Path) -> &Path {
+pub(super) fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

@@ -9,10 +9,12 @@
 
 mod check;
 mod frontend;
+mod sandbox;
 mod vsock;
 
 pub use check::{Finding, check, owner, vsock_owner};
 pub use frontend::Frontend;
+pub use sandbox::{Sandbox, barred, barred_forwards, folder, gives_away};
 pub use vsock::Vsock;
 
 use std::collections::HashMap;
@@ -51,6 +53,8 @@ pub struct Config {
     pub workers: Workers,
     /// `[switch]`.
     pub switch: SwitchConfig,
+    /// `[sandbox]`.
+    pub sandbox: Sandbox,
     /// `[[port]]`, in the order of the file.
     pub ports: Vec<Port>,
     /// `[[vsock]]`, in the order of the file. Of both at least one.
@@ -225,7 +229,7 @@ impl Config {
             return Err(source.syntax(error));
         }
         let root = Section { source, owner: String::new(), prefix: "", table: root.get_ref(), at: 0 };
-        root.only(&["log", "workers", "switch", "port", "vsock"], &["e1000"])?;
+        root.only(&["log", "workers", "switch", "sandbox", "port", "vsock"], &["e1000"])?;
         let mut taken = Taken::default();
         let (log, workers, switch) = (log(&root)?, workers(&root, &mut taken)?, switch(&root)?);
         let mut ports = ports(&root, &mut taken)?;
@@ -236,7 +240,8 @@ impl Config {
         });
         let mut limits: Vec<_> = limits.chain(vsocks.iter_mut().map(|vsock| &mut vsock.frontend.limits)).collect();
         frontend::share(&root, &taken, &mut limits)?;
-        Ok(Config { log, workers, switch, ports, vsocks, places: taken.places })
+        let sandbox = sandbox::sandbox(&root)?;
+        Ok(Config { log, workers, switch, sandbox, ports, vsocks, places: taken.places })
     }
 }
 
@@ -657,6 +662,19 @@ impl<'a> Section<'a> {
         Ok((path, expected))
     }
 
+    /// A list of what `convert` takes; empty, if there is none.
+    fn list<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        convert: impl Fn(&DeValue) -> Option<T>,
+    ) -> Result<Vec<T>, ConfigError> {
+        let Some(list) = self.get(key) else { return Ok(Vec::new()) };
+        let values = list.get_ref().as_array().ok_or_else(|| self.wrong(key, list, expected))?;
+        let value = |value: &Spanned<DeValue>| convert(value.get_ref()).ok_or_else(|| self.wrong(key, value, expected));
+        values.iter().map(value).collect()
+    }
+
     fn number(&self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, ConfigError> {
         self.get(key).map(|value| self.integer(key, value, range)).transpose()
     }
@@ -940,7 +958,7 @@ limits = { storm = "unlimited" }
             (vm1("[ports]"), "5: key `ports`: unknown key, did you mean `port`?"),
             (
                 vm1("[bridge]"),
-                "5: key `bridge`: unknown key, known ones are `log`, `workers`, `switch`, `port` and `vsock`",
+                "5: key `bridge`: unknown key, known ones are `log`, `workers`, `switch`, `sandbox`, `port` and `vsock`",
             ),
             (vm1("[[e1000]]"), "5: key `e1000`: not available yet in this version"),
             // Syntax.

@@ -1,7 +1,7 @@
 //! What a new configuration changes, key by key, and what each change costs: told before it happens, by `serve --check --against`,
 //! by SIGUSR2, and in the log at SIGHUP.
 
-use crate::config::{Config, Frontend, Kind, Log, Port, SwitchConfig, Vsock, Workers, mac};
+use crate::config::{Config, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, Vsock, Workers, mac};
 use ringroad_host::vhost_user::Access;
 use ringroad_switch::Limits;
 use std::fmt;
@@ -11,6 +11,8 @@ use std::fmt;
 pub enum Effect {
     /// Nobody notices.
     InPlace,
+    /// It is only read at the start.
+    NextStart,
     /// The guest is disconnected, and comes back if it connects again.
     Reconnects,
     /// The interface goes and comes back, without its addresses if it was not prepared.
@@ -46,6 +48,7 @@ impl fmt::Display for Change {
         }
         match self.effect {
             Effect::InPlace => write!(f, "key `{}`: in place", self.key),
+            Effect::NextStart => write!(f, "key `{}`: when it is started again", self.key),
             Effect::Reconnects => write!(f, "key `{}`: reconnects the guest", self.key),
             Effect::Recreates => write!(f, "key `{}`: recreates the interface", self.key),
             Effect::Comes => write!(f, "new"),
@@ -105,9 +108,9 @@ pub fn changes(before: &Config, after: &Config) -> Vec<Change> {
 // In what follows each struct is taken apart in full: who adds a key has to say here what its change costs.
 
 fn program(before: &Config, after: &Config) -> Vec<Change> {
-    use Effect::InPlace;
+    use Effect::{InPlace, NextStart};
     let mut diff = Diff::new(String::new());
-    let Config { log, workers, switch, ports: _, vsocks: _, places: _ } = before;
+    let Config { log, workers, switch, sandbox, ports: _, vsocks: _, places: _ } = before;
     let Log { lines } = log;
     diff.key("log.lines", InPlace, lines, &after.log.lines);
     let Workers { cpus, poll, gather, turn } = workers;
@@ -119,6 +122,11 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
     diff.key("switch.ageing", InPlace, ageing, &after.switch.ageing);
     diff.key("switch.move_after", InPlace, move_after, &after.switch.move_after);
     diff.key("switch.entries", InPlace, entries, &after.switch.entries);
+    let Sandbox { require, folders, tcp, capabilities } = sandbox;
+    diff.key("sandbox.require", NextStart, require, &after.sandbox.require);
+    diff.key("sandbox.folders", NextStart, folders, &after.sandbox.folders);
+    diff.key("sandbox.tcp", NextStart, tcp, &after.sandbox.tcp);
+    diff.key("sandbox.capabilities", NextStart, capabilities, &after.sandbox.capabilities);
     diff.changes
 }
 

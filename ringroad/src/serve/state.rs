@@ -4,6 +4,7 @@ use super::{
     changes::{Change, MTU, changes, of_port},
     explain, print,
     progress::Progress,
+    sandbox::Sandbox,
     vsock::Vsocks,
 };
 use crate::{
@@ -28,6 +29,7 @@ pub struct State {
     worker: Worker,
     /// What the program itself runs with; ports and devices have their own.
     config: Config,
+    sandbox: Sandbox,
     progress: Progress,
 }
 
@@ -49,7 +51,7 @@ fn start_worker(config: &Config) -> Result<Worker, Failure> {
 
 impl State {
     /// Starts all that the configuration names; told to stop meanwhile, it has not started the rest.
-    pub fn start(config: &Config, progress: Progress) -> Result<State, Failure> {
+    pub fn start(config: &Config, sandbox: Sandbox, progress: Progress) -> Result<State, Failure> {
         progress.at("starting the worker");
         let worker = start_worker(config)?;
         let mut ports = Vec::new();
@@ -60,7 +62,7 @@ impl State {
         }
         let vsocks = Vsocks::start(config, &progress)?;
         progress.at("waiting for signals");
-        Ok(State { ports, vsocks, worker, config: config.clone(), progress })
+        Ok(State { ports, vsocks, worker, config: config.clone(), sandbox, progress })
     }
 
     /// How much there is.
@@ -81,7 +83,9 @@ impl State {
             Ok(config) => config,
             Err(error) => return log::error!("{error}; a reload would change nothing"),
         };
-        if let Some(findings) = explain(file, &config::check(&config)) {
+        let barred = [self.sandbox.barred(&config), self.sandbox.barred_forwards(&config)].concat();
+        let findings = [config::check(&config), barred].concat();
+        if let Some(findings) = explain(file, &findings) {
             findings.lines().for_each(|line| log::error!("{line}"));
         }
         let changes = changes(&self.running(), &config);
@@ -102,18 +106,20 @@ impl State {
     /// that cannot be changed in place are made anew; the others do not notice.
     pub fn reload(&mut self, file: &Path) {
         self.progress.at(format!("reading {}", file.display()));
-        let config = match Config::load(file) {
+        let mut config = match Config::load(file) {
             Ok(config) => config,
             Err(error) => return log::error!("{error}; everything stays as it is"),
         };
-        let changes = changes(&self.running(), &config);
+        let (running, barred) = (self.running(), self.sandbox.barred(&config));
+        self.sandbox.hold(&mut config, &running, &barred, |found| explain(file, found));
+        let changes = changes(&running, &config);
         for change in &changes {
             match change.cuts() {
                 true => log::warn!("reload: {change}"),
                 false => log::info!("reload: {change}"),
             }
         }
-        let findings = config::check(&config);
+        let findings = [config::check(&config), barred].concat();
         self.configure(&config);
         let wrong = |owner: &str| {
             let found: Vec<_> = findings.iter().filter(|finding| finding.owner == owner).cloned().collect();

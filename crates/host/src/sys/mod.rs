@@ -1,9 +1,11 @@
 //! System calls that no library offers safely, or not for memory that is shared with a guest.
 
+mod confine;
 mod descriptor;
 pub(crate) mod guard;
 mod tun;
 
+pub(crate) use confine::{add_filter, no_new_privileges};
 pub(crate) use descriptor::{has_seals, socket_kind};
 pub(crate) use tun::{mtu, open_tap, set_link, set_mtu};
 

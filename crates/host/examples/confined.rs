@@ -1,0 +1,147 @@
+//! Confines itself as the daemon does, and then tries one thing: to see what is refused. `confined [--free] [--folder F]
+//! [--tcp PORT] ACT [ARGUMENT]`; with `--free` nothing is confined. Prints `done` or `refused: <why>`; some acts end it by SIGSYS.
+//! ringroad/tests/sandbox.rs runs it.
+
+use ringroad_host::sandbox::{Confinement, confine};
+use std::{
+    env, fs, io,
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    os::{
+        linux::net::SocketAddrExt,
+        unix::{
+            net::{SocketAddr as UnixAddr, UnixListener, UnixStream},
+            process::CommandExt,
+        },
+    },
+    process::Command,
+    thread,
+};
+
+type Try = io::Result<()>;
+
+fn main() {
+    let mut confinement = Confinement::default();
+    let (mut free, mut rest) = (false, Vec::new());
+    let mut arguments = env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().expect("a value");
+        match argument.as_str() {
+            "--free" => free = true,
+            "--folder" => confinement.folders.push(value().into()),
+            "--tcp" => confinement.tcp.push(value().parse().expect("a port")),
+            _ => rest.push(argument),
+        }
+    }
+    if !free {
+        let in_force = confine(&confinement).expect("the only thread");
+        assert_eq!(in_force.missing(), [""; 0], "not all is in force");
+    }
+    let act = rest.first().expect("an act");
+    match run(act, rest.get(1).map_or("", String::as_str)) {
+        Ok(()) => println!("done"),
+        Err(error) => println!("refused: {error}"),
+    }
+}
+
+fn run(act: &str, with: &str) -> Try {
+    match act {
+        // What the daemon does.
+        "listen" => UnixListener::bind(with).map(drop),
+        "connect" => TcpStream::connect(with).map(drop),
+        "thread" => thread::Builder::new().spawn(|| ())?.join().map_err(|_| io::Error::other("it has failed")),
+        "see-itself" => fs::read("/proc/self/fdinfo/0").map(drop),
+        "memfd" => call(libc::SYS_memfd_create, [c"x".as_ptr() as usize, 0, 0, 0, 0, 0]),
+        // Other programs and processes.
+        "exec" => Err(Command::new("/bin/true").exec()),
+        "spawn" => Command::new("/bin/true").status().map(drop),
+        "fork" => fork(0),
+        "new-namespace" => fork(libc::CLONE_NEWUSER as usize),
+        "ptrace" => call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as usize, 0, 0, 0, 0, 0]),
+        "read-memory-of-another" => {
+            call(libc::SYS_process_vm_readv, [std::os::unix::process::parent_id() as usize, 0, 0, 0, 0, 0])
+        }
+        "signal-to-another" => {
+            call(libc::SYS_kill, [std::os::unix::process::parent_id() as usize, libc::SIGCONT as usize, 0, 0, 0, 0])
+        }
+        // Code that was not there before.
+        "map-code" => memory(libc::PROT_READ | libc::PROT_EXEC).map(drop),
+        "turn-into-code" => {
+            let at = memory(libc::PROT_READ | libc::PROT_WRITE)?;
+            call(libc::SYS_mprotect, [at, 4096, (libc::PROT_READ | libc::PROT_EXEC) as usize, 0, 0, 0])
+        }
+        "own-memory" => fs::OpenOptions::new().write(true).open("/proc/self/mem").map(drop),
+        // Files.
+        "read" => fs::read(with).map(drop),
+        "write" => fs::write(with, "x"),
+        "remove" => fs::remove_file(with),
+        "folder" => fs::create_dir(with),
+        "device" => {
+            let path = std::ffi::CString::new(with)?;
+            let mode = (libc::S_IFCHR | 0o600) as usize;
+            call(libc::SYS_mknodat, [libc::AT_FDCWD as usize, path.as_ptr() as usize, mode, 0x103, 0, 0])
+        }
+        // Networks.
+        "udp" => UdpSocket::bind("127.0.0.1:0").map(drop),
+        "listen-tcp" => TcpListener::bind("127.0.0.1:0").map(drop),
+        "netlink" => socket(libc::AF_NETLINK, libc::SOCK_RAW, 0),
+        "packet" => socket(libc::AF_PACKET, libc::SOCK_RAW, 0),
+        "mptcp" => socket(libc::AF_INET, libc::SOCK_STREAM, libc::IPPROTO_MPTCP),
+        "raw" => socket(libc::AF_INET, libc::SOCK_RAW, libc::IPPROTO_ICMP),
+        "abstract" => UnixStream::connect_addr(&UnixAddr::from_abstract_name(with)?).map(drop),
+        "port-by-number" => TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], with.parse().unwrap_or(0)))).map(drop),
+        // Doors into the kernel.
+        "io-uring" => {
+            let parameters = [0u8; 256];
+            call(libc::SYS_io_uring_setup, [1, parameters.as_ptr() as usize, 0, 0, 0, 0])
+        }
+        "bpf" => call(libc::SYS_bpf, [usize::MAX, 0, 0, 0, 0, 0]),
+        "userfaultfd" => call(libc::SYS_userfaultfd, [0; 6]),
+        "perf" => call(libc::SYS_perf_event_open, [0; 6]),
+        "keyring" => call(libc::SYS_keyctl, [0, usize::MAX - 2, 0, 0, 0, 0]),
+        "mount" => call(libc::SYS_mount, [0; 6]),
+        "unshare" => call(libc::SYS_unshare, [libc::CLONE_FS as usize, 0, 0, 0, 0, 0]),
+        "personality" => call(libc::SYS_personality, [0xffff_ffff, 0, 0, 0, 0, 0]),
+        "user" => call(libc::SYS_setuid, [user(), 0, 0, 0, 0, 0]),
+        "handle" => call(libc::SYS_open_by_handle_at, [0; 6]),
+        // TIOCSTI: characters that the terminal's shell takes for typed ones.
+        "type" => call(libc::SYS_ioctl, [0, libc::TIOCSTI as usize, c"x".as_ptr() as usize, 0, 0, 0]),
+        // No call of anybody's.
+        "unknown" => call(1000, [0; 6]),
+        _ => panic!("no act {act:?}"),
+    }
+}
+
+fn call(number: libc::c_long, arguments: [usize; 6]) -> Try {
+    let [a, b, c, d, e, f] = arguments;
+    // SAFETY: what is passed is numbers, or pointers to strings and arrays that outlive the call and are as long as it may touch.
+    let result = unsafe { libc::syscall(number, a, b, c, d, e, f) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn socket(family: i32, kind: i32, protocol: i32) -> Try {
+    call(libc::SYS_socket, [family as usize, kind as usize, protocol as usize, 0, 0, 0])
+}
+
+fn user() -> usize {
+    // SAFETY: no memory is involved.
+    unsafe { libc::getuid() as usize }
+}
+
+fn memory(protection: i32) -> io::Result<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping where there is none.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
+    if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
+}
+
+/// A process that ends at once, if there can be one.
+fn fork(flags: usize) -> Try {
+    // SAFETY: the copy makes no call but the one that ends it; this process has one thread.
+    let child = unsafe { libc::syscall(libc::SYS_clone, flags | libc::SIGCHLD as usize, 0, 0, 0, 0) };
+    match child {
+        // SAFETY: it ends, and nothing of the copied program runs any more.
+        0 => unsafe { libc::_exit(0) },
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,453 @@
+//! Which system calls the process makes: filters over all of it, one more over the worker. The kernel asks them all, and
+//! the strictest answer holds.
+//!
+//! - What only foreign code would call ([`NEVER`]: other programs, other processes, the kernel's own settings) ends the process
+//!   at once: whoever asks for that has taken it over already, and guests are better off without it.
+//! - All else that is not on the list is refused, and the kernel logs it; the daemon goes on. A library of tomorrow that makes
+//!   a new call for something old must not cost all guests their network. It hears ENOSYS, so that it makes the old one instead.
+//! - A call that is on the list with arguments that are not: EPERM.
+//!
+//! The kernel keeps a table of calls that are allowed whatever their arguments: none of these filters is run for them.
+
+use crate::sys;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
+use std::{collections::BTreeMap, io, sync::OnceLock};
+
+/// Those of the worker, once the process is confined.
+static WORKER: OnceLock<BpfProgram> = OnceLock::new();
+
+/// Puts the filters over this thread, and so over all that it starts; says how many calls are left, for all and for the worker.
+/// `tcp`: there are TCP addresses to connect to.
+pub(super) fn install(tcp: bool) -> io::Result<(usize, usize)> {
+    let (all, worker) = (general(tcp), worker());
+    let counts = (all.len(), worker.len());
+    let numbers: Rules = all.keys().map(|&call| (call, Vec::new())).collect();
+    let never: Rules = NEVER.iter().chain(NEVER_HERE).map(|&call| (call, Vec::new())).collect();
+    let refuse = |errno: libc::c_int| SeccompAction::Errno(errno.unsigned_abs());
+    let worker = program(worker, refuse(libc::EPERM), SeccompAction::Allow)?;
+    let programs = [
+        program(never, SeccompAction::Allow, SeccompAction::KillProcess)?,
+        program(all, refuse(libc::EPERM), SeccompAction::Allow)?,
+        // After that, as of two that refuse the newer one names the error.
+        program(numbers, refuse(libc::ENOSYS), SeccompAction::Allow)?,
+    ];
+    for program in &programs {
+        sys::add_filter(program, true)?;
+    }
+    // The C library asks for each thread: not worth a line of the kernel's each time.
+    let threads = program([(libc::SYS_clone3, Vec::new())].into(), SeccompAction::Allow, refuse(libc::ENOSYS))?;
+    sys::add_filter(&threads, false)?;
+    let _ = WORKER.set(worker);
+    Ok(counts)
+}
+
+/// Leaves the calling thread, which carries frames, only what that takes. Nothing, if the process is not confined.
+pub(crate) fn narrow() -> io::Result<()> {
+    WORKER.get().map_or(Ok(()), |program| sys::add_filter(program, true))
+}
+
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+fn program(rules: Rules, other: SeccompAction, listed: SeccompAction) -> io::Result<BpfProgram> {
+    let arch = std::env::consts::ARCH.try_into().map_err(io::Error::other)?;
+    let filter = SeccompFilter::new(rules, other, listed, arch).map_err(io::Error::other)?;
+    BpfProgram::try_from(filter).map_err(io::Error::other)
+}
+
+/// What one argument has to be.
+#[derive(Clone, Copy)]
+enum Arg {
+    /// This value, of 32 bits.
+    Is(u8, u64),
+    /// These bits of a mask.
+    Bits(u8, u64, u64),
+}
+
+impl Arg {
+    fn condition(self) -> Option<SeccompCondition> {
+        match self {
+            Arg::Is(index, value) => SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value),
+            Arg::Bits(index, mask, value) => {
+                SeccompCondition::new(index, SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(mask), value)
+            }
+        }
+        .ok()
+    }
+}
+
+/// Allows a call with arguments that are as one of `cases` says. A case that cannot be said allows nothing.
+fn allow(rules: &mut Rules, call: i64, cases: &[&[Arg]]) {
+    let rule = |case: &&[Arg]| {
+        let conditions = case.iter().map(|arg| arg.condition()).collect::<Option<Vec<_>>>()?;
+        SeccompRule::new(conditions).ok()
+    };
+    let cases: Vec<_> = cases.iter().filter_map(rule).collect();
+    if !cases.is_empty() {
+        rules.entry(call).or_default().extend(cases);
+    }
+}
+
+/// Allows a call with one argument of a list.
+fn allow_each(rules: &mut Rules, call: i64, index: u8, values: impl IntoIterator<Item = u64>) {
+    values.into_iter().for_each(|value| allow(rules, call, &[&[Arg::Is(index, value)]]));
+}
+
+/// What differs by architecture: calls that newer ones do not have, and the C library makes where they are.
+#[cfg(target_arch = "x86_64")]
+const HERE: &[i64] = &[
+    libc::SYS_open,
+    libc::SYS_stat,
+    libc::SYS_lstat,
+    libc::SYS_access,
+    libc::SYS_unlink,
+    libc::SYS_mkdir,
+    libc::SYS_rename,
+    libc::SYS_renameat,
+    libc::SYS_readlink,
+    libc::SYS_chmod,
+    libc::SYS_chown,
+    libc::SYS_lchown,
+    libc::SYS_dup2,
+    libc::SYS_pipe,
+    libc::SYS_time,
+    libc::SYS_getrlimit,
+    libc::SYS_poll,
+    libc::SYS_epoll_wait,
+];
+#[cfg(target_arch = "aarch64")]
+const HERE: &[i64] = &[
+    // renameat, which the library of system calls does not name here.
+    38,
+];
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+const HERE: &[i64] = &[];
+
+/// What any thread of a program makes: memory, time, locks, its end. Memory and signals have arguments that matter, below.
+const BASE: &[i64] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_getres,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_fstat,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_gettimeofday,
+    libc::SYS_lseek,
+    libc::SYS_madvise,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    libc::SYS_newfstatat,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+    libc::SYS_statx,
+];
+
+/// What moves bytes, and waits for some.
+const DATA: &[i64] = &[
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_ppoll,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_read,
+    libc::SYS_readv,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_timerfd_settime,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// What control does: sockets, files where Landlock allows them, descriptors.
+const CONTROL: &[i64] = &[
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_bind,
+    libc::SYS_connect,
+    libc::SYS_dup,
+    libc::SYS_dup3,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_eventfd2,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_fallocate,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_fdatasync,
+    libc::SYS_flock,
+    libc::SYS_fstatfs,
+    libc::SYS_fsync,
+    libc::SYS_ftruncate,
+    libc::SYS_getcwd,
+    libc::SYS_getdents64,
+    libc::SYS_getegid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getpeername,
+    libc::SYS_getrusage,
+    libc::SYS_getsockname,
+    libc::SYS_getuid,
+    libc::SYS_listen,
+    libc::SYS_membarrier,
+    libc::SYS_memfd_create,
+    libc::SYS_mkdirat,
+    libc::SYS_mincore,
+    libc::SYS_msync,
+    libc::SYS_openat,
+    libc::SYS_pipe2,
+    libc::SYS_readlinkat,
+    libc::SYS_renameat2,
+    libc::SYS_shutdown,
+    libc::SYS_statfs,
+    libc::SYS_sysinfo,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_gettime,
+    libc::SYS_uname,
+    libc::SYS_unlinkat,
+];
+
+fn value(number: libc::c_int) -> u64 {
+    u64::from(number.cast_unsigned())
+}
+
+/// What holds for every thread: no memory that can be written and run, no signals to others.
+fn base() -> Rules {
+    let mut rules: Rules = BASE.iter().chain(DATA).map(|&call| (call, Vec::new())).collect();
+    let no_code = Arg::Bits(2, value(libc::PROT_EXEC), 0);
+    allow(&mut rules, libc::SYS_mmap, &[&[no_code]]);
+    allow(&mut rules, libc::SYS_mprotect, &[&[no_code]]);
+    // A panic that aborts; the guard's interruption of a thread.
+    allow(&mut rules, libc::SYS_tgkill, &[&[Arg::Is(0, u64::from(std::process::id()))]]);
+    allow(&mut rules, libc::SYS_sched_setaffinity, &[&[Arg::Is(0, 0)]]);
+    allow_each(&mut rules, libc::SYS_prctl, 0, PRCTL.iter().map(|&option| value(option)));
+    rules
+}
+
+/// Names of threads, and of memory of the C library.
+const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
+
+/// What TAP interfaces and sockets are asked; the last two are how the standard library sets flags.
+const IOCTL: &[u64] = &[
+    libc::TUNSETIFF,
+    libc::TUNSETVNETHDRSZ,
+    libc::TUNSETOFFLOAD,
+    libc::SIOCGIFFLAGS,
+    libc::SIOCSIFFLAGS,
+    libc::SIOCGIFMTU,
+    libc::SIOCSIFMTU,
+    // SIOCOUTQ, and whether a descriptor is a terminal.
+    libc::TIOCOUTQ,
+    libc::TCGETS,
+    libc::FIONBIO,
+    libc::FIOCLEX,
+];
+
+const FCNTL: &[libc::c_int] = &[
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GET_SEALS,
+    libc::F_ADD_SEALS,
+];
+
+/// For the whole process.
+fn general(tcp: bool) -> Rules {
+    let mut rules = base();
+    rules.extend(CONTROL.iter().chain(HERE).map(|&call| (call, Vec::new())));
+    allow_each(&mut rules, libc::SYS_ioctl, 1, IOCTL.iter().copied());
+    allow_each(&mut rules, libc::SYS_fcntl, 1, FCNTL.iter().map(|&command| value(command)));
+    allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX))]]);
+    if tcp {
+        // TCP by both of its names and no other: Landlock knows the ports of TCP, and not of MPTCP or UDP.
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            for protocol in [0, libc::IPPROTO_TCP] {
+                let stream = Arg::Bits(1, 0xf, value(libc::SOCK_STREAM));
+                let case = [Arg::Is(0, value(family)), stream, Arg::Is(2, value(protocol))];
+                allow(&mut rules, libc::SYS_socket, &[&case]);
+            }
+        }
+    }
+    allow(&mut rules, libc::SYS_socketpair, &[&[Arg::Is(0, value(libc::AF_UNIX))]]);
+    // Options of a packet filter, for instance, are at other levels.
+    for call in [libc::SYS_setsockopt, libc::SYS_getsockopt] {
+        allow_each(&mut rules, call, 1, [value(libc::SOL_SOCKET), value(libc::IPPROTO_TCP)]);
+    }
+    // Threads, and no processes or namespaces. clone3 hides its flags in memory: it is not on the list, and the C library calls
+    // clone when it hears that.
+    let threads = value(libc::CLONE_VM | libc::CLONE_THREAD);
+    let spaces = libc::CLONE_NEWNS
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWUSER
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNET
+        | libc::CLONE_NEWCGROUP;
+    allow(&mut rules, libc::SYS_clone, &[&[Arg::Bits(0, threads | value(spaces), threads)]]);
+    let own = Arg::Is(0, u64::from(std::process::id()));
+    allow(&mut rules, libc::SYS_kill, &[&[own]]);
+    for process in [Arg::Is(0, 0), own] {
+        allow(&mut rules, libc::SYS_prlimit64, &[&[process]]);
+    }
+    // One more filter can only take away. Not one that has its calls answered by somebody else.
+    for flags in [0, libc::SECCOMP_FILTER_FLAG_LOG] {
+        let more = [Arg::Is(0, u64::from(libc::SECCOMP_SET_MODE_FILTER)), Arg::Is(1, flags)];
+        allow(&mut rules, libc::SYS_seccomp, &[&more]);
+    }
+    rules
+}
+
+/// For the thread that carries frames: rings are memory, TAP interfaces and notifications are bytes to read and write.
+fn worker() -> Rules {
+    let mut rules = base();
+    #[cfg(target_arch = "x86_64")]
+    rules.extend([(libc::SYS_epoll_wait, Vec::new()), (libc::SYS_poll, Vec::new())]);
+    // The MTU of an interface, by any socket, when a frame is longer than it was.
+    allow(&mut rules, libc::SYS_ioctl, &[&[Arg::Is(1, libc::SIOCGIFMTU)]]);
+    let datagram = Arg::Bits(1, 0xf, value(libc::SOCK_DGRAM));
+    allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX)), datagram]]);
+    // A backtrace reads the program's own file.
+    let writes = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
+    allow(&mut rules, libc::SYS_openat, &[&[Arg::Bits(2, value(writes), 0)]]);
+    rules.extend([(libc::SYS_getcwd, Vec::new()), (libc::SYS_readlinkat, Vec::new())]);
+    #[cfg(target_arch = "x86_64")]
+    rules.insert(libc::SYS_readlink, Vec::new());
+    rules
+}
+
+/// What no code of this program calls, nor of its libraries, whatever happens.
+const NEVER: &[i64] = &[
+    // Other programs.
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    // Other processes.
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_kcmp,
+    // Ways around these filters, or far into the kernel.
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_bpf,
+    libc::SYS_userfaultfd,
+    libc::SYS_perf_event_open,
+    libc::SYS_add_key,
+    libc::SYS_keyctl,
+    libc::SYS_request_key,
+    libc::SYS_personality,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_open_by_handle_at,
+    // Other rights.
+    libc::SYS_capset,
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setreuid,
+    libc::SYS_setregid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
+    // Another view of the machine.
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    // The machine itself.
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_acct,
+    libc::SYS_quotactl,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_adjtimex,
+    libc::SYS_clock_adjtime,
+    libc::SYS_syslog,
+];
+
+#[cfg(target_arch = "x86_64")]
+const NEVER_HERE: &[i64] = &[
+    libc::SYS_fork,
+    libc::SYS_vfork,
+    libc::SYS_iopl,
+    libc::SYS_ioperm,
+    libc::SYS_modify_ldt,
+    libc::SYS_kexec_file_load,
+];
+#[cfg(not(target_arch = "x86_64"))]
+const NEVER_HERE: &[i64] = &[];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worker_has_a_part_of_what_all_have() {
+        let (all, few) = (general(true), worker());
+        assert!(few.keys().all(|call| all.contains_key(call)), "{few:?}");
+        assert!(few.len() < 2 * all.len() / 3, "{} of {}", few.len(), all.len());
+        for call in [libc::SYS_connect, libc::SYS_bind, libc::SYS_clone, libc::SYS_unlinkat, libc::SYS_memfd_create] {
+            assert!(all.contains_key(&call) && !few.contains_key(&call), "{call}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_both_allowed_and_the_end() {
+        let all = general(true);
+        let both: Vec<_> = NEVER.iter().chain(NEVER_HERE).filter(|call| all.contains_key(call)).collect();
+        assert_eq!(both, Vec::<&i64>::new());
+    }
+
+    #[test]
+    fn filters_are_programs_that_the_kernel_takes() {
+        for rules in [general(true), general(false), worker()] {
+            let program = program(rules, SeccompAction::Errno(1), SeccompAction::Allow).unwrap();
+            // BPF_MAXINSNS.
+            assert!(program.len() <= 4096, "{}", program.len());
+        }
+    }
+}

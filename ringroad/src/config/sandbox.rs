@@ -1,0 +1,185 @@
+//! `[sandbox]`: what the daemon may still do once it has confined itself, beyond what the rest of the file needs.
+
+use super::{Config, ConfigError, Finding, Kind, Port, Section, Vsock, check, owner, vsock_owner};
+use ringroad_host::{
+    sandbox::{InForce, Privilege},
+    vhost_user::Access,
+};
+use std::path::{Path, PathBuf};
+
+/// What `[sandbox]` says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sandbox {
+    /// To end, rather than to run without a part of it.
+    pub require: bool,
+    /// Folders that a reload may put sockets into.
+    pub folders: Vec<PathBuf>,
+    /// TCP ports that a reload may forward to.
+    pub tcp: Vec<u16>,
+    /// Capabilities that a reload may need.
+    pub capabilities: Vec<Privilege>,
+}
+
+pub(super) fn sandbox(root: &Section) -> Result<Sandbox, ConfigError> {
+    let default = Sandbox::default();
+    let Some(table) = root.section("sandbox", "sandbox.")? else { return Ok(default) };
+    table.only(&["require", "folders", "tcp", "capabilities"], &[])?;
+    let folders = table.list("folders", "a list of folders, each an absolute path", |value| {
+        value.as_str().map(PathBuf::from).filter(|path| path.is_absolute())
+    })?;
+    let tcp = table.list("tcp", "a list of TCP ports, 1 to 65535", |value| {
+        let number = value.as_integer()?;
+        u16::from_str_radix(number.as_str(), number.radix()).ok().filter(|&port| port > 0)
+    })?;
+    let names = Privilege::ALL.map(|privilege| format!("{:?}", privilege.name())).join(", ");
+    let capabilities = table.list("capabilities", &format!("a list of some of {names}"), |value| {
+        let name = value.as_str()?;
+        Privilege::ALL.into_iter().find(|privilege| privilege.name() == name)
+    })?;
+    Ok(Sandbox { require: table.boolean("require", default.require)?, folders, tcp, capabilities })
+}
+
+/// The folder that a socket is in.
+pub fn folder(socket: &Path) -> &Path {
+    check::folder(socket)
+}
+
+/// Who a port's socket is given to.
+fn access(port: &Port) -> Option<Access> {
+    match &port.kind {
+        Kind::VhostUser { frontend, .. } => Some(frontend.access),
+        Kind::Tap { .. } => None,
+    }
+}
+
+/// Whether some socket is to be another user's or group's.
+pub fn gives_away(config: &Config) -> bool {
+    let ports = config.ports.iter().filter_map(access);
+    let mut all = ports.chain(config.vsocks.iter().map(|vsock| vsock.frontend.access));
+    all.any(is_given)
+}
+
+fn is_given(access: Access) -> bool {
+    access.owner.is_some() || access.group.is_some()
+}
+
+/// What a configuration asks for that the process has given up.
+pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for port in &config.ports {
+        let owner = owner(port);
+        let mut find = |key, message| found.push(Finding::new(config, &owner, key, message));
+        match &port.kind {
+            Kind::VhostUser { socket, .. } => {
+                may_use(socket, in_force).unwrap_or_else(|message| find("socket", message));
+            }
+            Kind::Tap { interface, .. } => {
+                let there = Path::new("/sys/class/net").join(interface).exists();
+                if !there && in_force.has_dropped(Privilege::NetAdmin) {
+                    find("interface", dropped(&format!("make the interface {interface}"), &[Privilege::NetAdmin]));
+                }
+            }
+        }
+        access(port).map_or(Ok(()), |access| may_give(access, in_force)).unwrap_or_else(|(key, why)| find(key, why));
+    }
+    for (index, vsock) in config.vsocks.iter().enumerate() {
+        let owner = vsock_owner(index);
+        let mut find = |key, message| found.push(Finding::new(config, &owner, key, message));
+        let Vsock { socket, host, frontend, .. } = vsock;
+        for (key, path) in [("socket", Some(socket)), ("host", host.as_ref())] {
+            path.map_or(Ok(()), |path| may_use(path, in_force)).unwrap_or_else(|message| find(key, message));
+        }
+        may_give(frontend.access, in_force).unwrap_or_else(|(key, why)| find(key, why));
+    }
+    found
+}
+
+/// Forwards that lead where the process may not connect any more.
+pub fn barred_forwards(config: &Config, in_force: &InForce) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for (index, vsock) in config.vsocks.iter().enumerate() {
+        for (_, address) in vsock.forward.iter().filter(|(_, to)| !in_force.allows_tcp(to.port())) {
+            let ports = "of a forward when this process started, and confined itself, or of key `sandbox.tcp`";
+            let port = address.port();
+            let message = format!("expected a TCP port {ports}, found {address}; list {port} there and restart");
+            found.push(Finding::new(config, &vsock_owner(index), "forward", message));
+        }
+    }
+    found
+}
+
+fn may_use(socket: &Path, in_force: &InForce) -> Result<(), String> {
+    let place = folder(socket);
+    // One that is not there is wrong for another reason.
+    if in_force.allows_folder(place) || !place.exists() {
+        return Ok(());
+    }
+    let shown = place.display();
+    Err(format!(
+        "expected a folder that had a socket when this process started, and confined itself, or is in key `sandbox.folders`; found {shown}, \
+         list it there and restart"
+    ))
+}
+
+fn may_give(access: Access, in_force: &InForce) -> Result<(), (&'static str, String)> {
+    let needed = [Privilege::Chown, Privilege::Fowner];
+    if !is_given(access) || !needed.iter().any(|&privilege| in_force.has_dropped(privilege)) {
+        return Ok(());
+    }
+    let key = if access.owner.is_some() { "socket_owner" } else { "socket_group" };
+    Err((key, dropped("give sockets to others", &needed)))
+}
+
+fn dropped(what: &str, needed: &[Privilege]) -> String {
+    let names: Vec<_> = needed.iter().map(|privilege| format!("{:?}", privilege.name())).collect();
+    format!(
+        "this process has given up the right to {what}, as nothing in the file needed it at its start; list {} in key `sandbox.capabilities` \
+         and restart",
+        names.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PORT: &str = "[[port]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket = \"/run/a\"\n";
+
+    #[test]
+    fn keys_and_defaults() {
+        let parse = |text: &str| Config::parse(&format!("{text}\n{PORT}"), "rr.toml").unwrap().sandbox;
+        assert_eq!(parse(""), Sandbox::default());
+        let all = "[sandbox]\nrequire = true\nfolders = [\"/run/a\", \"/run/b\"]\ntcp = [22, 0x50]\ncapabilities = [\"net_admin\", \"chown\"]";
+        let expected = Sandbox {
+            require: true,
+            folders: vec!["/run/a".into(), "/run/b".into()],
+            tcp: vec![22, 80],
+            capabilities: vec![Privilege::NetAdmin, Privilege::Chown],
+        };
+        assert_eq!(parse(all), expected);
+    }
+
+    #[test]
+    fn what_is_wrong() {
+        for (text, expected) in [
+            (
+                "folders = \"/run\"",
+                "2: key `sandbox.folders`: expected a list of folders, each an absolute path, found",
+            ),
+            (
+                "folders = [\"run\"]",
+                "2: key `sandbox.folders`: expected a list of folders, each an absolute path, found",
+            ),
+            ("tcp = [0]", "2: key `sandbox.tcp`: expected a list of TCP ports, 1 to 65535, found"),
+            ("tcp = [65536]", "2: key `sandbox.tcp`: expected a list of TCP ports"),
+            (
+                "capabilities = [\"sys_admin\"]",
+                "2: key `sandbox.capabilities`: expected a list of some of \"net_admin\"",
+            ),
+            ("required = true", "2: key `sandbox.required`: unknown key, did you mean `require`?"),
+        ] {
+            let found = Config::parse(&format!("[sandbox]\n{text}\n{PORT}"), "rr.toml").expect_err(text).to_string();
+            assert!(found.starts_with(&format!("rr.toml:{expected}")), "{text}\n{found}");
+        }
+    }
+}

@@ -1,0 +1,695 @@
+//! The daemon as it has confined itself: what it can no longer do, seen from outside and by trying, and that all it should do works,
+//! as root and as an ordinary user.
+
+use ringroad_host::vsock::{VsockClient, VsockConnector};
+use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
+use serde_json::Value;
+use std::{
+    collections::HashMap,
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpListener,
+    os::unix::{
+        fs::{PermissionsExt, chown},
+        net::{SocketAddr as UnixAddr, UnixListener, UnixStream},
+        process::ExitStatusExt,
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// For how long anything is waited for that should happen.
+const PATIENCE: Duration = Duration::from_secs(20);
+const SIGSYS: i32 = 31;
+/// An ordinary user: nobody.
+const NOBODY: u32 = 65534;
+
+fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !is() {
+        if start.elapsed() > patience {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+fn is_root() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    status.lines().any(|line| line.starts_with("Uid:") && line.split_whitespace().nth(2) == Some("0"))
+}
+
+/// Who runs the daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Who {
+    /// The user that runs the tests.
+    Tester,
+    /// Nobody, if that is root.
+    Nobody,
+}
+
+impl Who {
+    /// Root and an ordinary user; the tester only, who is one then, if that is not root.
+    fn all() -> &'static [Who] {
+        if is_root() { &[Who::Tester, Who::Nobody] } else { &[Who::Tester] }
+    }
+
+    fn is_root(self) -> bool {
+        self == Who::Tester && is_root()
+    }
+
+    /// A program that runs as this user.
+    fn command(self, program: &Path) -> Command {
+        match self {
+            Who::Tester => Command::new(program),
+            Who::Nobody => {
+                let mut command = Command::new("setpriv");
+                command.args(SETPRIV).arg(program);
+                command
+            }
+        }
+    }
+}
+
+const SETPRIV: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+
+/// A folder that goes with its owner, and belongs to who uses it.
+struct Folder(PathBuf, Who);
+
+impl Folder {
+    fn new(name: &str, who: Who) -> Folder {
+        let path = std::env::temp_dir().join(format!("ringroad-sandbox-{name}-{who:?}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        let folder = Folder(path, who);
+        folder.give(&folder.0);
+        // Where the tests are built may be nobody's business.
+        fs::copy(env!("CARGO_BIN_EXE_ringroad"), folder.program()).unwrap();
+        folder
+    }
+
+    fn program(&self) -> PathBuf {
+        self.file("ringroad")
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn give(&self, path: &Path) {
+        if self.1 == Who::Nobody {
+            chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+    }
+
+    fn folder(&self, name: &str) -> PathBuf {
+        let path = self.file(name);
+        fs::create_dir_all(&path).unwrap();
+        self.give(&path);
+        path
+    }
+
+    /// As editors do: another file in the place of the one that was there.
+    fn write(&self, text: &str) -> PathBuf {
+        let (new, path) = (self.file("new.toml"), self.file("ringroad.toml"));
+        fs::write(&new, text).unwrap();
+        fs::rename(&new, &path).unwrap();
+        path
+    }
+
+    /// Sends a command, `ringroad serve` with these arguments, on its way.
+    fn serve(&self, text: &str, arguments: &[&str]) -> Program {
+        let mut command = self.1.command(&self.program());
+        command.args(["serve", "-c"]).arg(self.write(text)).args(arguments);
+        Program::start(command)
+    }
+
+    fn blast(&self, socket: &Path, arguments: &[&str]) -> Command {
+        let mut command = self.1.command(&self.program());
+        command.arg("blast").arg(socket).args(["--verify", "--window", "50", "--json", "-"]).args(arguments);
+        command
+    }
+
+    /// Frames go there and come back.
+    #[track_caller]
+    fn blasts(&self, socket: &Path, arguments: &[&str]) {
+        let output = self.blast(socket, &[&["--seconds", "0.2"], arguments].concat()).output().unwrap();
+        let out = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{out}{}", String::from_utf8_lossy(&output.stderr));
+        let result: Value = serde_json::from_str(&out[out.find("\n{").unwrap() + 1..]).unwrap();
+        assert_eq!(result["errors"], 0, "{result}");
+        assert!(result["received"].as_u64().unwrap() > 0, "{result}");
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A program that runs, with what it says. Dropped, it is killed.
+struct Program {
+    child: Child,
+    out: Arc<Mutex<String>>,
+    err: Arc<Mutex<String>>,
+}
+
+fn follow(from: impl Read + Send + 'static) -> Arc<Mutex<String>> {
+    let said = Arc::new(Mutex::new(String::new()));
+    let copy = said.clone();
+    thread::spawn(move || {
+        for line in BufReader::new(from).lines().map_while(Result::ok) {
+            *copy.lock().unwrap() += &(line + "\n");
+        }
+    });
+    said
+}
+
+impl Program {
+    fn start(mut command: Command) -> Program {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).env_remove("RUST_LOG");
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let (out, err) = (follow(child.stdout.take().unwrap()), follow(child.stderr.take().unwrap()));
+        Program { child, out, err }
+    }
+
+    fn err(&self) -> String {
+        self.err.lock().unwrap().clone()
+    }
+
+    #[track_caller]
+    fn says(&self, what: &str) {
+        assert!(within(PATIENCE, || self.err().contains(what)), "no {what:?} in:\n{}", self.err());
+    }
+
+    #[track_caller]
+    fn signal(&self, signal: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+    }
+
+    /// Has it read its configuration again; what it says about that.
+    #[track_caller]
+    fn reload(&self) -> String {
+        const DONE: &str = "configuration read again";
+        let before = self.err();
+        self.signal("HUP");
+        let done = || self.err().matches(DONE).count() > before.matches(DONE).count();
+        assert!(within(PATIENCE, done), "{}", self.err());
+        self.err()[before.len()..].to_owned()
+    }
+
+    #[track_caller]
+    fn ends(&mut self) -> ExitStatus {
+        let mut status = None;
+        within(PATIENCE, || {
+            status = self.child.try_wait().unwrap();
+            status.is_some() && Arc::strong_count(&self.out) + Arc::strong_count(&self.err) == 2
+        });
+        status.unwrap_or_else(|| panic!("it does not end; it said:\n{}", self.err()))
+    }
+
+    #[track_caller]
+    fn stop(&mut self) {
+        self.signal("TERM");
+        let status = self.ends();
+        assert!(status.success(), "{status}: {}", self.err());
+    }
+
+    /// `/proc/PID/task/*/status`, by the threads' names.
+    fn threads(&self) -> HashMap<String, HashMap<String, String>> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let status = |text: String| {
+            let field = |line: &str| line.split_once(':').map(|(key, value)| (key.to_owned(), value.trim().to_owned()));
+            text.lines().filter_map(field).collect::<HashMap<_, _>>()
+        };
+        let all = tasks.map(|task| status(fs::read_to_string(task.unwrap().path().join("status")).unwrap()));
+        all.map(|status| (status["Name"].clone(), status)).collect()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn port(name: &str, socket: &Path, more: &str) -> String {
+    format!("[[port]]\nname = {name:?}\nkind = \"vhost-user\"\nsocket = {socket:?}\nmode = \"reflect\"\n{more}\n")
+}
+
+fn vsock(cid: u32, socket: &Path, more: &str) -> String {
+    format!("[[vsock]]\ncid = {cid}\nsocket = {socket:?}\n{more}\n")
+}
+
+// ------------------------------------------------------------------------------------------------- seen from outside
+
+#[test]
+fn every_thread_is_confined() {
+    for &who in Who::all() {
+        let folder = Folder::new("threads", who);
+        let file = |name: &str| folder.file(name);
+        let text = port("a", &file("a.sock"), "") + &vsock(3, &file("v.sock"), "");
+        let mut serve = folder.serve(&text, &["--stats", "1000"]);
+        serve.says("ready");
+        serve.says("[INFO ] confined: seccomp (");
+        assert!(serve.err().contains(", no capabilities, no_new_privs\n"), "{}", serve.err());
+        assert!(!serve.err().contains("not confined"), "{}", serve.err());
+        serve.signal("USR1");
+        assert!(within(PATIENCE, || serve.threads().contains_key("stdout")), "its thread starts late");
+        let threads = serve.threads();
+        for name in ["ringroad", "control", "stats", "stderr", "worker", "vsock", "guard", "vhost port a"] {
+            assert!(threads.contains_key(name), "no {name} in {:?}", threads.keys());
+        }
+        for (name, status) in &threads {
+            for (key, expected) in [("NoNewPrivs", "1"), ("Seccomp", "2")] {
+                assert_eq!(status[key], expected, "{who:?}, {name}: {key}");
+            }
+            for key in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+                assert_eq!(status[key], "0000000000000000", "{who:?}, {name}: {key}");
+            }
+            if who.is_root() {
+                assert_eq!(status["CapBnd"], "0000000000000000", "{name}");
+            }
+        }
+        // The kernel says what filters do to no one else, but how many there are.
+        let filters = |name: &str| threads[name]["Seccomp_filters"].parse::<u32>().unwrap();
+        assert_eq!(filters("worker"), filters("control") + 1);
+        serve.stop();
+
+        let free = folder.serve(&text, &["--no-sandbox"]);
+        free.says("ready");
+        free.says("[WARN ] not confined (--no-sandbox)");
+        for (name, status) in free.threads() {
+            assert_eq!((&*status["NoNewPrivs"], &*status["Seccomp"]), ("0", "0"), "{name}");
+            assert_eq!(status["CapEff"] != "0000000000000000", who.is_root(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn capabilities_that_the_file_needs_are_kept() {
+    if !is_root() {
+        // Who has none cannot keep any: `every_thread_is_confined` has seen that.
+        return eprintln!("an ordinary user has no capabilities to keep");
+    }
+    let folder = Folder::new("caps", Who::Tester);
+    let socket = folder.file("a.sock");
+    for (text, said, bits) in [
+        (port("a", &socket, "socket_owner = \"nobody\""), "capabilities chown, fowner, dac_override", 0b1011),
+        (port("a", &socket, "role = \"client\""), "capabilities dac_override", 0b10),
+        (port("a", &socket, "[sandbox]\ncapabilities = [\"net_admin\"]"), "capabilities net_admin", 1 << 12),
+    ] {
+        let mut serve = folder.serve(&text, &[]);
+        serve.says("ready");
+        serve.says(said);
+        for (name, status) in serve.threads() {
+            assert_eq!(u64::from_str_radix(&status["CapEff"], 16).unwrap(), bits, "{name}: {text}");
+        }
+        serve.stop();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- seen by trying
+
+/// Builds the program that tries, as this test was built.
+fn confined(folder: &Folder) -> PathBuf {
+    let target = Path::new(env!("CARGO_BIN_EXE_ringroad")).parent().unwrap();
+    let mut command = Command::new(env!("CARGO"));
+    command.args(["build", "--quiet", "--package", "ringroad-host", "--example", "confined"]);
+    command.arg("--target-dir").arg(target.parent().unwrap());
+    if target.ends_with("release") {
+        command.arg("--release");
+    }
+    let output = command.current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let program = folder.file("confined");
+    fs::copy(target.join("examples/confined"), &program).unwrap();
+    program
+}
+
+#[test]
+fn what_it_can_no_longer_do() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (open, shut) = (listener.local_addr().unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let abstract_name = format!("ringroad-sandbox-{}", std::process::id());
+    let address = <UnixAddr as std::os::linux::net::SocketAddrExt>::from_abstract_name(&abstract_name).unwrap();
+    let _abstract_listener = UnixListener::bind_addr(&address).unwrap();
+    for &who in Who::all() {
+        let folder = Folder::new("acts", who);
+        let program = confined(&folder);
+        let (mine, other) = (folder.folder("mine"), folder.folder("other"));
+        let run = |free: bool, act: &str, with: &str| -> Output {
+            let mut command = who.command(&program);
+            if free {
+                command.arg("--free");
+            }
+            command.arg("--folder").arg(&mine).args(["--tcp", &open.port().to_string(), act, with]);
+            command.stdin(Stdio::null()).output().unwrap()
+        };
+        let does = |output: &Output| output.status.success() && output.stdout.starts_with(b"done");
+        let path = |folder: &Path, name: &str| folder.join(name).display().to_string();
+        fs::write(other.join("there"), "secret").unwrap();
+        folder.give(&other.join("there"));
+
+        for (act, with) in [
+            ("listen", path(&mine, "socket")),
+            ("connect", open.to_string()),
+            ("thread", String::new()),
+            ("see-itself", String::new()),
+            ("memfd", String::new()),
+        ] {
+            let output = run(false, act, &with);
+            assert!(does(&output), "{who:?}: {act} {with}: {output:?}");
+        }
+
+        const EPERM: &str = "refused: Operation not permitted";
+        const EACCES: &str = "refused: Permission denied";
+        const ENOSYS: &str = "refused: Function not implemented";
+        // What is tried; why it fails (killed, if there is no reason); whether anybody can do it who is not confined.
+        for (act, with, why, anybody) in [
+            ("exec", String::new(), None, false),
+            ("spawn", String::new(), Some(""), true),
+            ("fork", String::new(), Some(EPERM), true),
+            ("new-namespace", String::new(), Some(EPERM), false),
+            ("ptrace", String::new(), None, true),
+            ("read-memory-of-another", String::new(), None, false),
+            ("signal-to-another", String::new(), Some(EPERM), who == Who::Tester),
+            ("map-code", String::new(), Some(EPERM), true),
+            ("turn-into-code", String::new(), Some(EPERM), true),
+            ("own-memory", String::new(), Some(EACCES), true),
+            ("read", "/etc/hostname".into(), Some(EACCES), true),
+            ("read", "/etc/shadow".into(), Some(EACCES), who.is_root()),
+            ("read", "/proc/1/environ".into(), Some(EACCES), false),
+            ("read", path(&other, "there"), Some(EACCES), true),
+            ("write", path(&other, "new"), Some(EACCES), true),
+            ("write", path(&other, "there"), Some(EACCES), true),
+            (
+                "write",
+                path(&std::env::temp_dir(), &format!("ringroad-never-{}", std::process::id())),
+                Some(EACCES),
+                true,
+            ),
+            ("folder", path(&other, "folder"), Some(EACCES), true),
+            ("folder", path(&mine, "folder"), Some(EACCES), true),
+            ("listen", path(&other, "socket"), Some(EACCES), true),
+            ("device", path(&mine, "device"), Some(ENOSYS), who.is_root()),
+            ("connect", shut.local_addr().unwrap().to_string(), Some(EACCES), true),
+            ("listen-tcp", String::new(), Some(EACCES), true),
+            ("abstract", abstract_name.clone(), Some(EPERM), true),
+            ("udp", String::new(), Some(EPERM), true),
+            ("netlink", String::new(), Some(EPERM), true),
+            ("packet", String::new(), Some(EPERM), who.is_root()),
+            ("mptcp", String::new(), Some(EPERM), false),
+            ("raw", String::new(), Some(EPERM), who.is_root()),
+            ("io-uring", String::new(), None, false),
+            ("bpf", String::new(), None, false),
+            ("userfaultfd", String::new(), None, false),
+            ("perf", String::new(), None, false),
+            ("keyring", String::new(), None, false),
+            ("mount", String::new(), None, false),
+            ("unshare", String::new(), None, true),
+            ("personality", String::new(), None, true),
+            ("user", String::new(), None, true),
+            ("handle", String::new(), None, false),
+            ("type", String::new(), Some(EPERM), false),
+            ("unknown", String::new(), Some(ENOSYS), false),
+        ] {
+            let output = run(false, act, &with);
+            let said = String::from_utf8_lossy(&output.stdout);
+            match why {
+                None => assert_eq!(output.status.signal(), Some(SIGSYS), "{who:?}: {act} {with}: {output:?}"),
+                Some(why) => assert!(
+                    said.starts_with("refused: ") && said.starts_with(why) || why.is_empty() && !does(&output),
+                    "{who:?}: {act} {with}: expected {why}: {output:?}"
+                ),
+            }
+            if anybody {
+                let output = run(true, act, &with);
+                assert!(does(&output), "{who:?}: without confinement, {act} {with}: {output:?}");
+            } else {
+                assert_ne!(run(true, act, &with).status.signal(), Some(SIGSYS), "{act}");
+            }
+            // What was tried without confinement may have left something.
+            if act == "write" && !with.ends_with("there") {
+                let _ = fs::remove_file(&with);
+            }
+        }
+        let output = run(false, "remove", &path(&other, "there"));
+        assert!(String::from_utf8_lossy(&output.stdout).starts_with(EACCES), "{output:?}");
+        assert!(other.join("there").exists());
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- all that it should
+
+fn guest(socket: &Path) -> VsockClient {
+    let connector = VsockConnector {
+        socket: socket.to_owned(),
+        listen: false,
+        patience: PATIENCE,
+        features: Features::ALL.bits(),
+        queue_size: 64,
+        receive: 4096,
+        cid: None,
+        settings: Settings::default(),
+        reconnect: None,
+    };
+    let client = connector.connect().unwrap();
+    assert!(client.stack().is_running());
+    client
+}
+
+/// Ping to the host's port, pong back.
+#[track_caller]
+fn reaches<S: Read + Write>(client: &VsockClient, port: u32, accept: impl FnOnce() -> S) {
+    let mut guest =
+        Stream::connect(client.stack(), Addr { cid: 2, port }).unwrap_or_else(|error| panic!("{port}: {error}"));
+    let mut program = accept();
+    guest.write_all(b"ping").unwrap();
+    program.read_exact(&mut [0; 4]).unwrap();
+    program.write_all(b"pong").unwrap();
+    guest.read_exact(&mut [0; 4]).unwrap();
+}
+
+#[test]
+fn all_that_it_should_do_works() {
+    for &who in Who::all() {
+        let folder = Folder::new("all", who);
+        let (elsewhere, beyond) = (Folder::new("elsewhere", who), Folder::new("beyond", who));
+        let (other, far) = (&elsewhere.0, &beyond.0);
+        let file = |name: &str| folder.file(name);
+        let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let [first, second, third] = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+        let id = who.command(Path::new("id")).arg("-un").output().unwrap();
+        // By name: it is looked up again when the file is read again.
+        let owner = format!("socket_owner = {:?}", String::from_utf8(id.stdout).unwrap().trim());
+        let client = port("client", &file("client.sock"), "role = \"client\"");
+        let common = format!("[sandbox]\nfolders = [{other:?}]\ntcp = [{}]\nrequire = true\n", second.port())
+            + &port("a", &file("a.sock"), &owner)
+            + &client;
+        let host = format!("host = {:?}", file("host"));
+        let counters = file("counters.json");
+        let vsock3 = |forwards: &str| vsock(3, &file("v3.sock"), &format!("{host}\nforward = {{ {forwards} }}"));
+        let text = common.clone() + &vsock3(&format!("80 = \"{first}\""));
+        let mut serve = folder.serve(&text, &["--json", counters.to_str().unwrap()]);
+        serve.says("2 ports, 1 vsock devices, ready");
+
+        // Frames, also after a driver was killed.
+        folder.blasts(&file("a.sock"), &[]);
+        folder.blasts(&file("a.sock"), &["--ring", "split", "--event-driven"]);
+        let mut driver = Program::start(folder.blast(&file("a.sock"), &["--seconds", "60"]));
+        assert!(within(PATIENCE, || serve.err().matches("port a: frontend connected").count() == 3), "{}", serve.err());
+        thread::sleep(Duration::from_millis(100));
+        driver.signal("KILL");
+        driver.ends();
+        folder.blasts(&file("a.sock"), &[]);
+        // A frontend that makes the socket, and is there again.
+        for _ in 0..2 {
+            let _ = fs::remove_file(file("client.sock"));
+            folder.blasts(&file("client.sock"), &["--listen"]);
+        }
+
+        // vsock: to a program of the host, from one, to TCP.
+        let client = guest(&file("v3.sock"));
+        let programs = UnixListener::bind(file("host_9")).unwrap();
+        fs::set_permissions(file("host_9"), fs::Permissions::from_mode(0o777)).unwrap();
+        reaches(&client, 9, || programs.accept().unwrap().0);
+        reaches(&client, 80, || listeners[0].accept().unwrap().0);
+        let inside = Listener::bind(client.stack(), 7, Kind::Stream).unwrap();
+        let mut program = UnixStream::connect(file("host")).unwrap();
+        writeln!(program, "CONNECT 7").unwrap();
+        let mut line = String::new();
+        BufReader::with_capacity(1, &program).read_line(&mut line).unwrap();
+        assert!(line.starts_with("OK "), "{line:?}");
+        let mut accepted = inside.accept().unwrap();
+        program.write_all(b"ping").unwrap();
+        accepted.read_exact(&mut [0; 4]).unwrap();
+
+        // A new port, in a folder that was named before; a new device; a new forward; all while the guest is there.
+        let b = port("b", &other.join("b.sock"), "");
+        let forwards = format!("80 = \"{first}\", 81 = \"{second}\"");
+        folder.write(&(common.clone() + &b + &vsock3(&forwards) + &vsock(4, &file("v4.sock"), "")));
+        let said = serve.reload();
+        assert!(said.contains("3 ports, 2 vsock devices") && !said.contains("ERROR"), "{said}");
+        folder.blasts(&other.join("b.sock"), &[]);
+        drop(guest(&file("v4.sock")));
+        reaches(&client, 81, || listeners[1].accept().unwrap().0);
+        accepted.write_all(b"pong").unwrap();
+        program.read_exact(&mut [0; 4]).unwrap();
+        // CPUs, polling: in place.
+        folder.write(&("[workers]\ncpus = [0]\npoll = \"50us\"\n".to_owned() + &common + &b + &vsock3(&forwards)));
+        let said = serve.reload();
+        assert!(said.contains("3 ports, 1 vsock devices") && !said.contains("ERROR"), "{said}");
+
+        // Beyond what was named before: it says why, and all goes on.
+        let c = port("c", &far.join("c.sock"), "");
+        let moved = b.replace(other.to_str().unwrap(), far.to_str().unwrap());
+        let forwards = format!("80 = \"{first}\", 82 = \"{third}\"");
+        folder.write(&(common.clone() + &moved + &c + &vsock3(&forwards)));
+        let said = serve.reload();
+        let refused = |name: &str| {
+            let start =
+                format!("port {name:?}: key `socket`: expected a folder that had a socket when this process started");
+            let line =
+                said.lines().find(|line| line.contains(&start)).unwrap_or_else(|| panic!("no {start:?} in {said}"));
+            assert!(
+                line.contains("or is in key `sandbox.folders`; found ") && line.contains("list it there and restart")
+            );
+        };
+        refused("c");
+        refused("b");
+        assert!(said.contains("port b stays as it is"), "{said}");
+        assert!(
+            said.contains(&format!("found {third}; list {} there and restart; it is left out", third.port())),
+            "{said}"
+        );
+        assert!(!far.join("c.sock").exists());
+        folder.blasts(&other.join("b.sock"), &[]);
+        reaches(&client, 80, || listeners[0].accept().unwrap().0);
+        assert!(Stream::connect(client.stack(), Addr { cid: 2, port: 82 }).is_err());
+
+        serve.signal("USR1");
+        assert!(within(PATIENCE, || serve.out.lock().unwrap().contains("from: frames")));
+        serve.stop();
+        let report: Value = serde_json::from_str(&fs::read_to_string(&counters).unwrap()).unwrap();
+        assert!(report["ports"].as_array().is_some_and(|ports| ports.len() == 3), "{report}");
+        assert!(!file("a.sock").exists() && !other.join("b.sock").exists());
+    }
+}
+
+/// `ringroad serve` in a network of its own, where names are nobody else's, after `prepare` was done there.
+fn in_own_network(folder: &Folder, text: &str, prepare: &str) -> Program {
+    let mut command = Command::new("unshare");
+    if !is_root() {
+        command.args(["--user", "--map-root-user"]);
+    }
+    let run = format!("{prepare}\nexec \"$@\"");
+    command.args(["--net", "sh", "-e", "-c", &run, "sh"]);
+    if folder.1 == Who::Nobody {
+        command.arg("setpriv").args(SETPRIV);
+    }
+    command.arg(folder.program()).args(["serve", "-c"]).arg(folder.write(text));
+    Program::start(command)
+}
+
+fn tap(name: &str) -> String {
+    format!("[[port]]\nname = {name:?}\nkind = \"tap\"\ninterface = {name:?}\n")
+}
+
+#[test]
+fn tap_interfaces_come_by_a_reload() {
+    let folder = Folder::new("tap", Who::Tester);
+    let mut serve = in_own_network(&folder, &tap("rrtest0"), "");
+    serve.says("ready");
+    serve.says("capabilities net_admin, ");
+    folder.write(&(tap("rrtest0") + "mtu = 1400\n" + &tap("rrtest1")));
+    let said = serve.reload();
+    assert!(said.contains("again: 2 ports\n") && !said.contains("ERROR"), "{said}");
+    serve.stop();
+
+    // It was not known that the right to make one would be needed.
+    let a = port("a", &folder.file("a.sock"), "");
+    let mut serve = in_own_network(&folder, &a, "");
+    serve.says("ready");
+    folder.write(&(a.clone() + &tap("rrtest0")));
+    let said = serve.reload();
+    let expected = "key `interface`: this process has given up the right to make the interface rrtest0";
+    assert!(said.contains(expected) && said.contains("list \"net_admin\" in key `sandbox.capabilities`"), "{said}");
+    folder.blasts(&folder.file("a.sock"), &[]);
+    serve.stop();
+    let known = "[sandbox]\ncapabilities = [\"net_admin\"]\n";
+    let mut serve = in_own_network(&folder, &(known.to_owned() + &a), "");
+    serve.says("ready");
+    folder.write(&(known.to_owned() + &a + &tap("rrtest0")));
+    let said = serve.reload();
+    assert!(said.contains("again: 2 ports\n") && !said.contains("ERROR"), "{said}");
+    serve.stop();
+}
+
+#[test]
+fn an_ordinary_user_has_interfaces_that_were_prepared() {
+    if !is_root() {
+        // To prepare one for another user takes root; what follows from having none is `tap_without_permission` of the program.
+        return eprintln!("only root can prepare an interface for another user");
+    }
+    let folder = Folder::new("prepared", Who::Nobody);
+    let prepare =
+        "for i in 0 1; do ip tuntap add rrtest$i mode tap vnet_hdr user nobody; ip link set rrtest$i up; done";
+    let mut serve = in_own_network(&folder, &tap("rrtest0"), prepare);
+    serve.says("1 ports, ready");
+    serve.says(", no capabilities, no_new_privs");
+    folder.write(&(tap("rrtest0") + &tap("rrtest1")));
+    let said = serve.reload();
+    assert!(said.contains("again: 2 ports\n") && !said.contains("ERROR"), "{said}");
+    serve.stop();
+}
+
+// ------------------------------------------------------------------------------------------------- what a kernel lacks
+
+/// Starts the daemon on a kernel that says this when it is asked for one of its parts.
+fn without(call: i64, errno: i32, folder: &Folder, text: &str) -> Program {
+    thread::scope(|scope| {
+        // Filters are a thread's own, and those that it starts have them too.
+        let start = scope.spawn(|| {
+            let action = SeccompAction::Errno(errno.unsigned_abs());
+            let arch = std::env::consts::ARCH.try_into().unwrap();
+            let filter = SeccompFilter::new([(call, vec![])].into(), SeccompAction::Allow, action, arch).unwrap();
+            apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
+            folder.serve(text, &[])
+        });
+        start.join().unwrap()
+    })
+}
+
+#[test]
+fn what_a_kernel_lacks_is_said_and_can_be_required() {
+    let folder = Folder::new("lacks", Who::Tester);
+    let text = port("a", &folder.file("a.sock"), "");
+    let landlock = libc::SYS_landlock_create_ruleset;
+    for (call, errno, said, left) in [
+        (landlock, libc::ENOSYS, "Landlock: the kernel does not have it (Linux 5.13)", "confined: seccomp ("),
+        (landlock, libc::EOPNOTSUPP, "Landlock: the kernel was started without it (lsm=)", "confined: seccomp ("),
+        (libc::SYS_seccomp, libc::EINVAL, "seccomp: Invalid argument", "confined: Landlock "),
+        (libc::SYS_capset, libc::EPERM, "capabilities as they were: ", "confined: seccomp ("),
+    ] {
+        let mut serve = without(call, errno, &folder, &text);
+        serve.says("ready");
+        serve.says(&format!("[WARN ] not confined in all: {said}"));
+        serve.says(left);
+        folder.blasts(&folder.file("a.sock"), &[]);
+        serve.stop();
+        let mut serve = without(call, errno, &folder, &format!("[sandbox]\nrequire = true\n{text}"));
+        assert_eq!(serve.ends().code(), Some(1), "{}", serve.err());
+        let expected = "ringroad: cannot confine this process as key `sandbox.require` wants it: ";
+        assert!(serve.err().starts_with(&format!("{expected}{said}")), "{}", serve.err());
+        assert!(!folder.file("a.sock").exists());
+    }
+}
