@@ -9,7 +9,8 @@ mod common;
 use common::{GUEST, Memory, all_features};
 use ringroad_mem::{Region, Table, Words, sync::AtomicU64};
 use ringroad_ring::{
-    Addresses, BURST, Buffer, Chains, DeviceRing, DriverRing, Features, IndirectTables, Journal, Resumed, Used,
+    Addresses, BURST, Buffer, Chains, DeviceRing, DriverRing, Features, IndirectTables, Inflight, Journal, Resumed,
+    Used,
 };
 use std::{
     fs::{File, OpenOptions},
@@ -249,11 +250,11 @@ fn device(arguments: &str) {
     let carried: Words<AtomicU64> = Words::new(&map(&open(13), 0, 0), 0, SERIALS).unwrap();
     // What a frontend says that knows nothing.
     let base = if packed { ringroad_ring::packed::Base::FRESH.0 } else { 0 };
-    let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal).unwrap();
+    let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, Inflight::NONE).unwrap();
     match resumed {
         Resumed::Noted { finished } => println!("noted {finished}"),
         Resumed::Lost => println!("lost"),
-        Resumed::Base | Resumed::UsedIndex => println!("base"),
+        Resumed::Base | Resumed::UsedIndex | Resumed::Inflight { .. } => println!("base"),
     }
     let mut burst = Chains::new(BURST, 200);
     let mut random = std::process::id() as usize;
