@@ -216,7 +216,7 @@ impl Device {
     }
 
     /// The same from the ring only, and not noted.
-    #[inline(always)]
+    #[inline]
     pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let count = max.min(chains.room());
         if count == 0 || !self.is_available() {
@@ -357,6 +357,14 @@ impl Device {
         Err(Fault::Loop { index: descriptor.index, size })
     }
 
+    #[inline(always)]
+    fn is_tracked(&self) -> bool {
+        #[cfg(not(loom))]
+        return self.track.is_some();
+        #[cfg(loom)]
+        false
+    }
+
     /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         #[cfg(not(loom))]
@@ -373,13 +381,13 @@ impl Device {
     /// Gives chains back to the driver and publishes them at once, the first one last: a driver that sees it sees all.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
+        if self.tuning.shadow_used && !self.is_tracked() {
+            self.stage(chains);
+            return self.flush();
+        }
         #[cfg(not(loom))]
         if self.track.is_some() {
             return self.give_tracked(chains);
-        }
-        if self.tuning.shadow_used {
-            self.stage(chains);
-            return self.flush();
         }
         for chain in chains {
             self.stage(std::slice::from_ref(chain));
@@ -392,11 +400,7 @@ impl Device {
     /// available gets three quarters back at once. Who finds nothing more to take calls `flush`.
     #[inline]
     pub fn give_late(&mut self, chains: &[Chain]) {
-        #[cfg(not(loom))]
-        if self.track.is_some() {
-            return self.give_tracked(chains);
-        }
-        if !self.tuning.shadow_used {
+        if !self.tuning.shadow_used || self.is_tracked() {
             return self.give(chains);
         }
         self.stage(chains);

@@ -168,7 +168,7 @@ impl Device {
     }
 
     /// The same from the ring only, and not noted.
-    #[inline(always)]
+    #[inline]
     pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let wanted = max.min(chains.room());
         let mut ahead = self.seen.wrapping_sub(self.next_available) as usize;
