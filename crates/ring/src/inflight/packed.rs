@@ -75,6 +75,19 @@ pub(crate) struct Packed {
 /// Of an entry: the words of its state and of its descriptor.
 type Entry = [AtomicU64; 4];
 
+impl Found {
+    /// The descriptors of a chain.
+    pub fn descriptors(&self, chain: &Saved) -> &[Descriptor] {
+        chain.of(&self.descriptors)
+    }
+}
+
+impl Saved {
+    fn of<'a>(&self, all: &'a [Descriptor]) -> &'a [Descriptor] {
+        all.get(self.first..self.first + usize::from(self.slots)).unwrap_or_default()
+    }
+}
+
 impl Inflight {
     /// What it says about a packed ring; `None`: nothing.
     pub(crate) fn read_packed(&self, ring: &Layout) -> Result<Option<Found>, SetupError> {
@@ -173,7 +186,7 @@ impl Inflight {
             slots += num;
         }
         let counter = heads.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
-        if chains.is_empty() && used != Position::START && !ring.was_used() {
+        if chains.is_empty() && used != Position::START && ring.is_fresh() {
             // It was left by a ring of another life, and nothing hangs on it.
             return Ok(None);
         }
@@ -419,6 +432,6 @@ impl Packed {
 
     /// The descriptors of a chain in flight.
     pub fn descriptors(&self, chain: &Saved) -> &[Descriptor] {
-        self.descriptors.get(chain.first..chain.first + usize::from(chain.slots)).unwrap_or_default()
+        chain.of(&self.descriptors)
     }
 }

@@ -150,6 +150,15 @@ impl Layout {
         self.size
     }
 
+    /// Whether it is sure that nobody has ever used it: some descriptors are available in the first pass, and those behind them are
+    /// zeros. One that was used can look the same only where it is full.
+    pub(crate) fn is_fresh(&self) -> bool {
+        let load = |word: &AtomicU64| u64::from_le(word.load(Ordering::Acquire));
+        let mut all = self.pairs().iter().map(|[address, word]| (load(address), load(word)));
+        let is_made = |&(_, word): &(u64, u64)| (word >> 48) as u16 & (AVAILABLE | USED) == AVAILABLE;
+        all.by_ref().find(|pair| !is_made(pair)) == Some((0, 0)) && all.all(|pair| pair == (0, 0))
+    }
+
     /// Address and second word of the descriptor at a position.
     pub(crate) fn words(&self, at: Position) -> (u64, u64) {
         self.pairs().get(usize::from(at.slot)).map_or((0, 0), |[address, word]| {

@@ -1,10 +1,10 @@
 //! A packed ring whose buffers in flight are noted in a region of the frontend's (`inflight`). Called by `device.rs` where there is
 //! one.
 
-use super::{Device, Layout, Position, recover};
+use super::{Device, Layout, Position};
 use crate::{
     Chain, Chains, Fault, Features, INDIRECT, Inflight, Journal, JournalKey, Resumed,
-    chain::{Draft, indirect},
+    chain::{Descriptor, Draft, indirect},
     inflight::{FoundPacked, Packed, Saved},
 };
 use ringroad_mem::{Hit, Table};
@@ -29,12 +29,8 @@ impl Device {
             at.advance(1, size);
         }
         let mut next = used;
-        let in_order = as_made
-            && found.chains.iter().all(|chain| {
-                let stands = recover::chain(&ring, next) == Some((chain.id, chain.slots));
-                next.advance(chain.slots, size);
-                stands
-            });
+        let in_order =
+            as_made && found.chains.iter().all(|chain| stands(&ring, &mut next, chain, found.descriptors(chain)));
         let count = found.chains.len() as u32;
         let mut track = inflight.adopt_packed(found, size);
         let mut device = Device::at(ring, features, used);
@@ -143,6 +139,19 @@ impl Device {
             self.give_tracked(&[Chain::private(saved.id, saved.slots)]);
         }
     }
+}
+
+/// Whether a chain in flight stands in the ring at a position as it was taken; moves the position behind it.
+fn stands(ring: &Layout, at: &mut Position, chain: &Saved, descriptors: &[Descriptor]) -> bool {
+    descriptors.iter().enumerate().all(|(index, saved)| {
+        let (address, word) = ring.words(*at);
+        let is_available = ring.is_available(*at);
+        at.advance(1, ring.size());
+        let last = index + 1 == descriptors.len();
+        is_available
+            && (address, word as u32, (word >> 48) as u16) == (saved.address, saved.len, saved.flags)
+            && (!last || (word >> 32) as u16 == chain.id)
+    })
 }
 
 fn follow(
