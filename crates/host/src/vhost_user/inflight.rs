@@ -31,7 +31,9 @@ impl InflightRegion {
         let len = usize::from(queues) * Inflight::bytes(true, queue_size);
         let file =
             sys::sealed_memory(len as u64).map_err(|error| format!("cannot make an inflight region: {error}"))?;
-        let message = Message::new(len as u64, 0, queues, queue_size);
+        // A copy, so that the padding is the frontend's own and not what happens to be on our stack.
+        let mut message = *asked;
+        (message.mmap_size, message.mmap_offset) = (len as u64, 0);
         Ok((Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?, message, file))
     }
 

@@ -528,10 +528,9 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
                 Ok((message, file))
             }
             Err(why) => {
-                // Its only answer is a region; without one the frontend would wait for ever.
-                let refused = self.refuse(why);
-                self.refused = false;
-                refused
+                // Its only answer is a region: without one the frontend would wait for ever, so that the connection ends.
+                say!(self.around.lines, Error, "{}: {why}", self.device.name());
+                Err(Error::InvalidParam)
             }
         }
     }
