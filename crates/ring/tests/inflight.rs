@@ -237,6 +237,50 @@ impl Ours {
     }
 }
 
+impl Ours {
+    /// Gives some back and is killed meanwhile: what it would not have come to is undone.
+    fn die(mut self, rig: &Rig, stop: Stop, in_order: bool, random: &mut Random) {
+        if self.held.is_empty() || stop == Stop::Never {
+            return;
+        }
+        self.ring.flush();
+        let (region, packed) = (rig.bytes(), rig.packed());
+        let user = rig.memory.driver.user();
+        let area = |at: u64| Bytes::new(&rig.memory.driver, (at - user) as usize);
+        if packed {
+            // Each for itself.
+            let (free, used, wrap) = (region.u16(14), region.u16(18), region.u8(21));
+            let descriptor = area(rig.memory.at.descriptor + 16 * u64::from(used) + 8);
+            let before = descriptor.u64(0);
+            let at = if in_order { 0 } else { random.below(self.held.len()) };
+            self.ring.give(&[self.held[at].0]);
+            if stop != Stop::HalfStruck {
+                region.set_u8(32 + 32 * usize::from(region.u16(12)), 1);
+            }
+            region.set_u16(14, free);
+            region.set_u16(18, used);
+            region.set_u8(21, wrap);
+            if stop == Stop::BeforePublish {
+                descriptor.set_u64(0, before);
+            }
+            return;
+        }
+        let (used, index) = (region.u16(14), area(rig.memory.at.device));
+        let mut list = Vec::new();
+        for _ in 0..1 + random.below(self.held.len().min(4)) {
+            let at = if in_order { 0 } else { random.below(self.held.len()) };
+            list.push(self.held.remove(at).0);
+        }
+        self.ring.give(&list);
+        let struck = usize::from(stop == Stop::HalfStruck);
+        list[struck..].iter().for_each(|chain| region.set_u8(16 + 16 * usize::from(chain.id), 1));
+        region.set_u16(14, used);
+        if stop == Stop::BeforePublish {
+            index.set_u16(2, used);
+        }
+    }
+}
+
 /// A device of either make. The other one knows its chains by head, or by entry and id.
 enum Device {
     Ours(Ours),
@@ -274,10 +318,13 @@ impl Device {
     }
 
     /// Dies, perhaps while it gives some back. Says whether the driver may see used descriptors too early, which only ours mends.
-    fn die(self, in_order: bool, random: &mut Random) -> bool {
+    fn die(self, rig: &Rig, in_order: bool, random: &mut Random) -> bool {
         let stop = [Stop::Never, Stop::BeforePublish, Stop::AfterPublish, Stop::HalfStruck][random.below(4)];
         match self {
-            Device::Ours(_) => false,
+            Device::Ours(device) => {
+                device.die(rig, stop, in_order, random);
+                false
+            }
             Device::Split(mut device, mut held, _) => {
                 let from = if in_order { 0 } else { random.below(held.len().max(1)) };
                 held.rotate_left(from);
@@ -328,7 +375,7 @@ fn succession(features: Features, long: bool, others: bool, seed: u64) -> u32 {
                 rig.collect();
             }
         }
-        only_ours = device.die(features.in_order, &mut random);
+        only_ours = device.die(&rig, features.in_order, &mut random);
         rig.died();
     }
     // The last one gives back everything, and stops in an orderly way.

@@ -416,8 +416,7 @@ impl Packed {
     /// It was published.
     pub fn end(&mut self, chain: &Chain) {
         let Some(head) = self.find(chain.id).filter(|_| !self.broken) else { return };
-        let [next, ..] = self.link(head);
-        self.set(head, false, [next, 0, 0]);
+        self.set(head, false, self.link(head));
         self.forget_id(chain.id);
         self.old_free_head = self.free_head;
         self.note_free();
