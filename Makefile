@@ -1,5 +1,5 @@
 # What one can do here. `make test` is what CI runs.
-.PHONY: demo test unit bench interop guests fuzz lint
+.PHONY: demo test unit bench interop guests fuzz attacks soak lint
 
 demo: ## a switch and two drivers, 5 seconds of traffic: no root, no guests
 	cargo run --release --quiet --bin ringroad -- demo
@@ -27,6 +27,14 @@ guests: ## two Linux guests on a running switch: ping, TCP, figures
 
 fuzz: ## ten minutes of each fuzz target (FUZZ_SECONDS=600)
 	scripts/fuzz
+
+attacks: ## an independent client attacks the daemon over its sockets, victims beside it; root, for FUSE
+	cargo build --release
+	cargo test --release -p ringroad-attacks -- --test-threads=1
+
+soak: ## an hour of 64 ports that connect, break and are killed (SOAK_SECONDS=3600)
+	cargo build --release
+	cargo run --release -p ringroad-attacks --bin soak -- --ports 64 --seconds $${SOAK_SECONDS:-3600}
 
 lint:
 	cargo fmt --all --check

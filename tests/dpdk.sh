@@ -120,22 +120,26 @@ poll = "50us"
 name = "a"
 kind = "vhost-user"
 socket = "$state/a.sock"
+mtu = 9000
 
 [[port]]
 name = "b"
 kind = "vhost-user"
 socket = "$state/b.sock"
+mtu = 9000
 
 [[port]]
 name = "direct"
 kind = "vhost-user"
 socket = "$state/direct.sock"
+mtu = 9000
 features = { indirect = false }
 
 [[port]]
 name = "plain"
 kind = "vhost-user"
 socket = "$state/plain.sock"
+mtu = 9000
 features = { packed = false, in_order = false, mrg_rxbuf = false, event_idx = false, indirect = false }
 TOML
   : >"$state/counters"

@@ -37,7 +37,7 @@ const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
 
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let socket = std::env::temp_dir().join(format!("ringroad-fuzz-{}.sock", std::process::id()));
-    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap();
+    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 }).unwrap();
     let config = VhostConfig {
         name: "fuzz".into(),
         socket: socket.clone(),
@@ -47,8 +47,9 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         mode: Mode::Reflect,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        limits: Default::default(),
         tuning: Default::default(),
-        limits: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
+        frontend: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
         access: Access::default(),
     };
     let server = Server::start(config, &worker).unwrap();

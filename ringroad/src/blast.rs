@@ -13,9 +13,14 @@ use ringroad_wire::{
     probe,
 };
 use serde_json::json;
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+};
 use std::{
     path::{Path, PathBuf},
     process::ExitCode,
+    sync::{Arc, atomic::AtomicBool},
     time::Duration,
 };
 
@@ -43,7 +48,8 @@ impl Ring {
 #[command(after_help = "Examples:\n  \
     ringroad blast /run/ringroad/vm1.sock                             64-byte frames for 10 seconds, counting what comes back\n  \
     ringroad blast /run/ringroad/vm1.sock --size imix --verify        every byte checked\n  \
-    ringroad blast /run/ringroad/vm2.sock --mode reflect --seconds 60 the other end")]
+    ringroad blast /run/ringroad/vm2.sock --mode reflect --seconds 60 the other end\n\n\
+    SIGINT (Ctrl-C) and SIGTERM end it before its time is over, with its summary; the second one at once.")]
 pub struct Args {
     /// The socket of the device
     socket: PathBuf,
@@ -83,12 +89,18 @@ pub struct Args {
     /// Make the socket and wait for the device, instead of connecting to one
     #[arg(long)]
     listen: bool,
+    /// Bytes of a frame that one buffer holds, to receive larger ones in several [default: the largest of --size, at least 1518]
+    #[arg(long, value_name = "BYTES", conflicts_with = "size", value_parser = clap::value_parser!(u16).range(64..))]
+    buffer: Option<u16>,
     /// Run on one CPU
     #[arg(long)]
     cpu: Option<usize>,
     /// Sleep when there is nothing to do, instead of polling
     #[arg(long)]
     event_driven: bool,
+    /// When the device goes away, wait for it to come back, so many seconds at most, and go on with all that is under way
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "10", value_parser = seconds)]
+    reconnect: Option<f64>,
     /// Do not use these features of the device: in_order, mrg_rxbuf, event_idx, indirect
     #[arg(long, value_delimiter = ',', value_parser = ["in_order", "mrg_rxbuf", "event_idx", "indirect"])]
     without: Vec<String>,
@@ -135,7 +147,8 @@ fn rate(text: &str) -> Result<f64, String> {
     }
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
+/// A number of seconds.
+pub fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
         _ => Err(format!("expected a number of seconds above 0, found {text}")),
@@ -174,12 +187,18 @@ pub fn run(args: Args) -> Outcome {
         features: features(args.ring, &args.without),
         queue_pairs: 1,
         queue_size: args.queue_size,
-        frame: longest.max(1518),
+        frame: args.buffer.map_or(longest.max(1518), usize::from),
         huge: true,
     };
     let mut connection = connector.connect()?;
     if args.ring == Ring::Packed && connection.acked & bits::RING_PACKED == 0 {
         return Err("the device does not offer VIRTIO_F_RING_PACKED; use --ring split".into());
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal finds the flag clear, and sets it for the second one.
+        flag::register_conditional_shutdown(signal, 1, stop.clone())?;
+        flag::register(signal, stop.clone())?;
     }
     let settings = Settings {
         mode: args.mode,
@@ -197,6 +216,8 @@ pub fn run(args: Args) -> Outcome {
         addresses: Addresses { destination: args.destination, source: args.source },
         event_driven: args.event_driven,
         burst: BURST,
+        reconnect: args.reconnect.map(Duration::from_secs_f64),
+        stop,
     };
     let mut traffic = Traffic::new(settings, &mut connection.driver);
     let mut before = (0, 0, cpu_time());
@@ -232,14 +253,20 @@ pub fn run(args: Args) -> Outcome {
         write_json(file, &result)?;
     }
     if gone {
-        return Err(format!("the device at {} has gone", args.socket.display()).into());
+        let advice = if args.reconnect.is_some() { "" } else { "; with --reconnect blast waits for it and goes on" };
+        return Err(format!("the device at {} has gone{advice}", args.socket.display()).into());
     }
-    Ok(if totals.errors > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    let lost = totals.left.is_some_and(|left| left.under_way > 0 || left.missing != Some(0));
+    Ok(if totals.errors > 0 || lost { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 fn result(args: &Args, totals: &Totals) -> serde_json::Value {
     let gbps = |bytes: u64| bytes as f64 * 8.0 / totals.time.as_secs_f64() / 1e9;
     let percentile = |p: f64| (!totals.round_trip.is_empty()).then(|| totals.round_trip.value_at_quantile(p));
+    let recovery = (!totals.recovery.is_empty()).then(|| {
+        let times = &totals.recovery;
+        json!({ "min": times.min(), "p50": times.value_at_quantile(0.5), "max": times.max(), "samples": times.len() })
+    });
     json!({
         "blast": format!("{:?}", args.mode).to_lowercase(),
         "ring": args.ring.name(),
@@ -249,7 +276,12 @@ fn result(args: &Args, totals: &Totals) -> serde_json::Value {
         "sent": totals.sent,
         "received": totals.received,
         "errors": totals.errors,
+        "duplicates": totals.duplicates,
         "foreign": totals.foreign,
+        "reconnects": totals.reconnects,
+        "recovery_ns": recovery,
+        "not_returned": totals.left.map(|left| left.under_way),
+        "missing": totals.left.and_then(|left| left.missing),
         "sent_mpps": totals.sent_mpps(),
         "received_mpps": totals.received_mpps(),
         "sent_gbps": gbps(totals.sent_bytes),
@@ -293,6 +325,22 @@ fn print_summary(args: &Args, totals: &Totals) {
     }
     if totals.foreign > 0 {
         println!("{} frames that were not ours", report::count(totals.foreign));
+    }
+    if totals.reconnects > 0 {
+        println!("the device came back {} times", report::count(totals.reconnects));
+    }
+    if !totals.recovery.is_empty() {
+        let [min, median, max] =
+            [totals.recovery.min(), totals.recovery.value_at_quantile(0.5), totals.recovery.max()].map(report::time);
+        println!("from its loss to the next frame  min {min}  median {median}  max {max}");
+    }
+    if let Some(left) = totals.left {
+        let missing = left.missing.map_or("it does not say how many".into(), |missing| report::count(missing.into()));
+        println!(
+            "at the end  {} frames not given back, buffers lost by the device {missing}, frames twice {}",
+            report::count(left.under_way as u64),
+            report::count(totals.duplicates)
+        );
     }
     println!("payload errors {}{}", totals.errors, if args.verify { "" } else { " (--verify checks every byte)" });
 }

@@ -43,7 +43,7 @@ pub fn run(args: Args) -> Outcome {
     let (here, there) = (folder.file("here.sock"), folder.file("there.sock"));
     let config = folder.file("ringroad.toml");
     let port = |name: &str, socket: &Path| {
-        format!("[[port]]\nname = \"{name}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\n", socket.display())
+        format!("[[port]]\nname = \"{name}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\nmtu = 65535\n", socket.display())
     };
     fs::write(&config, port("here", &here) + &port("there", &there))?;
     let counters = folder.file("counters.json");

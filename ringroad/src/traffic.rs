@@ -7,9 +7,15 @@ use ringroad_net::{Driver, DriverRx, DriverTx};
 use ringroad_ring::{BURST, DriverFault};
 use ringroad_wire::{
     ethernet::{self, Addresses, MacAddr},
-    probe::Probe,
+    probe::{Probe, ProbeError},
 };
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 /// What a driver does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -54,6 +60,10 @@ pub struct Settings {
     pub event_driven: bool,
     /// Frames sent at once, at most: 1 to [`BURST`], and never more than half of the ring.
     pub burst: usize,
+    /// When the device goes away, wait so long for it to come back, and go on. `None`: that is the end.
+    pub reconnect: Option<Duration>,
+    /// Ends it before its time is over.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl Settings {
@@ -69,6 +79,8 @@ impl Settings {
             addresses: Addresses { destination: MacAddr::local(2), source: MacAddr::local(1) },
             event_driven: false,
             burst: BURST,
+            reconnect: None,
+            stop: Arc::default(),
         }
     }
 }
@@ -86,8 +98,16 @@ pub struct Totals {
     pub received_bytes: u64,
     /// Frames whose content was not what was sent (with [`Touch::All`]), or that came twice.
     pub errors: u64,
+    /// Those of them that came twice.
+    pub duplicates: u64,
     /// Frames that are not ours.
     pub foreign: u64,
+    /// How often the device came back.
+    pub reconnects: u64,
+    /// How long each time from its loss to the next frame received, in nanoseconds.
+    pub recovery: Histogram<u64>,
+    /// What was left at the end, where the device may come back.
+    pub left: Option<Left>,
     /// Round trips of frames that came back, in nanoseconds.
     pub round_trip: Histogram<u64>,
     /// Rounds of the driver: each looks at both queues once.
@@ -98,18 +118,31 @@ pub struct Totals {
     pub time: Duration,
 }
 
+/// What a device has not given back when all was over: nothing, if none of its predecessors has lost anything.
+#[derive(Clone, Copy, Debug)]
+pub struct Left {
+    /// Frames sent that it has not taken in a second, or taken and not given back.
+    pub under_way: usize,
+    /// Buffers of both queues that it had taken when it stopped and has never given back; `None`: it does not say.
+    pub missing: Option<u32>,
+}
+
 impl Totals {
     fn new() -> Totals {
         // Three digits up to a minute: always possible.
-        let round_trip = Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!());
+        let times = || Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!());
         Totals {
             sent: 0,
             sent_bytes: 0,
             received: 0,
             received_bytes: 0,
             errors: 0,
+            duplicates: 0,
             foreign: 0,
-            round_trip,
+            reconnects: 0,
+            recovery: times(),
+            left: None,
+            round_trip: times(),
             rounds: 0,
             empty_rounds: 0,
             time: Duration::ZERO,
@@ -140,6 +173,12 @@ const TIMED: [u8; 4] = [0xff; 4];
 const SAMPLE: u64 = 1024;
 /// Rounds between looks at the clock.
 const ROUNDS: u64 = 32;
+/// How often to look whether the device is still there, if it may come back: a system call each.
+const LOOK: Duration = Duration::from_millis(1);
+/// How long a device may take at the end to give back what it has.
+const LAST: Duration = Duration::from_secs(1);
+/// When nothing has come for this long, nothing more will.
+const QUIET: Duration = Duration::from_millis(50);
 /// A window that has not moved for this long has lost its frames.
 const LOST: Duration = Duration::from_millis(100);
 
@@ -155,6 +194,8 @@ pub struct Traffic {
     lost: Lost,
     /// Frames sent at once: as the settings say, half of a small ring.
     burst: usize,
+    /// When the device was lost from which nothing has come since it is back, and how many frames had come by then.
+    recovering: Option<(Instant, u64)>,
 }
 
 impl Traffic {
@@ -181,25 +222,85 @@ impl Traffic {
             seen: Seen::default(),
             lost: Lost::default(),
             burst: driver.tx.first().map_or(1, |tx| tx.free().div_ceil(2)).clamp(1, most),
+            recovering: None,
         }
     }
 
-    /// Works until the time is over or the device has gone; calls `tick` every second.
+    /// Works until the time is over or the device has gone for good; calls `tick` every second.
     pub fn run(
         &mut self,
         connection: &mut Connection,
         time: Duration,
         mut tick: impl FnMut(&Totals),
     ) -> Result<Totals, DriverFault> {
-        let (mut rx, mut tx) = match (connection.driver.rx.pop(), connection.driver.tx.pop()) {
-            (Some(rx), Some(tx)) => (rx, tx),
-            _ => return Ok(self.totals.clone()),
-        };
-        let mut ends = Ends { rx: &mut rx, tx: &mut tx, from: connection, to: connection };
-        let result = self.run_queues(&mut ends, time, &mut tick);
-        connection.driver.rx.push(rx);
-        connection.driver.tx.push(tx);
-        result.map(|()| std::mem::replace(&mut self.totals, Totals::new()))
+        self.start = Instant::now();
+        loop {
+            let (mut rx, mut tx) = match (connection.driver.rx.pop(), connection.driver.tx.pop()) {
+                (Some(rx), Some(tx)) => (rx, tx),
+                _ => return Ok(self.totals.clone()),
+            };
+            let mut ends = Ends { rx: &mut rx, tx: &mut tx, from: connection, to: connection };
+            let result = self.run_queues(&mut ends, time, &mut tick);
+            connection.driver.rx.push(rx);
+            connection.driver.tx.push(tx);
+            result?;
+            if self.start.elapsed() >= time || self.is_stopped() || !self.recover(connection) {
+                break;
+            }
+        }
+        if self.settings.reconnect.is_some() {
+            self.totals.left = Some(self.finish(connection)?);
+        }
+        Ok(std::mem::replace(&mut self.totals, Totals::new()))
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.settings.stop.load(Ordering::Relaxed)
+    }
+
+    /// Waits for the device to come back; `false`: it does not.
+    fn recover(&mut self, connection: &mut Connection) -> bool {
+        let Some(patience) = self.settings.reconnect else { return false };
+        let since = Instant::now();
+        log::info!("the device at {} has gone; waiting for it to come back", connection.path().display());
+        if let Err(error) = connection.reconnect(patience) {
+            log::error!("waited {:.1} s for the device to come back: {error}", since.elapsed().as_secs_f64());
+            return false;
+        }
+        self.totals.reconnects += 1;
+        // Frames that it had taken may be lost. They are not waited for.
+        self.lost = Lost { frames: self.totals.sent.saturating_sub(self.totals.received), before: self.next };
+        self.recovering.get_or_insert((since, self.totals.received));
+        true
+    }
+
+    /// Sends no more, takes back what was sent, and stops the queues.
+    fn finish(&mut self, connection: &mut Connection) -> Result<Left, DriverFault> {
+        let (start, mut last) = (Instant::now(), Instant::now());
+        let mut left = Left { under_way: 0, missing: None };
+        for stopped in [false, true] {
+            if stopped {
+                left.missing = connection.stop();
+            }
+            while let (Some(rx), Some(tx)) = (connection.driver.rx.first_mut(), connection.driver.tx.first_mut()) {
+                let back = tx.reclaim()?;
+                let came = if self.settings.mode == Mode::Tx { self.receive(rx)? } else { rx.receive(false, |_| ())? };
+                if back + came > 0 {
+                    last = Instant::now();
+                    continue;
+                }
+                left.under_way = tx.under_way();
+                // Frames still come to a port that others send to.
+                let done = left.under_way == 0 && last.elapsed() > QUIET || start.elapsed() > LAST;
+                if stopped || done || connection.is_closed() {
+                    break;
+                }
+                kick(true, connection.tx.first());
+                kick(true, connection.rx.first());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Ok(left)
     }
 
     /// The same with frames that are sent on one connection and received on another.
@@ -214,6 +315,7 @@ impl Traffic {
             (Some(rx), Some(tx)) => (rx, tx),
             _ => return Ok(self.totals.clone()),
         };
+        self.start = Instant::now();
         let mut ends = Ends { rx: &mut rx, tx: &mut tx, from, to };
         let result = self.run_queues(&mut ends, time, &mut tick);
         to.driver.rx.push(rx);
@@ -262,10 +364,12 @@ impl Traffic {
         tick: &mut impl FnMut(&Totals),
     ) -> Result<(), DriverFault> {
         let Ends { rx, tx, from, to } = ends;
-        self.start = Instant::now();
-        let mut next_tick = Duration::from_secs(1);
+        // After a reconnection the time goes on.
+        let begun = self.start.elapsed();
+        let mut next_tick = Duration::from_secs(begun.as_secs() + 1);
+        let mut next_look = begun + LOOK;
         let mut allowed = u64::MAX;
-        let mut moved = (self.start, 0);
+        let mut moved = (self.start + begun, self.totals.received);
         rx.disable_notification();
         tx.disable_notification();
         for round in 0u64.. {
@@ -279,8 +383,22 @@ impl Traffic {
                         break;
                     }
                 }
-                if now >= time {
+                if now >= time || self.is_stopped() {
                     break;
+                }
+                if self.settings.reconnect.is_some() && now >= next_look {
+                    next_look = now + LOOK;
+                    if from.is_closed() || to.is_closed() {
+                        break;
+                    }
+                }
+                if let Some((since, before)) = self.recovering
+                    && self.totals.received > before
+                {
+                    let time = since.elapsed();
+                    log::info!("frames again, {:.1} ms after the device was lost", time.as_secs_f64() * 1e3);
+                    let _ = self.totals.recovery.record(time.as_nanos() as u64);
+                    self.recovering = None;
                 }
                 if let Some(rate) = self.settings.rate {
                     allowed = (now.as_secs_f64() * rate) as u64;
@@ -434,12 +552,15 @@ impl Traffic {
 
     /// Sends back what comes, with the addresses swapped. What there is no room for is lost here, and missing there.
     fn reflect(&mut self, rx: &mut DriverRx, tx: &mut DriverTx) -> Result<usize, DriverFault> {
-        let Traffic { totals, scratch, .. } = self;
+        let Traffic { settings, totals, scratch, seen, .. } = self;
         let count = rx.receive(true, |pieces| {
             let bytes = pieces.iter().map(|piece| piece.len()).sum::<usize>();
             totals.received += 1;
             totals.received_bytes += bytes as u64;
             let frame = gather(pieces, scratch);
+            if settings.touch == Touch::All && verify(frame, totals, seen) == Err(Foreign) {
+                totals.foreign += 1;
+            }
             ethernet::swap_addresses(frame);
             let added = tx.add(1, |_, place| place.write(frame));
             totals.sent += added as u64;
@@ -504,22 +625,39 @@ fn check(
     seen: &mut Seen,
     lost: &mut Lost,
 ) -> bool {
-    let frame = gather(pieces, scratch);
-    match Probe::read(frame) {
-        Ok(probe) => {
-            if probe.verify(frame).is_err() || !seen.first_time(probe.sequence) {
-                totals.errors += 1;
-            }
+    match verify(gather(pieces, scratch), totals, seen) {
+        Ok(Some(probe)) => {
             if probe.sequence < lost.before {
                 // Only late; otherwise each standstill would widen the window for good.
                 lost.frames = lost.frames.saturating_sub(1);
             }
             let _ = totals.round_trip.record((start.elapsed().as_nanos() as u64).saturating_sub(probe.sent_ns));
+            true
         }
-        Err(ringroad_wire::probe::ProbeError::Foreign) => return false,
-        Err(_) => totals.errors += 1,
+        Ok(None) => true,
+        Err(Foreign) => false,
     }
-    true
+}
+
+/// A frame that is none of ours.
+#[derive(PartialEq, Eq)]
+struct Foreign;
+
+/// Checks every byte of a frame, and that it has not come before. `None`: its numbers are damaged.
+fn verify(frame: &[u8], totals: &mut Totals, seen: &mut Seen) -> Result<Option<Probe>, Foreign> {
+    match Probe::read(frame) {
+        Ok(probe) => {
+            let (whole, first) = (probe.verify(frame).is_ok(), seen.first_time(probe.sequence));
+            totals.errors += u64::from(!whole || !first);
+            totals.duplicates += u64::from(whole && !first);
+            Ok(Some(probe))
+        }
+        Err(ProbeError::Foreign) => Err(Foreign),
+        Err(_) => {
+            totals.errors += 1;
+            Ok(None)
+        }
+    }
 }
 
 /// Frames of a window that were given up, as nothing came back for a while.

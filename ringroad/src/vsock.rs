@@ -2,7 +2,7 @@
 
 use crate::{
     Outcome,
-    blast::{Ring, write_json},
+    blast::{Ring, seconds, write_json},
     report::{count, time},
 };
 use clap::Subcommand;
@@ -70,6 +70,9 @@ pub struct Common {
     /// Our context identifier, where the device does not tell one
     #[arg(long)]
     cid: Option<u64>,
+    /// When the device goes away, wait for it to come back, so many seconds at most; connections are reset, what listens goes on
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "10", value_parser = seconds)]
+    reconnect: Option<f64>,
     /// Messages (SOCK_SEQPACKET) instead of bytes
     #[arg(long)]
     seqpacket: bool,
@@ -156,6 +159,7 @@ impl Common {
                 buffer: self.buffer,
                 ..Settings::default()
             },
+            reconnect: self.reconnect.map(Duration::from_secs_f64),
         };
         let client = connector.connect()?;
         if client.acked() & bits::RING_PACKED == 0 && self.ring == Ring::Packed {

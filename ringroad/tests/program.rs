@@ -793,10 +793,13 @@ fn time_to_end(child: &mut Child) -> (Duration, ExitStatus) {
     )
 }
 
+/// So that it is not the port's own limits that keep it quiet.
+const UNLIMITED: &str = "limits = { connects = 1000000, lines = 1000000, messages = 1000000 }";
+
 #[test]
 fn nobody_reads_what_it_says() {
     let folder = Folder::new("unread");
-    let config = folder.config(&[("a", ""), ("b", "")]);
+    let config = folder.config(&[("a", UNLIMITED), ("b", "")]);
     let (socket_a, socket_b) = (folder.file("a.sock"), folder.file("b.sock"));
     let (err, err_writer) = full_pipe();
     let (out, out_writer) = full_pipe();
@@ -815,7 +818,7 @@ fn nobody_reads_what_it_says() {
         assert!(Command::new("kill").args(["-USR1", &child.id().to_string()]).status().unwrap().success());
     }
     exchange(&mut a, &mut b);
-    folder.config(&[("a", "poll = \"1ms\""), ("b", ""), ("new", "")]);
+    folder.config(&[("a", &format!("poll = \"1ms\"\n{UNLIMITED}")), ("b", ""), ("new", "")]);
     assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
     assert!(within(PATIENCE, || folder.file("new.sock").exists()));
     exchange(&mut a, &mut b);
@@ -828,7 +831,7 @@ fn nobody_reads_what_it_says() {
 #[test]
 fn the_log_is_bounded() {
     let folder = Folder::new("bounded");
-    let config = folder.config(&[("a", ""), ("b", "")]);
+    let config = folder.config(&[("a", UNLIMITED), ("b", "")]);
     fs::write(&config, format!("[log]\nlines = 5\n{}", fs::read_to_string(&config).unwrap())).unwrap();
     let mut serve = Program::serve(&config, &[]);
     serve.says("ready");
@@ -1027,7 +1030,7 @@ fn blast_all(socket: &Path, arguments: &[&str], window: u64) {
 #[test]
 fn blast_every_ring() {
     let folder = Folder::new("rings");
-    let config = folder.config(&[("a", "mode = \"reflect\"")]);
+    let config = folder.config(&[("a", "mode = \"reflect\"\nmtu = 65535")]);
     let mut serve = Program::serve(&config, &[]);
     serve.says("ready");
     let socket = folder.file("a.sock");
@@ -1071,7 +1074,11 @@ fn the_device_goes_away() {
 #[test]
 fn jumbo_frames() {
     let folder = Folder::new("jumbo");
-    let config = folder.config(&[("large", ""), ("small", ""), ("plain", "[port.features]\nmrg_rxbuf = false")]);
+    let config = folder.config(&[
+        ("large", "mtu = 65535"),
+        ("small", "mtu = 65535"),
+        ("plain", "mtu = 65535\n[port.features]\nmrg_rxbuf = false"),
+    ]);
     let mut serve = Program::serve(&config, &[]);
     serve.says("ready");
     let socket = |name: &str| folder.file(&format!("{name}.sock"));

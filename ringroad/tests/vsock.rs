@@ -115,6 +115,7 @@ fn guest(socket: &Path) -> VsockClient {
         receive: 4096,
         cid: None,
         settings: Settings::default(),
+        reconnect: None,
     };
     let client = connector.connect().unwrap();
     assert!(client.stack().is_running());

@@ -2,7 +2,12 @@
 //!
 //! `unsafe` stands in `sys` only.
 #![deny(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
+mod deaf;
 mod gate;
 mod notes;
 mod port;

@@ -2,19 +2,26 @@
 
 use crate::{
     gate::{Gate, Lease},
+    quota::Quota,
     sys,
 };
 use parking_lot::MutexGuard;
-use ringroad_mem::{Region, Table};
+use ringroad_mem::{Region, Span, Table};
 use ringroad_net::{Burst, Counters, MAX_FRAME, Sink, Source};
 use ringroad_ring::BURST;
-use ringroad_wire::{ethernet, vnet_hdr};
+use ringroad_wire::{
+    ethernet::{self, MacAddr},
+    vnet_hdr,
+};
 use std::{
     fs::File,
     io,
     os::fd::{AsFd, BorrowedFd},
     path::Path,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 /// Why there is no TAP port.
@@ -60,22 +67,38 @@ const DEVICE: &str = "/dev/net/tun";
 /// Room for one frame.
 const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
 
+/// The longest frame that an interface has. Its MTU may change at any time: we ask again when a frame is longer than it says.
+struct Longest {
+    interface: String,
+    bytes: AtomicUsize,
+    /// Each time it is asked is a system call; longer frames can come all the time.
+    asks: Quota,
+}
+
+impl Longest {
+    fn new(interface: &str) -> Longest {
+        let bytes = AtomicUsize::new(ethernet::longest_frame(1500));
+        Longest { interface: interface.to_owned(), bytes, asks: Quota::new(2, 1) }
+    }
+
+    fn get(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    #[cold]
+    fn ask(&self) {
+        if self.asks.take().is_some() {
+            let mtu = sys::mtu(&self.interface).ok().and_then(|mtu| u16::try_from(mtu).ok());
+            self.bytes.store(ethernet::longest_frame(mtu.unwrap_or(1500)), Ordering::Relaxed);
+        }
+    }
+}
+
 /// Where frames of one queue come from.
 pub(crate) struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
     pool: Arc<Table>,
-    interface: String,
-    /// The longest frame that it should have, with the virtio-net header and a VLAN tag.
-    room: usize,
-}
-
-impl Queue {
-    /// The interface's MTU may change at any time; we ask again when a frame is longer than it says.
-    fn ask_room(&mut self) {
-        let mtu = sys::mtu(&self.interface).unwrap_or(1500);
-        self.room = vnet_hdr::SIZE + ethernet::HEADER + 4 + mtu;
-    }
 }
 
 /// A TAP interface as a port.
@@ -87,6 +110,7 @@ pub struct Tap {
     sinks: Vec<Gate<File>>,
     /// Descriptors of the queues, to wait for frames.
     files: Vec<File>,
+    longest: Longest,
     /// Frames that came from the interface.
     pub(crate) received: Vec<Arc<Counters>>,
     /// Frames that went to it.
@@ -104,6 +128,7 @@ impl Tap {
             sources: Vec::new(),
             sinks: Vec::new(),
             files: Vec::new(),
+            longest: Longest::new(interface),
             received: Vec::new(),
             sent: Vec::new(),
         };
@@ -113,8 +138,7 @@ impl Tap {
             let pool = Table::default().with(region).map_err(|error| explain(io::Error::other(error)))?;
             tap.files.push(file.try_clone().map_err(explain)?);
             tap.sinks.push(Gate::new(file.try_clone().map_err(explain)?));
-            let (pool, interface) = (Arc::new(pool), interface.to_owned());
-            tap.sources.push(Gate::new(Queue { file, pool, interface, room: 0 }));
+            tap.sources.push(Gate::new(Queue { file, pool: Arc::new(pool) }));
             tap.received.push(Arc::default());
             tap.sent.push(Arc::default());
         }
@@ -127,7 +151,7 @@ impl Tap {
             }
             result => result.map_err(explain)?,
         }
-        tap.sources.iter().for_each(|queue| queue.enter().ask_room());
+        tap.longest.ask();
         Ok(tap)
     }
 
@@ -150,15 +174,21 @@ impl Tap {
         self.sources.get(index)?.try_lease()
     }
 
-    pub(crate) fn source<'a>(&'a self, index: usize, queue: &'a mut TapLease) -> Option<TapSource<'a>> {
-        Some(TapSource { queue, counters: self.received.get(index)? })
+    /// `link_local`: whether frames to link-local addresses are read; else they are dropped.
+    pub(crate) fn source<'a>(
+        &'a self,
+        index: usize,
+        queue: &'a mut TapLease,
+        link_local: bool,
+    ) -> Option<TapSource<'a>> {
+        Some(TapSource { queue, counters: self.received.get(index)?, longest: &self.longest, link_local })
     }
 
     pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
         let index = hint % self.sinks.len().max(1);
         let counters = self.sent.get(index)?;
         match self.sinks.get(index)?.try_enter() {
-            Some(file) => Some(TapSink { file, counters }),
+            Some(file) => Some(TapSink { file, counters, longest: &self.longest }),
             None => {
                 counters.busy.add(frames as u64);
                 None
@@ -187,6 +217,22 @@ pub(crate) type TapLease = Lease<Queue>;
 pub struct TapSource<'a> {
     queue: &'a mut Queue,
     counters: &'a Counters,
+    longest: &'a Longest,
+    link_local: bool,
+}
+
+/// Whether the frame that begins with a virtio-net header in these pieces is for a link-local address.
+fn is_link_local(pieces: &[Span<'_>]) -> bool {
+    let mut head = [0; vnet_hdr::SIZE + 6];
+    let mut left = &mut head[..];
+    for piece in pieces {
+        let read = piece.read(left);
+        left = left.get_mut(read..).unwrap_or_default();
+        if left.is_empty() {
+            break;
+        }
+    }
+    head.last_chunk().is_some_and(|&destination| MacAddr(destination).is_link_local())
 }
 
 impl Source for TapSource<'_> {
@@ -195,7 +241,8 @@ impl Source for TapSource<'_> {
         burst.start(pool);
         let mut taken = 0;
         for index in 0..BURST {
-            let Some(buffer) = pool.regions()[0].span(index * BUFFER, BUFFER) else { break };
+            let buffer = pool.regions().first().and_then(|region| region.span(index * BUFFER, BUFFER));
+            let Some(buffer) = buffer else { break };
             // Nothing there (EAGAIN), or the interface is down or gone: it becomes readable when that changes.
             let Ok(len) = sys::read_message(file.as_fd(), &[buffer], &[]) else { break };
             taken += 1;
@@ -222,29 +269,41 @@ impl Source for TapSource<'_> {
     }
 
     fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
-        let Queue { file, pool, room, .. } = &*self.queue;
-        let overflow = pool.regions()[0].span(0, BUFFER)?;
-        let (mut frames, mut bytes, mut longest) = (0, 0, 0);
+        let Queue { file, pool } = &*self.queue;
+        let overflow = pool.regions().first()?.span(0, BUFFER)?;
+        let room = vnet_hdr::SIZE + self.longest.get();
+        let (mut frames, mut bytes, mut longest, mut filtered) = (0, 0, 0, 0);
         let mut too_many = false;
-        sink.fill(*room, &mut |target| {
+        let poured = sink.fill(room, &mut |target| {
             // More pieces than a system call takes: the other way, through a buffer of ours.
             too_many = target.len() >= sys::IOVECS;
             if too_many {
                 return None;
             }
-            let len = sys::read_message(file.as_fd(), target, &[overflow]).ok()?;
+            let mut len = sys::read_message(file.as_fd(), target, &[overflow]).ok()?;
+            // What should not be forwarded is written over by the next one.
+            while !self.link_local && len >= vnet_hdr::SIZE + ethernet::HEADER && is_link_local(target) {
+                filtered += 1;
+                if filtered as usize >= BURST {
+                    return None;
+                }
+                len = sys::read_message(file.as_fd(), target, &[overflow]).ok()?;
+            }
             frames += 1;
             bytes += len.saturating_sub(vnet_hdr::SIZE);
             longest = longest.max(len);
             Some(len)
-        })?;
+        });
+        self.counters.link_local.add(filtered);
+        poured?;
         self.counters.frames.add(frames);
         self.counters.bytes.add(bytes as u64);
         self.counters.bursts.add(u64::from(frames > 0));
-        if longest > *room {
-            self.queue.ask_room();
+        if longest > room {
+            self.longest.ask();
         }
-        (frames > 0 || !too_many).then_some(frames as usize)
+        // Full of what was dropped, there may be more.
+        (frames > 0 || !too_many).then_some((frames + filtered) as usize)
     }
 }
 
@@ -252,6 +311,7 @@ impl Source for TapSource<'_> {
 pub struct TapSink<'a> {
     file: MutexGuard<'a, File>,
     counters: &'a Counters,
+    longest: &'a Longest,
 }
 
 impl Sink for TapSink<'_> {
@@ -260,9 +320,17 @@ impl Sink for TapSink<'_> {
         let counters = self.counters;
         let (mut frames, mut bytes) = (0, 0);
         for frame in which.iter().filter_map(|&index| burst.frames().get(index as usize)) {
+            // The kernel would take what is longer than its own MTU.
+            if frame.len() > self.longest.get() {
+                self.longest.ask();
+                if frame.len() > self.longest.get() {
+                    counters.oversize.add(1);
+                    continue;
+                }
+            }
             // num_buffers means nothing to the kernel.
             let (head, head_len) = frame.head();
-            match sys::write_message(file, &head[..head_len], burst.rest(frame)) {
+            match sys::write_message(file, head.get(..head_len).unwrap_or_default(), burst.rest(frame)) {
                 Ok(_) => {
                     frames += 1;
                     bytes += frame.len();

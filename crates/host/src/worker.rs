@@ -5,10 +5,11 @@ use crate::{
     port::{Kind, Port, PortSettings},
     sys,
 };
-use ringroad_switch::{Fdb, Gather, Poll, Schedule, Switch};
+use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, panic_message};
 use std::{
     io,
     os::fd::{AsRawFd, RawFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
@@ -31,6 +32,8 @@ pub struct WorkerConfig {
     pub addresses: usize,
     /// Seconds for which an address is remembered.
     pub ageing: u32,
+    /// Seconds for which nothing must have come from an address before it can move to another port.
+    pub hold: u32,
     /// For how long it leaves the only queue that it polls alone between bursts that are not full.
     pub gather: Gather,
     /// How many full bursts it carries from a queue before the others have their turn.
@@ -247,7 +250,7 @@ impl<'a> Loop<'a> {
     fn new(shared: &'a Shared, config: WorkerConfig) -> Self {
         Loop {
             shared,
-            switch: Switch::new(Fdb::new(config.addresses, config.ageing)),
+            switch: Switch::new(Fdb::new(config.addresses, config.ageing).with_hold(config.hold)),
             schedule: Schedule::new(config.gather, config.turn),
             known: Vec::new(),
             ports: Vec::new(),
@@ -261,7 +264,6 @@ impl<'a> Loop<'a> {
         let mut events = [EpollEvent::default(); 64];
         let (mut rounds, mut limit) = (0, ROUNDS);
         let mut looked = Duration::ZERO;
-        let mut seconds = 0;
         let mut settled = true;
         loop {
             if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
@@ -280,16 +282,24 @@ impl<'a> Loop<'a> {
                     let timeout = if idle && ringroad_mem::faults() == self.faults { -1 } else { 0 };
                     self.wait(timeout, &mut events);
                 }
+                let before = looked.as_secs();
                 looked = self.start.elapsed();
-                seconds = looked.as_secs() as u32;
+                if looked.as_secs() != before {
+                    let seconds = looked.as_secs() as u32;
+                    for Served { port, .. } in self.ports.iter().flatten() {
+                        guarded(port, (), || port.check_deaf(seconds));
+                    }
+                }
             }
             rounds = (rounds + 1) % limit;
             let Loop { switch, schedule, ports, .. } = &mut self;
             let port = |key: Key| ports.get(key.port as usize).and_then(Option::as_ref);
             let any = schedule.round(
                 Instant::now,
-                |key| switch.carry(key.port, key.queue.into(), seconds),
-                |key| port(key).is_none_or(|served| served.port.sleep(key.queue.into())),
+                |key| switch.carry(key.port, key.queue.into(), looked),
+                |key| {
+                    port(key).is_none_or(|served| guarded(&served.port, true, || served.port.sleep(key.queue.into())))
+                },
             );
             if !any || rounds == 0 {
                 settled = switch.settle();
@@ -313,7 +323,7 @@ impl<'a> Loop<'a> {
             && self.known.contains(&key)
             && self.schedule.wake(key, *poll)
         {
-            port.awake(key.queue.into());
+            guarded(port, (), || port.awake(key.queue.into()));
         }
     }
 
@@ -377,6 +387,9 @@ impl<'a> Loop<'a> {
         let before = served.port.settings();
         served.port.set(settings);
         served.poll = settings.poll;
+        if settings.limits != before.limits {
+            self.switch.limit(number, settings.limits);
+        }
         if settings.mode != before.mode {
             // Of a port that is no part of the switch nothing is learned: frames for what was there go to all again.
             self.switch.forget(number);
@@ -390,7 +403,7 @@ impl<'a> Loop<'a> {
     fn configure(&mut self, config: WorkerConfig) -> io::Result<()> {
         let before = std::mem::replace(&mut self.config, config);
         self.schedule.set(config.gather, config.turn);
-        self.switch.set_table(config.addresses, config.ageing);
+        self.switch.set_table(config.addresses, config.ageing, config.hold);
         if config.cpu == before.cpu {
             return Ok(());
         }
@@ -404,8 +417,20 @@ impl<'a> Loop<'a> {
     fn check_memory(&mut self) {
         self.switch.release();
         let faults = ringroad_mem::faults();
-        if self.ports.iter().flatten().fold(true, |all, served| served.port.check_memory() && all) {
+        let looked = |served: &Served| guarded(&served.port, true, || served.port.check_memory());
+        // All of them, also after one that could not be looked at.
+        let left = self.ports.iter().flatten().filter(|served| !looked(served)).count();
+        if left == 0 {
             self.faults = faults;
         }
     }
+}
+
+/// Does something with a port. A panic there is that port's end and nobody else's; the answer is then `otherwise`.
+fn guarded<T>(port: &Port, otherwise: T, what: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(what)).unwrap_or_else(|payload| {
+        let told = catch_unwind(AssertUnwindSafe(|| port.panicked(panic_message(&*payload))));
+        drop(told);
+        otherwise
+    })
 }

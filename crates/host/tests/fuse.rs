@@ -23,6 +23,7 @@ use std::{
 struct Fuse {
     folder: PathBuf,
     silent: Arc<AtomicBool>,
+    ended: Arc<AtomicBool>,
     /// What it was asked since it is silent.
     asked: Arc<AtomicU32>,
     thread: Option<JoinHandle<()>>,
@@ -34,7 +35,7 @@ impl Fuse {
     fn mount(folder: &Path) -> Fuse {
         fs::create_dir_all(folder).unwrap();
         let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
-        let (silent, asked) = <(Arc<AtomicBool>, Arc<AtomicU32>)>::default();
+        let (silent, ended, asked) = <(Arc<AtomicBool>, Arc<AtomicBool>, Arc<AtomicU32>)>::default();
         let status = Command::new("mount")
             .args(["-i", "-t", "fuse", "-o", "fd=0,rootmode=40000,user_id=0,group_id=0", "ringroad-test"])
             .arg(folder)
@@ -43,13 +44,13 @@ impl Fuse {
             .unwrap();
         assert!(status.success());
         let thread = {
-            let (silent, asked) = (silent.clone(), asked.clone());
-            thread::spawn(move || Fuse::answer(&device, &silent, &asked))
+            let (silent, ended, asked) = (silent.clone(), ended.clone(), asked.clone());
+            thread::spawn(move || Fuse::answer(&device, &silent, &ended, &asked))
         };
-        Fuse { folder: folder.to_owned(), silent, asked, thread: Some(thread), file: None }
+        Fuse { folder: folder.to_owned(), silent, ended, asked, thread: Some(thread), file: None }
     }
 
-    fn answer(mut device: &File, silent: &AtomicBool, asked: &AtomicU32) {
+    fn answer(mut device: &File, silent: &AtomicBool, ended: &AtomicBool, asked: &AtomicU32) {
         const NOT_IMPLEMENTED: i32 = -38;
         let attributes = |file: bool| {
             let (ino, mode) = if file { (2u64, 0o100666u32) } else { (1, 0o40777) };
@@ -59,6 +60,9 @@ impl Fuse {
         let mut request = vec![0; 1 << 18];
         // Ends when it is unmounted.
         while let Ok(len) = device.read(&mut request) {
+            if ended.load(Ordering::Relaxed) {
+                return;
+            }
             let word = |at: usize| u32::from_ne_bytes(request[at..at + 4].try_into().unwrap());
             let (opcode, unique, node) = (word(4), &request[8..16], word(16));
             if silent.load(Ordering::Relaxed) {
@@ -85,11 +89,13 @@ impl Fuse {
 
 impl Drop for Fuse {
     fn drop(&mut self) {
-        // By force: who waits for an answer is told that there will be none. Then for good, whoever has a file open.
-        for how in ["-f", "-l"] {
-            let _ = Command::new("umount").arg(how).arg(&self.folder).stderr(Stdio::null()).status();
-        }
+        // With its device closed the kernel answers in its place. One more request wakes the thread that has it.
+        self.ended.store(true, Ordering::Relaxed);
+        let folder = self.folder.clone();
+        let wakes = thread::spawn(move || fs::metadata(folder).is_ok());
         let _ = self.thread.take().map(JoinHandle::join);
+        let _ = wakes.join();
+        let _ = Command::new("umount").arg("-l").arg(&self.folder).stderr(Stdio::null()).status();
         let _ = fs::remove_dir(&self.folder);
     }
 }

@@ -14,6 +14,8 @@ mod limits;
 mod memory;
 #[path = "vhost_user/messages.rs"]
 mod messages;
+#[path = "vhost_user/neighbours.rs"]
+mod neighbours;
 #[path = "vhost_user/queues.rs"]
 mod queues;
 

@@ -74,6 +74,7 @@ fn driver(socket: &Path) -> VsockClient {
         receive: 16 << 10,
         cid: None,
         settings: Settings::default(),
+        reconnect: None,
     };
     connector.connect().unwrap()
 }

@@ -6,6 +6,10 @@
 //! marked (`sigbus.rs`), so that it costs that peer's port and not the process.
 //!
 //! This is one of the two rooms in which `unsafe` may stand; the other is `host/sys`.
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
+)]
 
 mod copy;
 mod region;

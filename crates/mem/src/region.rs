@@ -147,7 +147,12 @@ impl Region {
 
     fn create_with(len: usize, guest: u64, flags: libc::c_uint) -> Result<(Arc<Region>, File), Error> {
         // SAFETY: the name is a C string; a new descriptor or -1 comes back.
-        let fd = unsafe { libc::memfd_create(c"ringroad".as_ptr(), libc::MFD_CLOEXEC | flags) };
+        let create = |flags| unsafe { libc::memfd_create(c"ringroad".as_ptr(), libc::MFD_CLOEXEC | flags) };
+        let mut fd = create(flags | libc::MFD_ALLOW_SEALING);
+        if fd < 0 {
+            // Hugepages cannot be sealed before Linux 4.16.
+            fd = create(flags);
+        }
         if fd < 0 {
             return Err(io::Error::last_os_error().into());
         }
@@ -164,6 +169,14 @@ impl Region {
             Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }),
             file,
         ))
+    }
+
+    /// Keeps a file of [`Region::create`] from being truncated by whom it is handed to, for ever.
+    pub fn seal(file: &File) -> Result<(), Error> {
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
+        // SAFETY: no memory is involved.
+        let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error().into()) }
     }
 
     /// Memory that no peer sees, for staging frames.
@@ -301,6 +314,22 @@ mod tests {
         assert_eq!(byte, [9]);
         drop(region);
         assert!(!Region::map(&file, 0, 4096, 0, 0).unwrap().is_lost(), "a used entry starts clean");
+    }
+
+    #[test]
+    fn a_file_that_is_sealed_stays_as_long_as_it_is() {
+        let (region, file) = Region::create(8192, 0, false).unwrap();
+        Region::seal(&file).unwrap();
+        for _ in 0..2 {
+            assert!(file.set_len(4096).is_err());
+            assert!(Region::seal(&file).is_err(), "nor can the seal be changed");
+        }
+        region.span(8191, 1).unwrap().write(&[1]);
+        assert!(!region.is_lost());
+        let peer = Region::map(&file, 0, 8192, 0, 0).unwrap();
+        let mut byte = [0];
+        peer.span(8191, 1).unwrap().read(&mut byte);
+        assert_eq!(byte, [1]);
     }
 
     use crate::faults;

@@ -1,4 +1,11 @@
 //! Spans: checked pieces of shared memory, and lists of them that keep their memory alive.
+//!
+//! A span is `Copy` and `Sync`, and another process writes to the same bytes, so that two copies can overlap in time. What that
+//! rests on: no reference to the bytes ever exists, only copies through raw pointers (`copy.rs`); any bit pattern is a valid
+//! value of what is copied; and what decides anything is read by assembly, once ([`Span::read_once`]), or is an atomic
+//! ([`crate::Words`]). The other copies are plain loads and stores of a compiler that cannot know who else has the memory:
+//! it was mapped by a system call. By the letter of the language two of them at once, by two threads here, are a race; what
+//! comes of it is some mixture of both writers' bytes, in the buffer of a guest that has named it twice.
 
 use crate::{
     copy,
@@ -282,7 +289,7 @@ impl Pieces {
         let mut added = 0;
         let room = self.list.get_mut(self.len..).unwrap_or_default();
         let count = room.len().min(pieces.len());
-        for (place, piece) in room[..count].iter_mut().zip(pieces) {
+        for (place, piece) in room.get_mut(..count).unwrap_or_default().iter_mut().zip(pieces) {
             let Some((address, len)) = piece else { break };
             let span =
                 if CACHE { whole.part(address.wrapping_sub(guest), len) } else { memory.search(address, len as usize) };

@@ -110,7 +110,7 @@ impl Table {
 
     fn find(&self, address: u64) -> Option<(usize, &Arc<Region>)> {
         let index = self.regions.partition_point(|r| r.guest() <= address).checked_sub(1)?;
-        let region = &self.regions[index];
+        let region = self.regions.get(index)?;
         (address - region.guest() < region.len() as u64).then_some((index, region))
     }
 

@@ -10,10 +10,10 @@ use std::sync::Arc;
 pub const HEAD: usize = 32;
 
 /// The largest frame: what an MTU of 65535 and two VLAN tags make.
-pub const MAX_FRAME: usize = 65535 + ethernet::HEADER + 8;
+pub const MAX_FRAME: usize = ethernet::longest_frame(u16::MAX);
 
 /// Spans that a burst can have. A frame in more pieces is dropped.
-pub(crate) const PIECES: u16 = 1024;
+pub(crate) const PIECES: u16 = 512;
 
 /// So many lines of a buffer are fetched. What comes after them the CPU foresees by itself.
 pub(crate) const FETCH: usize = 2;
@@ -51,6 +51,14 @@ impl Frame {
     #[inline(always)]
     pub fn ethernet(&self) -> &[u8] {
         self.head.get(vnet_hdr::SIZE..self.head_len as usize).unwrap_or_default()
+    }
+
+    /// Its destination and source address: equal words for frames of one flow.
+    #[inline(always)]
+    pub fn addresses(&self) -> (u64, u32) {
+        const { assert!(vnet_hdr::SIZE == 12 && HEAD >= 24) };
+        let [.., a, b, c, d, e, f, g, h, s, t, u, v, _, _, _, _, _, _, _, _] = self.head;
+        (u64::from_le_bytes([a, b, c, d, e, f, g, h]), u32::from_le_bytes([s, t, u, v]))
     }
 
     /// From now on it goes out with its MAC addresses swapped.
@@ -95,20 +103,16 @@ impl Frame {
     /// the copy wait for them.
     #[inline(always)]
     fn words(&self) -> [[u8; 8]; HEAD / 8] {
-        let word = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&self.head[at..at + 8]);
-            u64::from_le_bytes(bytes)
-        };
+        let &[_, b, c, d] = self.head.as_chunks::<8>().0 else { return [[0; 8]; HEAD / 8] };
         // From byte 12 on the destination, from byte 18 on the source.
-        let (mut b, mut c) = (word(8) >> 32, word(16));
+        let (mut b, mut c) = (u64::from_le_bytes(b) >> 32, u64::from_le_bytes(c));
         if self.reflected {
             let (destination, source) = (b | (c & 0xffff) << 32, c >> 16);
             b = source & 0xffff_ffff;
             c = source >> 32 | destination << 16;
         }
         // The virtio-net header: zeros, and 1 in num_buffers (5.1.6).
-        [0, b << 32 | 1 << 16, c, word(24)].map(u64::to_le_bytes)
+        [0, b << 32 | 1 << 16, c, u64::from_le_bytes(d)].map(u64::to_le_bytes)
     }
 }
 
@@ -124,12 +128,20 @@ pub struct Burst {
     pub chains: Chains,
     frames: [Frame; BURST],
     count: usize,
+    /// No frame is longer.
+    bound: usize,
+    /// Of all frames.
+    bytes: u64,
 }
+
+/// Bytes and pieces of a burst that takes as long as several of usual frames, so that others have their turn after it.
+const HEAVY_BYTES: u64 = 128 << 10;
+const HEAVY_PIECES: usize = 4 * BURST;
 
 impl Default for Burst {
     fn default() -> Self {
         let none = Frame { head: [0; HEAD], total: 0, chain: 0, head_len: 0, reflected: false };
-        Burst { chains: Chains::new(BURST, PIECES), frames: [none; BURST], count: 0 }
+        Burst { chains: Chains::new(BURST, PIECES), frames: [none; BURST], count: 0, bound: MAX_FRAME, bytes: 0 }
     }
 }
 
@@ -138,7 +150,7 @@ impl Default for Burst {
 pub(crate) enum NoFrame {
     /// Shorter than an Ethernet header.
     Runt,
-    /// Longer than any frame, or in more pieces than a burst holds.
+    /// Longer than the sender may send, or in more pieces than a burst holds.
     Oversize,
 }
 
@@ -146,8 +158,33 @@ impl Burst {
     /// Empties it, for chains in this memory.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        self.count = 0;
+        (self.count, self.bytes) = (0, 0);
+        self.bound = MAX_FRAME;
         self.chains.start(memory);
+    }
+
+    /// Frames that are longer than so many bytes are not taken from now on.
+    #[inline]
+    pub(crate) fn limit(&mut self, bound: usize) {
+        self.bound = bound.min(MAX_FRAME);
+    }
+
+    /// No frame of it has more bytes.
+    #[inline(always)]
+    pub fn bound(&self) -> usize {
+        self.bound
+    }
+
+    /// Notes how many bytes all frames have.
+    #[inline(always)]
+    pub(crate) fn weigh(&mut self, bytes: u64) {
+        self.bytes = bytes;
+    }
+
+    /// Whether its frames are so long, or in so many pieces, that they take as long as several bursts of usual ones.
+    #[inline]
+    pub fn is_heavy(&self) -> bool {
+        self.bytes > HEAVY_BYTES || self.chains.pieces() > HEAVY_PIECES
     }
 
     /// Empties it. The memory is kept: what comes next is probably from there too.
@@ -191,17 +228,59 @@ impl Burst {
             && self.chains.list().get(index).copied().is_some_and(|chain| self.read_frame(index, &chain).is_ok())
     }
 
+    /// Forgets the frames after the first one with which it has more bytes than `most`; says how many chains are left, and
+    /// how many bytes their frames have.
+    #[cold]
+    pub(crate) fn cut(&mut self, most: u64) -> (usize, u64) {
+        let (mut bytes, mut count) = (0, 0);
+        for frame in self.frames() {
+            bytes += frame.len() as u64;
+            count += 1;
+            if bytes > most {
+                break;
+            }
+        }
+        self.count = count;
+        (self.frames().last().map_or(0, |frame| frame.chain() + 1), bytes)
+    }
+
+    /// Why a chain is no frame, if it is none.
+    fn check(&self, chain: &Chain) -> Result<(), NoFrame> {
+        let total = chain.readable_len() as usize;
+        if total < vnet_hdr::SIZE + ethernet::HEADER {
+            return Err(NoFrame::Runt);
+        }
+        if chain.clipped || total > vnet_hdr::SIZE + self.bound {
+            return Err(NoFrame::Oversize);
+        }
+        Ok(())
+    }
+
+    /// How many of the chains are no frames: too short, and too long.
+    pub(crate) fn no_frames(&self) -> (u64, u64) {
+        let (mut runts, mut oversize) = (0, 0);
+        for chain in self.chains.list() {
+            match self.check(chain) {
+                Ok(()) => {}
+                Err(NoFrame::Runt) => runts += 1,
+                Err(NoFrame::Oversize) => oversize += 1,
+            }
+        }
+        (runts, oversize)
+    }
+
     /// The fast path: reads the heads of the first chains, as far as nothing is special about them; says how many bytes the
     /// frames have. What comes then is for `read_frame`. `distance`: how many frames ahead of its turn one is fetched.
     #[inline(always)]
     pub(crate) fn read_plain(&mut self, distance: usize) -> u64 {
         let Some((chains, pieces)) = self.chains.plain() else { return 0 };
         let (mut bytes, mut count) = (0, 0);
+        let most = (vnet_hdr::SIZE + self.bound) as u32;
         for ((chain, piece), frame) in chains.iter().zip(pieces).zip(&mut self.frames) {
             if let Some(piece) = pieces.get(count + distance) {
                 piece.prefetch::<FETCH>();
             }
-            if chain.writable_len() > 0 || piece.len() > vnet_hdr::SIZE + MAX_FRAME {
+            if !chain.is_readable(most) {
                 break;
             }
             let Some(head) = piece.read_once::<HEAD>() else { break };
@@ -217,12 +296,7 @@ impl Burst {
     /// Reads the head of the chain with this index and makes a frame of it.
     pub(crate) fn read_frame(&mut self, index: usize, chain: &Chain) -> Result<usize, NoFrame> {
         let total = chain.readable_len() as usize;
-        if total < vnet_hdr::SIZE + ethernet::HEADER {
-            return Err(NoFrame::Runt);
-        }
-        if chain.clipped || total > vnet_hdr::SIZE + MAX_FRAME {
-            return Err(NoFrame::Oversize);
-        }
+        self.check(chain)?;
         let pieces = self.chains.readable(chain);
         // There are no more frames than chains.
         let Some(frame) = self.frames.get_mut(self.count) else { return Err(NoFrame::Oversize) };
@@ -245,7 +319,7 @@ fn gather(pieces: &[Span<'_>]) -> ([u8; HEAD], usize) {
     let mut head = [0; HEAD];
     let mut len = 0;
     for piece in pieces {
-        len += piece.read(&mut head[len..]);
+        len += piece.read(head.get_mut(len..).unwrap_or_default());
     }
     (head, len)
 }

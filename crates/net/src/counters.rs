@@ -60,16 +60,28 @@ counters! {
     bytes,
     /// Frames for which the receiver had no buffers.
     full,
-    /// Frames larger than the receiver's buffers, or in more pieces than a burst holds.
+    /// Frames longer than the port's MTU allows or than the receiver's buffers, or in more pieces than a burst holds.
     oversize,
     /// Frames too short to have addresses.
     runt,
+    /// Frames to everybody beyond the limit of the port that they came from.
+    storm,
+    /// Frames with a source address that the port may not use.
+    spoofed,
+    /// Frames to link-local addresses, which are not forwarded.
+    link_local,
+    /// Frames with a source address that was, or is, another port's: it has moved, or was not learned.
+    claimed,
+    /// Frames with a source address that there was no room for in the forwarding table: it was not learned.
+    crowded,
     /// Frames that came while the queue was not running.
     stopped,
     /// Frames that came while control was at work on the queue.
     busy,
     /// Faults of the driver, each of which stopped the queue.
     faults,
+    /// Panics of our own code, each of which stopped the port: bugs.
+    panics,
     /// Notifications sent to the driver.
     notifications,
     /// Bursts.
@@ -79,6 +91,7 @@ counters! {
 impl Snapshot {
     /// Frames that did not arrive, whatever the reason.
     pub fn dropped(&self) -> u64 {
-        self.full + self.oversize + self.runt + self.stopped + self.busy
+        let switched = self.storm + self.spoofed + self.link_local;
+        self.full + self.oversize + self.runt + self.stopped + self.busy + switched
     }
 }

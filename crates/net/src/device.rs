@@ -2,7 +2,7 @@
 //! `host`, which has their memory, sockets and notifications.
 
 use crate::{
-    Burst, Counters, Features,
+    Burst, Counters, Features, MAX_FRAME,
     burst::{FETCH, Frame, NoFrame, PIECES, vnet_header},
     features::bits,
 };
@@ -19,6 +19,12 @@ const RX_CHAINS: usize = 256;
 /// Spans of them.
 const RX_PIECES: u16 = 1024;
 
+/// Bytes of a burst of frames: with those that come after them the sender waits for its next turn.
+const BURST_BYTES: u64 = 256 << 10;
+/// Pieces of receive buffers that a burst may use or look at. What has not found room by then is dropped: a receiver whose
+/// buffers are in so many pieces would cost the others' time.
+const BURST_PIECES: usize = 2048;
+
 impl Features {
     /// Whether a set of acknowledged feature bits is possible for a device that offers `self`: the bits that should not
     /// be there, or VERSION_1 if that is missing.
@@ -34,6 +40,10 @@ pub struct TxQueue {
     memory: Arc<Table>,
     /// Taken for the next burst, so that what it needs can come while this one is carried.
     ahead: Chains,
+    /// How many that are at most: fewer than a burst after frames that were long.
+    batch: usize,
+    /// Bytes of the longest frame that the driver may send.
+    limit: usize,
     tuning: Tuning,
     counters: Arc<Counters>,
 }
@@ -65,7 +75,13 @@ impl TxQueue {
         let (ring, resumed) =
             DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
         let ahead = Chains::new(BURST, PIECES);
-        Ok((TxQueue { ring, memory, ahead, tuning: Tuning::default(), counters }, resumed))
+        let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
+        Ok((TxQueue { ring, memory, ahead, batch, limit, tuning, counters }, resumed))
+    }
+
+    /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
+    pub fn limit(&mut self, frame: usize) {
+        self.limit = frame;
     }
 
     /// Turns off what should be off.
@@ -79,11 +95,12 @@ impl TxQueue {
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
         burst.start(&self.memory);
+        burst.limit(self.limit);
         std::mem::swap(&mut burst.chains, &mut self.ahead);
         if burst.chains.list().is_empty() {
             burst.chains.start(&self.memory);
         }
-        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains, &self.tuning) {
+        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains, &self.tuning, self.batch) {
             Ok(()) if !burst.chains.list().is_empty() => {}
             // The memory may be gone before there is another burst.
             nothing => {
@@ -114,12 +131,18 @@ impl TxQueue {
                 Err(NoFrame::Oversize) => oversize += 1,
             }
         }
+        if bytes > BURST_BYTES {
+            (bytes, runts, oversize) = self.shorten(burst);
+        } else if self.batch < BURST {
+            self.batch = (2 * self.batch).min(BURST);
+        }
+        burst.weigh(bytes);
         // Whatever becomes of this process now, these frames go out once at most.
         self.ring.consume();
         // A fault in there is the next burst's.
         self.ahead.start(&self.memory);
         if self.tuning.fetches() {
-            let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning);
+            let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
         }
         self.counters.frames.add(burst.frames().len() as u64);
         self.counters.bytes.add(bytes);
@@ -129,12 +152,30 @@ impl TxQueue {
         Ok(burst.chains.list().len())
     }
 
-    /// Takes what is missing for a burst and fetches its first lines. A fault is reported when it comes first.
+    /// Puts the frames back that are too much for one burst, so that others have their turn before them. Says how many bytes
+    /// are left, and how many of the chains are no frames as they are too short or too long.
+    #[cold]
+    fn shorten(&mut self, burst: &mut Burst) -> (u64, u64, u64) {
+        let (keep, bytes) = burst.cut(BURST_BYTES);
+        self.ring.untake(&mut burst.chains, keep);
+        self.batch = keep.max(1);
+        let (runts, oversize) = burst.no_frames();
+        (bytes, runts, oversize)
+    }
+
+    /// Takes what is missing for a burst of `batch` frames and fetches its first lines. A fault is reported when it comes
+    /// first.
     #[inline(always)]
-    fn fetch(ring: &mut DeviceRing, memory: &Table, chains: &mut Chains, tuning: &Tuning) -> Result<(), Fault> {
+    fn fetch(
+        ring: &mut DeviceRing,
+        memory: &Table,
+        chains: &mut Chains,
+        tuning: &Tuning,
+        batch: usize,
+    ) -> Result<(), Fault> {
         let there = chains.list().len();
-        if there < BURST {
-            match ring.take(memory, chains, BURST - there) {
+        if there < batch {
+            match ring.take(memory, chains, batch - there) {
                 Err(fault) if there == 0 => return Err(fault),
                 _ => {}
             }
@@ -267,6 +308,10 @@ pub struct RxQueue {
     chains: Chains,
     /// How many of them the driver has got back already.
     given: usize,
+    /// Pieces of the chains that were used or put back during this burst.
+    walked: usize,
+    /// Bytes of the longest frame that the driver receives.
+    limit: usize,
     mergeable: bool,
     tuning: Tuning,
     counters: Arc<Counters>,
@@ -302,7 +347,13 @@ impl RxQueue {
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
-        Ok((RxQueue { ring, memory, chains, given: 0, mergeable, tuning: Tuning::default(), counters }, resumed))
+        let (tuning, limit) = (Tuning::default(), MAX_FRAME);
+        Ok((RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, tuning, counters }, resumed))
+    }
+
+    /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
+    pub fn limit(&mut self, frame: usize) {
+        self.limit = frame;
     }
 
     /// Turns off what should be off.
@@ -315,14 +366,22 @@ impl RxQueue {
     /// is of no use, and none of the frames has been counted.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        let (mut short, all) = ([0; BURST], which.len());
+        let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
         self.want(which.len())?;
+        self.walked = 0;
         let frame = |index: u8| burst.frames().get(index as usize);
         let (mut used, mut bytes) = if self.tuning.fast_path { self.place_plain(burst, which) } else { (0, 0) };
-        let (mut frames, mut full, mut oversize, mut stopped) = (used as u64, 0u64, 0u64, 0u64);
+        let (mut frames, mut full, mut stopped) = (used as u64, 0u64, 0u64);
+        let mut oversize = (all - which.len()) as u64;
         let mut fault = None;
         for (done, &index) in which.iter().enumerate().skip(used) {
             let Some(frame) = frame(index) else { continue };
             let left = which.len() - done;
+            if self.walked > BURST_PIECES {
+                full += left as u64;
+                break;
+            }
             if used == self.chains.list().len() {
                 match self.more(&mut used, left) {
                     Ok(0) => {
@@ -377,6 +436,18 @@ impl RxQueue {
         Ok(frames as usize)
     }
 
+    /// Those of the frames that are not too long.
+    #[cold]
+    fn fitting<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
+        let fits = |index: u8| burst.frames().get(usize::from(index)).is_some_and(|frame| frame.len() <= self.limit);
+        let mut count = 0;
+        for (place, &index) in short.iter_mut().zip(which.iter().filter(|&&index| fits(index))) {
+            *place = index;
+            count += 1;
+        }
+        short.get(..count).unwrap_or_default()
+    }
+
     /// Sees that there are `count` chains, as far as the driver has so many.
     #[inline(always)]
     fn want(&mut self, count: usize) -> Result<(), Fault> {
@@ -416,6 +487,7 @@ impl RxQueue {
     /// Gives the first `used` chains to the driver, puts the others back, and starts an empty list.
     #[inline(always)]
     fn give(&mut self, used: &mut usize) {
+        self.walked += self.chains.pieces();
         self.ring.untake(&mut self.chains, *used);
         self.ring.give(self.chains.list().get(self.given..).unwrap_or_default());
         self.given = 0;
@@ -432,11 +504,13 @@ impl RxQueue {
         if chains.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
             // Each chain is a frame, and all of them go here.
             return self.place_all(which.len(), |part| {
-                frames[part.clone()].iter().zip(&sources[part]).map(|(frame, &source)| Some((frame, source)))
+                let sources = sources.get(part.clone()).unwrap_or_default();
+                let frames = frames.get(part).unwrap_or_default();
+                frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source)))
             });
         }
         self.place_all(which.len(), |part| {
-            which[part].iter().map(|&index| {
+            which.get(part).unwrap_or_default().iter().map(|&index| {
                 let frame = frames.get(index as usize)?;
                 Some((frame, *sources.get(frame.chain())?))
             })
@@ -453,7 +527,7 @@ impl RxQueue {
         let distance = self.tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
         let most = count.min(chains.len()).min(targets.len());
-        let (chains, targets) = (&mut chains[..most], &targets[..most]);
+        let (Some(chains), Some(targets)) = (chains.get_mut(..most), targets.get(..most)) else { return (0, 0) };
         // Where the driver has put the first buffer says where it puts others, nearly always; if not, what is done is the
         // same.
         let apart = targets.first().is_some_and(|target| target.ends_line(vnet_hdr::SIZE));
@@ -462,9 +536,9 @@ impl RxQueue {
             // A full burst: we are behind, and the driver takes more at once the fewer parts there are. Else it waits for us,
             // and the first line of the ring is worth more to it now than all of them later.
             let part = if count == BURST { most } else { (done + self.ring.line()).min(most) };
-            let (chains, frames) = (&mut chains[done..part], frames(done..part));
+            let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
-            let targets = &targets[done..part];
+            let targets = targets.get(done..part).unwrap_or_default();
             // With everything on, as usual, nothing is asked frame by frame.
             let placed = match (small_copy && prefetch_write, apart) {
                 (true, false) => place_part::<false>(frames, chains, targets, later, true, true),
@@ -478,7 +552,8 @@ impl RxQueue {
             self.ring.give(chains);
             self.given = done;
         }
-        let bytes: u64 = chains[..done].iter().map(|chain| u64::from(chain.written)).sum();
+        let placed = chains.get(..done).unwrap_or_default();
+        let bytes: u64 = placed.iter().map(|chain| u64::from(chain.written)).sum();
         (done, bytes - (done * vnet_hdr::SIZE) as u64)
     }
 
@@ -487,14 +562,17 @@ impl RxQueue {
         // First see that there are enough, then copy: what is not given back must stay untouched.
         let count = self.reserve(first, frame.total())?;
         let (mut head, head_len) = frame.head();
-        let head = &mut head[..head_len];
-        head[..vnet_hdr::SIZE].copy_from_slice(&vnet_header(count as u16));
-
+        if let Some(header) = head.first_chunk_mut() {
+            *header = vnet_header(count as u16);
+        }
+        let head = head.get(..head_len).unwrap_or_default();
         let mut source = Pieces { head, rest: burst.rest(frame), current: None };
         for index in first..first + count {
-            let chain = self.chains.list()[index];
+            let Some(&chain) = self.chains.list().get(index) else { break };
             let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
-            self.chains.list_mut()[index].written = written as u32;
+            if let Some(chain) = self.chains.list_mut().get_mut(index) {
+                chain.written = written as u32;
+            }
         }
         Ok(count)
     }
@@ -515,7 +593,7 @@ impl RxQueue {
                     Err(fault) => return Err(Refusal::Fault(fault)),
                 }
             }
-            let chain = self.chains.list()[first + count];
+            let Some(&chain) = self.chains.list().get(first + count) else { return Err(Refusal::Full) };
             let (id, len, needed) = (chain.id, chain.writable_len(), vnet_hdr::SIZE as u32);
             if chain.readable_len() > 0 {
                 return Err(Refusal::Fault(Fault::Readable { id }));
@@ -554,6 +632,10 @@ impl RxQueue {
                 }
             };
             let Some(len) = read(self.chains.writable_range(used, count)) else { break };
+            if len > vnet_hdr::SIZE + self.limit {
+                oversize += 1;
+                continue;
+            }
             if len < vnet_hdr::SIZE + ethernet::HEADER {
                 runts += 1;
                 continue;
@@ -588,7 +670,7 @@ impl RxQueue {
         let mut left = len;
         let mut taken = 0;
         while left > 0 && taken < count {
-            let chain = &mut self.chains.list_mut()[first + taken];
+            let chain = self.chains.list_mut().get_mut(first + taken)?;
             chain.written = chain.writable_len().min(left as u32);
             left -= chain.written as usize;
             taken += 1;
@@ -599,7 +681,7 @@ impl RxQueue {
         let header = vnet_header(taken as u16);
         let mut header = &header[..];
         for piece in self.chains.writable_range(first, 1) {
-            header = &header[piece.write(header)..];
+            header = header.get(piece.write(header)..).unwrap_or_default();
         }
         Some(taken)
     }
@@ -652,7 +734,7 @@ impl Pieces<'_> {
     /// Copies as much as the target holds; says how much that was.
     fn fill(&mut self, mut target: Span<'_>) -> usize {
         let head = target.write(self.head);
-        self.head = &self.head[head..];
+        self.head = self.head.get(head..).unwrap_or_default();
         target = target.skip(head);
         let mut done = head;
         while !target.is_empty() {

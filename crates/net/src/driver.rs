@@ -142,6 +142,17 @@ macro_rules! queue_calls {
             self.queue.addresses
         }
 
+        /// Where a device that knows nothing of this queue has to go on, as SET_VRING_BASE carries it. Meaningful while no device
+        /// works on it.
+        pub fn base(&self) -> u32 {
+            self.queue.ring.base()
+        }
+
+        /// How many buffers a device that has stopped at this base (GET_VRING_BASE) took and never gave back: 0, if none was lost.
+        pub fn missing(&self, base: u32) -> u32 {
+            self.queue.ring.missing(base)
+        }
+
         /// Whether the device wants to be notified of what was published since the last call.
         #[inline]
         pub fn wants_notification(&mut self) -> bool {
@@ -279,7 +290,7 @@ impl DriverRx {
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
-        let (used, spans) = (&used[..count], buffers.spans.list());
+        let (used, spans) = (used.get(..count).unwrap_or_default(), buffers.spans.list());
         // Where frames can be merged, the header of each is looked at in any case.
         let read = read || self.mergeable;
         let prefetch = |index: usize| {
@@ -293,9 +304,10 @@ impl DriverRx {
             prefetch(index + LOOK_AHEAD);
             let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
+            let single;
             let pieces = if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
-                parts[0] = span.skip(vnet_hdr::SIZE);
-                &parts[..1]
+                single = [span.skip(vnet_hdr::SIZE)];
+                single.as_slice()
             } else {
                 // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
                 self.pieces.push(used);
@@ -310,7 +322,7 @@ impl DriverRx {
                 let count = self.pieces.len();
                 let pieces = if count <= BURST {
                     parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
-                    &parts[..count]
+                    parts.get(..count).unwrap_or_default()
                 } else {
                     many.clear();
                     many.extend(all);

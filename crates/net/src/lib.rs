@@ -2,6 +2,17 @@
 //!
 //! State machines over rings and bytes; sockets, threads and clocks are in `host`.
 #![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo
+    )
+)]
 
 mod burst;
 mod counters;

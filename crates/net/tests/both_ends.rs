@@ -12,6 +12,8 @@ use std::{collections::VecDeque, sync::Arc};
 
 /// The most receive buffers that a frame may be spread over.
 const MERGED: usize = 256;
+/// Bytes after which a burst has no more frames.
+const BURST_BYTES: usize = 256 << 10;
 
 /// Of one guest.
 #[derive(Clone, Copy, Debug)]
@@ -138,6 +140,8 @@ struct Wire {
     emptied: usize,
     delivered: usize,
     device_awake: bool,
+    /// The last bursts had so many bytes that frames were left for the next one.
+    long: bool,
     receiver_awake: bool,
     sent: Snapshot,
     received: Snapshot,
@@ -174,6 +178,7 @@ impl Wire {
             emptied: 0,
             delivered: 0,
             device_awake: true,
+            long: false,
             receiver_awake: true,
             sent: Snapshot::default(),
             received: Snapshot::default(),
@@ -242,7 +247,15 @@ impl Wire {
 
     fn carry(&mut self, split: bool) -> usize {
         let taken = self.tx.take(&mut self.burst).unwrap();
-        assert_eq!(taken, self.visible.min(BURST));
+        let most = self.visible.min(BURST);
+        // Long frames wait for the next burst, and that one and those after it are shorter.
+        let bytes: usize =
+            self.waiting.iter().take(taken).map(|&(_, len)| if len <= MAX_FRAME { len } else { 0 }).sum();
+        let last = taken.checked_sub(1).and_then(|last| self.waiting.get(last)).map_or(0, |&(_, len)| len);
+        assert!(bytes.saturating_sub(last) <= BURST_BYTES, "{bytes} bytes in {taken} frames");
+        self.long |= bytes > BURST_BYTES;
+        assert!(taken == most || self.long && (1..most).contains(&taken), "{taken} of {most}");
+        self.long &= taken < BURST || bytes > BURST_BYTES;
         if taken == 0 {
             // Nothing is kept back from a driver that waits.
             self.late = 0;

@@ -605,7 +605,7 @@ fn a_frame_in_more_pieces_than_a_burst_holds_is_oversize() {
         let (mut tx, counters) = guest.tx();
         let mut burst = Burst::default();
         let bytes = [vec![0; HEADER], frame(7, 1013)].concat();
-        for pieces in [1, 1024, 1025, 3] {
+        for pieces in [1, 512, 513, 3] {
             let buffers = guest.buffers(&cut(bytes.len(), &[1], pieces), &bytes);
             guest.ring.add(&buffers, &[]).unwrap();
             guest.ring.publish();
@@ -759,5 +759,115 @@ proptest! {
         let (sent, got) = (sent.snapshot(), got.snapshot());
         prop_assert_eq!(sent.frames + sent.dropped(), chains);
         prop_assert_eq!(got.frames + got.dropped(), frames);
+    }
+}
+
+/// What a port may send and receive is bounded by its MTU, on both sides, whatever path a frame takes.
+#[test]
+fn frames_longer_than_an_mtu_are_dropped_at_either_end() {
+    for acked in all_layouts() {
+        for tuning in [Tuning::default(), Tuning::NONE] {
+            let (mut from, mut to) = (Guest::plain(acked), Guest::plain(acked));
+            let ((mut tx, tx_counters), (mut rx, rx_counters)) = (from.tx(), to.rx());
+            tx.tune(tuning);
+            rx.tune(tuning);
+            tx.limit(1522);
+            rx.limit(1022);
+            let buffers: Vec<_> = (0..8).map(|_| to.offer(&[2048], 0)).collect();
+            // Of each limit one just within and one beyond; in one piece and in several.
+            let lens = [1022, 1023, 1522, 1523, 60, 5000];
+            for (seed, &len) in lens.iter().enumerate() {
+                let bytes = [&[0; HEADER][..], &frame(seed, len)].concat();
+                if seed % 2 == 0 {
+                    from.send(&bytes);
+                } else {
+                    let buffers = from.buffers(&[HEADER, 14, len - 14], &bytes);
+                    from.ring.add(&buffers, &[]).unwrap();
+                    from.ring.publish();
+                }
+            }
+            let mut burst = Burst::default();
+            assert_eq!(tx.take(&mut burst), Ok(6), "all of them go back to the driver");
+            assert_eq!((burst.frames().len(), burst.bound()), (4, 1522));
+            assert_eq!(rx.put(&burst, &[0, 1, 2, 3]), Ok(2));
+            tx.done(&mut burst);
+            let sent = tx_counters.snapshot();
+            assert_eq!((sent.frames, sent.oversize), (4, 2));
+            let got = rx_counters.snapshot();
+            assert_eq!((got.frames, got.oversize, got.full), (2, 2, 0));
+            let mut used = [Used::default(); 8];
+            let count = to.ring.take_used(&mut used).unwrap();
+            let lens: Vec<_> = used[..count].iter().map(|used| used.len as usize - HEADER).collect();
+            assert_eq!(lens, [1022, 60]);
+            assert_eq!(to.read(&buffers[0])[..HEADER + 1022], received(&frame(0, 1022), 1));
+            // What is read straight into the buffers, too.
+            let mut lens = [1022, 1023, 60].into_iter();
+            let filled = rx.fill(HEADER + 1522, &mut |_| lens.next().map(|len| HEADER + len));
+            assert_eq!(filled, Ok(Some(2)));
+            assert_eq!(rx_counters.snapshot().oversize, 3);
+        }
+    }
+}
+
+/// A burst of long frames would take the time of many: what is too much for one waits, and the next bursts begin small.
+#[test]
+fn a_burst_has_so_many_bytes_and_no_more() {
+    for acked in all_layouts() {
+        let mut from = Guest::new(acked, 256, 8, 20 << 20, None);
+        let (mut tx, counters) = from.tx();
+        let (long, short) = (frame(1, 60_000), frame(2, 60));
+        let header = [0; HEADER];
+        (0..128).for_each(|_| from.send(&[&header[..], &short].concat()));
+        (0..128).for_each(|_| from.send(&[&header[..], &long].concat()));
+        let mut burst = Burst::default();
+        let mut bursts = Vec::new();
+        let mut frames = 0;
+        while frames < 256 {
+            let taken = tx.take(&mut burst).unwrap();
+            assert!(taken > 0);
+            let bytes: usize = burst.frames().iter().map(|frame| frame.len()).sum();
+            assert!(bytes <= (256 << 10) + 60_000 && burst.is_heavy() == (bytes > 128 << 10), "{bytes}");
+            let expected = |index: usize| if frames + index < 128 { 60 } else { 60_000 };
+            assert!(burst.frames().iter().enumerate().all(|(index, frame)| frame.len() == expected(index)));
+            frames += taken;
+            bursts.push(taken);
+            tx.done(&mut burst);
+        }
+        assert_eq!(bursts[..2], [BURST, BURST]);
+        assert!(bursts[2..].iter().all(|&taken| taken <= 5), "{bursts:?}");
+        let snapshot = counters.snapshot();
+        assert_eq!((snapshot.frames, snapshot.bytes), (256, 128 * (60 + 60_000)), "each is counted once");
+        // Short frames make full bursts again.
+        from.next = from.region.len() / 2;
+        let mut used = [Used::default(); 256];
+        assert!(tx.take(&mut burst) == Ok(0) && from.ring.take_used(&mut used).unwrap() > 0);
+        let mut sizes = Vec::new();
+        (0..200).for_each(|_| from.send(&[&header[..], &short].concat()));
+        while sizes.iter().sum::<usize>() < 200 {
+            sizes.push(tx.take(&mut burst).unwrap());
+            tx.done(&mut burst);
+        }
+        assert!(sizes.contains(&BURST), "{sizes:?}");
+    }
+}
+
+/// Receive buffers in a thousand pieces each cost their own guest frames, and nobody time.
+#[test]
+fn a_receiver_with_buffers_in_many_pieces_gets_so_many_of_a_burst() {
+    for packed in [false, true] {
+        let acked = acked(&[(packed, bits::RING_PACKED), (true, bits::INDIRECT_DESC)]);
+        let (mut from, mut to) = (Guest::plain(acked), Guest::new(acked, 1024, 1024, 4 << 20, None));
+        let ((mut tx, _), (mut rx, counters)) = (from.tx(), to.rx());
+        (0..64).for_each(|_| drop(to.offer(&[2; 900], 0)));
+        (0..64).for_each(|seed| from.send(&[&[0; HEADER][..], &frame(seed, 1000)].concat()));
+        let mut burst = Burst::default();
+        assert_eq!(tx.take(&mut burst), Ok(64));
+        let all: Vec<u8> = (0..64).collect();
+        let placed = rx.put(&burst, &all).unwrap();
+        assert!((2..=4).contains(&placed), "{placed}");
+        let snapshot = counters.snapshot();
+        assert_eq!((snapshot.frames, snapshot.full), (placed as u64, 64 - placed as u64));
+        // The next burst begins where this one has ended.
+        assert_eq!(rx.put(&burst, &all[..1]), Ok(1));
     }
 }

@@ -11,10 +11,10 @@ pub const BURST: usize = 64;
 /// The indices of a whole burst, in order.
 pub const ALL: [u8; BURST] = {
     let mut all = [0; BURST];
-    let mut index = 0;
-    while index < BURST {
-        all[index] = index as u8;
-        index += 1;
+    let (mut rest, mut index) = (all.as_mut_slice(), 0);
+    while let Some((place, after)) = rest.split_first_mut() {
+        *place = index;
+        (rest, index) = (after, index + 1);
     }
     all
 };
@@ -148,7 +148,8 @@ pub struct Chain {
     pub written: u32,
     /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
     pub id: u16,
-    /// It has more pieces than a burst can hold; it can only be given back.
+    /// It has more pieces than a burst can hold; it can only be given back. Its lengths are at least what they say: it was
+    /// not followed to its end.
     pub clipped: bool,
 }
 
@@ -174,6 +175,12 @@ impl Chain {
     #[inline(always)]
     pub fn writable_len(&self) -> u32 {
         (self.lens >> 32) as u32
+    }
+
+    /// Whether it is for the device to read only, and not longer than `most` bytes: one compare for both.
+    #[inline(always)]
+    pub fn is_readable(&self, most: u32) -> bool {
+        self.lens <= u64::from(most)
     }
 
     /// How many entries it takes in the ring (split: always 1).
@@ -206,7 +213,8 @@ pub(crate) struct Draft {
     middle: usize,
     readable_len: u32,
     writable_len: u32,
-    clipped: bool,
+    /// It has more pieces than there is room for. What comes then is of no use.
+    pub clipped: bool,
 }
 
 /// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
@@ -286,6 +294,18 @@ impl Chains {
         self.pieces.list().get(self.list().get(index)?.first()).copied()
     }
 
+    /// Whether a chain that does not fit waits for the next burst, as there are others.
+    #[inline(always)]
+    pub(crate) fn is_waiting(&self, draft: &Draft) -> bool {
+        draft.clipped && self.len > 0
+    }
+
+    /// How many pieces all chains have.
+    #[inline(always)]
+    pub fn pieces(&self) -> usize {
+        self.pieces.list().len()
+    }
+
     /// How many more chains fit.
     #[inline(always)]
     pub fn room(&self) -> usize {
@@ -354,7 +374,8 @@ impl Chains {
         let places = self.list.get_mut(self.len..).unwrap_or_default();
         let count = places.len().min(buffers.len());
         // Lists of the same length and nothing that ends early: one counter for all of them.
-        let pieces = places[..count].iter_mut().zip(buffers).map(|(chain, buffer)| {
+        let places = places.get_mut(..count).unwrap_or_default();
+        let pieces = places.iter_mut().zip(buffers).map(|(chain, buffer)| {
             let (id, address, len) = buffer.filter(|&(_, _, len)| len > 0)?;
             let lens = if writable { u64::from(len) << 32 } else { len.into() };
             *chain = Chain { lens, place, written: 0, id, clipped: false };
@@ -431,7 +452,8 @@ impl Chains {
     }
 }
 
-/// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one.
+/// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one. It ends where there is no more
+/// room for pieces: a table may have more entries than it takes time for.
 pub(crate) fn indirect(
     chains: &mut Chains,
     chain: &mut Draft,
@@ -469,6 +491,9 @@ pub(crate) fn indirect(
         }
         let flags = flags & !ignored;
         chains.add(chain, memory, hit, Descriptor { index: at as u16, address, len, flags, tail: next })?;
+        if chain.clipped {
+            return Ok(());
+        }
         if linked {
             if flags & NEXT == 0 {
                 return Ok(());

@@ -134,6 +134,14 @@ impl Ids {
         (self.free < self.ids.len()).then(|| self.ids[self.wrap(self.next + self.free)])
     }
 
+    /// With IN_ORDER: the id that has been under way for longest but for `ahead` others.
+    #[cfg(not(loom))]
+    pub(crate) fn under_way(&self, ahead: usize) -> Option<u16> {
+        let place =
+            (ahead < self.ids.len() - self.free).then(|| self.wrap(self.wrap(self.next + self.free) + ahead))?;
+        self.ids.get(place).copied()
+    }
+
     /// With IN_ORDER: the ids that have been under way for longest, up to `count`, as many as lie in a row.
     #[inline(always)]
     pub(crate) fn oldest_run(&self, count: usize) -> &[u16] {
@@ -259,6 +267,26 @@ impl DriverRing {
     /// Asks the device not to notify us.
     pub fn disable_notification(&mut self) {
         either!(self, ring => ring.disable_notification())
+    }
+
+    /// Where a device that knows nothing of this ring has to go on, as vhost-user's SET_VRING_BASE carries it: behind all that
+    /// was used, whether we have taken it back or not. Meaningful while no device works on the ring.
+    #[cfg(not(loom))]
+    pub fn base(&self) -> u32 {
+        match self {
+            DriverRing::Split(ring) => ring.base().into(),
+            DriverRing::Packed(ring) => ring.base().0,
+        }
+    }
+
+    /// How many descriptors (packed) or chains (split) a device that has stopped at this base, GET_VRING_BASE's answer, took and
+    /// never gave back.
+    #[cfg(not(loom))]
+    pub fn missing(&self, base: u32) -> u32 {
+        match self {
+            DriverRing::Split(ring) => u32::from((base as u16).wrapping_sub(ring.base())),
+            DriverRing::Packed(ring) => ring.missing(base),
+        }
     }
 }
 

@@ -4,15 +4,47 @@
 //! checked spans, each descriptor read once; what is wrong becomes a [`Fault`] and the queue is of no use until it is
 //! reset. The layouts are two types behind one enum ([`DeviceRing`], [`DriverRing`]), chosen once per burst.
 #![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo
+    )
+)]
 
 mod chain;
 mod device;
+#[cfg_attr(
+    not(test),
+    expect(
+        clippy::indexing_slicing,
+        reason = "places in its own list of ids, which `wrap` keeps inside; at most `free` of them"
+    )
+)]
 mod driver;
 #[cfg(not(loom))]
 mod inflight;
 mod journal;
 mod notify;
+#[cfg_attr(
+    not(test),
+    expect(
+        clippy::indexing_slicing,
+        reason = "slots are masked by, wrapped at, or compared with the size for which a ring's areas were resolved whole"
+    )
+)]
 pub mod packed;
+#[cfg_attr(
+    not(test),
+    expect(
+        clippy::indexing_slicing,
+        reason = "slots are masked by, wrapped at, or compared with the size for which a ring's areas were resolved whole"
+    )
+)]
 pub mod split;
 mod tuning;
 

@@ -558,17 +558,42 @@ fn more_pieces_than_a_burst_holds() {
         device.give(burst.list());
         burst.start(&raw.0.device);
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
-        // What is wrong with it comes before what is too much of it.
+        // What is wrong with it counts up to where it is too much.
+        for (wrong, expected) in [(3, Err(Fault::ZeroLength { index: 3 })), (4, Ok(1))] {
+            let raw = Raw::new(features, SIZE);
+            let mut chain = [(raw.data(), 1, 0); 5];
+            chain[wrong].1 = 0;
+            raw.chain(0, &chain);
+            raw.publish(&[0]);
+            let mut burst = Chains::new(BURST, 3);
+            burst.start(&raw.0.device);
+            assert_eq!(raw.0.device().take(&raw.0.device, &mut burst, BURST), expected);
+        }
+    }
+}
+
+#[test]
+fn a_chain_of_too_many_pieces_is_not_followed_to_its_end() {
+    for features in [SPLIT, PACKED] {
+        // Entries without a length say how far the device has read: where it looks at one of them, there is a fault.
         let raw = Raw::new(features, SIZE);
-        raw.chain(
-            0,
-            &[(raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 1, 0), (raw.data(), 0, 0)],
-        );
-        raw.publish(&[0]);
-        let mut burst = Chains::new(BURST, 3);
-        burst.start(&raw.0.device);
-        let got = raw.0.device().take(&raw.0.device, &mut burst, BURST);
-        assert_eq!(got, Err(Fault::ZeroLength { index: 4 }));
+        let mut entries = vec![(raw.data(), 0, 0); 2000];
+        entries[..5].fill((raw.data(), 1, 0));
+        let table = raw.table(0, &entries);
+        let entry = (table, 2000 * 16, INDIRECT);
+        let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 4));
+        raw.chain(0, &[entry]);
+        raw.chain(1, &[entry]);
+        raw.publish(&[0, 1]);
+        for _ in 0..2 {
+            burst.start(&raw.0.device);
+            assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(1));
+            let chain = burst.list()[0];
+            assert!(chain.clipped);
+            assert_eq!((chain.readable_len(), chain.slots()), (5, 1));
+            device.give(burst.list());
+        }
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
     }
 }
 

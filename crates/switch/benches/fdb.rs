@@ -13,8 +13,10 @@ fn addresses(kind: u32, count: u32) -> Vec<MacAddr> {
 fn fdb(criterion: &mut Criterion) {
     for count in [2, 1000, 16_000] {
         let (known, unknown) = (addresses(1, count), addresses(2, count));
-        let mut fdb = Fdb::new(65_536, 300);
-        known.iter().for_each(|&address| fdb.learn(address, 1, 0));
+        let mut fdb = Fdb::new(65_536, 300).with_hold(0);
+        for &address in &known {
+            fdb.learn(address, 1, 0);
+        }
         let mut group = criterion.benchmark_group(format!("{count} addresses"));
         let (mut known, mut unknown) = (known.iter().cycle(), unknown.iter().cycle());
         let mut next = || *known.next().unwrap();
@@ -24,8 +26,8 @@ fn fdb(criterion: &mut Criterion) {
         let mut port = 0u32;
         group.bench_function("learn, moved", |bencher| {
             bencher.iter(|| {
-                port = port.wrapping_add(1);
-                fdb.learn(next(), port, 0);
+                port = (port + 1) % 1024;
+                fdb.learn(next(), port, 0)
             })
         });
         group.finish();

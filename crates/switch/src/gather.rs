@@ -78,7 +78,7 @@ impl Tries {
     /// The median: now and then the CPU is somebody else's for a while, and this says nothing about the pause.
     fn rate(&self) -> f64 {
         let mut rates = self.rates;
-        let rates = &mut rates[..self.len];
+        let rates = rates.get_mut(..self.len).unwrap_or_default();
         rates.sort_by(f64::total_cmp);
         rates.get(rates.len() / 2).copied().unwrap_or_default()
     }
@@ -123,7 +123,7 @@ impl Pauses {
         if self.which > 0 || self.count.bursts.is_multiple_of(16) {
             self.look(now());
         }
-        if frames < BURST { PAUSES[self.which] } else { Duration::ZERO }
+        if frames < BURST { PAUSES.get(self.which).copied().unwrap_or_default() } else { Duration::ZERO }
     }
 
     fn look(&mut self, now: Instant) {
@@ -149,8 +149,11 @@ impl Pauses {
                 }
             }
             State::Trying { trial, most, doubted, tries } => {
-                tries[self.which].add(count.rate());
-                let bad = count.rate() < 0.9 * tries[0].rate();
+                if let Some(tries) = tries.get_mut(self.which) {
+                    tries.add(count.rate());
+                }
+                let [without, ..] = tries;
+                let bad = count.rate() < 0.9 * without.rate();
                 if bad && self.which > 0 && !*doubted {
                     *doubted = true;
                     return;
@@ -170,7 +173,7 @@ impl Pauses {
                 *doubted = false;
                 if *trial >= TRIALS || *most == 0 {
                     let (rates, most) = (tries.map(|tries| tries.rate()), *most);
-                    self.decide(&rates[..=most], now);
+                    self.decide(rates.get(..=most).unwrap_or_default(), now);
                 }
             }
         }
@@ -179,10 +182,11 @@ impl Pauses {
     fn decide(&mut self, rates: &[f64], now: Instant) {
         let best = rates.iter().copied().fold(0.0, f64::max);
         // Frames come later for it, and rates vary by themselves, by a hundredth.
-        let which = rates.iter().position(|&rate| rate >= 0.99 * best).unwrap_or_default();
+        let found = rates.iter().copied().enumerate().find(|&(_, rate)| rate >= 0.99 * best);
+        let (which, rate) = found.unwrap_or_default();
         if which > 0 {
             self.wait = WAIT;
-            self.hold(which, Some(now + HOLD), rates[which]);
+            self.hold(which, Some(now + HOLD), rate);
         } else {
             self.hold(0, Some(now + self.wait), 0.0);
             self.wait = (2 * self.wait).min(LONGEST_WAIT);

@@ -14,6 +14,15 @@ pub enum Poll {
     Unlimited,
 }
 
+/// What a burst of a queue has come to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Frames, or other buffers that were taken.
+    pub frames: usize,
+    /// It took as long as several bursts of usual frames: a turn by itself.
+    pub heavy: bool,
+}
+
 /// A queue that the worker looks at without being told.
 #[derive(Clone, Copy)]
 struct Active<K> {
@@ -41,8 +50,8 @@ struct Alone<K> {
 
 impl<K: Copy + Eq> Schedule<K> {
     /// No queues yet. `gather`: for how long the only one there is to poll is left alone between bursts that are not full.
-    /// `turn`: the bursts of one queue before the others have theirs, while all of them are full. What a queue touches is in
-    /// the cache by then; after the turns of many others it is not.
+    /// `turn`: the bursts of one queue before the others have theirs, while all of them are full and none is heavy. What a queue
+    /// touches is in the cache by then; after the turns of many others it is not.
     pub fn new(gather: Gather, turn: usize) -> Self {
         Schedule { active: Vec::new(), gather, turn, alone: None }
     }
@@ -94,7 +103,7 @@ impl<K: Copy + Eq> Schedule<K> {
     pub fn round(
         &mut self,
         now: impl Fn() -> Instant,
-        mut work: impl FnMut(K) -> usize,
+        mut work: impl FnMut(K) -> Work,
         mut sleep: impl FnMut(K) -> bool,
     ) -> bool {
         let mut any = false;
@@ -110,12 +119,14 @@ impl<K: Copy + Eq> Schedule<K> {
         }
         while let Some(active) = self.active.get_mut(index) {
             index += 1;
-            let worked = work(active.key);
-            if worked >= BURST && alone.is_none() {
+            let mut last = work(active.key);
+            let worked = last.frames;
+            if alone.is_none() {
                 for _ in 1..self.turn {
-                    if work(active.key) < BURST {
+                    if last.frames < BURST || last.heavy {
                         break;
                     }
+                    last = work(active.key);
                 }
             }
             if worked > 0 {
@@ -159,18 +170,22 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
+    fn light(frames: usize) -> Work {
+        Work { frames, heavy: false }
+    }
+
     #[test]
     fn event_driven_sleeps_at_once() {
         let mut schedule = Schedule::new(Gather::Off, 1);
         let now = Instant::now();
         assert!(schedule.wake(1, Poll::For(Duration::ZERO)));
         assert!(!schedule.wake(1, Poll::For(Duration::ZERO)));
-        assert!(schedule.round(|| now, |_| 3, |_| true));
+        assert!(schedule.round(|| now, |_| light(3), |_| true));
         assert!(!schedule.is_empty());
         // Something came in while it was about to sleep.
-        assert!(!schedule.round(|| now, |_| 0, |_| false));
+        assert!(!schedule.round(|| now, |_| light(0), |_| false));
         assert!(!schedule.is_empty());
-        assert!(!schedule.round(|| now, |_| 0, |_| true));
+        assert!(!schedule.round(|| now, |_| light(0), |_| true));
         assert!(schedule.is_empty());
     }
 
@@ -184,7 +199,7 @@ mod tests {
         let mut round = |us, work| {
             schedule.round(
                 || at(us),
-                |_| work,
+                |_| light(work),
                 |_| {
                     slept.set(slept.get() + 1);
                     true
@@ -214,7 +229,7 @@ mod tests {
             || now,
             |key| {
                 seen.push(key);
-                0
+                light(0)
             },
             |_| true,
         );
@@ -225,7 +240,7 @@ mod tests {
             || now,
             |key| {
                 seen.push(key);
-                0
+                light(0)
             },
             |_| true,
         );
@@ -242,7 +257,7 @@ mod tests {
             let looks = Cell::new(0);
             let work = |_| {
                 looks.set(looks.get() + 1);
-                frames
+                light(frames)
             };
             schedule.round(|| start + Duration::from_micros(us), work, |_| true);
             looks.get()
@@ -265,7 +280,7 @@ mod tests {
             let looks = Cell::new(0);
             let work = |_| {
                 looks.set(looks.get() + 1);
-                frames
+                Work { frames, heavy: false }
             };
             schedule.round(|| now, work, |_| true);
             looks.get()
@@ -295,7 +310,7 @@ mod tests {
                 let frames = left[key].min(BURST);
                 left[key] -= frames;
                 order.push(key);
-                frames
+                light(frames)
             };
             let any = schedule.round(|| now, work, |_| true);
             (any, order.clone())
@@ -303,5 +318,19 @@ mod tests {
         assert_eq!(round(), (true, vec![0, 0, 0, 0, 1, 1, 2]));
         assert_eq!(round(), (true, vec![0, 0, 0, 1, 2]));
         assert_eq!(round(), (false, vec![0, 1, 2]));
+    }
+
+    #[test]
+    fn a_heavy_burst_is_a_turn_by_itself() {
+        let mut schedule = Schedule::new(Gather::Off, 4);
+        let now = Instant::now();
+        (0..2).for_each(|key| assert!(schedule.wake(key, Poll::Unlimited)));
+        let mut order = Vec::new();
+        let work = |key| {
+            order.push(key);
+            Work { frames: BURST, heavy: key == 0 }
+        };
+        schedule.round(|| now, work, |_| true);
+        assert_eq!(order, [0, 1, 1, 1, 1]);
     }
 }

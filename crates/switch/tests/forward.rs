@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_net::{Burst, Sink, Source};
 use ringroad_ring::BURST;
-use ringroad_switch::{Fdb, Mode, Port, Switch};
+use ringroad_switch::{Claim, Dropped, Fdb, Limits, Mode, Port, Switch};
 use ringroad_wire::{ethernet::MacAddr, vnet_hdr};
 use std::{
     collections::{HashMap, VecDeque},
@@ -12,11 +12,13 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
+    time::Duration,
 };
 
 /// Of one frame, in a port's memory.
 const BUFFER: usize = 2048;
 const AGEING: u32 = 300;
+const HOLD: u32 = 2;
 
 type Bytes = Vec<u8>;
 
@@ -43,10 +45,34 @@ struct Fake {
     wanted: AtomicBool,
     /// How often its sink was asked for: each a lock.
     sinks: AtomicUsize,
+    limits: Limits,
+    /// What the switch has dropped of its frames, what others have claimed, and how often there was no room for an address.
+    dropped: Mutex<Vec<(Dropped, usize)>>,
+    claims: Mutex<Vec<(MacAddr, Claim, bool)>>,
+    crowded: AtomicUsize,
+    /// Where its code panics, and what was said of it.
+    panics: Mutex<Option<Panics>>,
+    fell: Mutex<Vec<String>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Panics {
+    Lease,
+    Take,
+    Done,
+    Put,
+    Settle,
+    Drop,
+    /// Whatever is done about it, too.
+    Always,
 }
 
 impl Fake {
     fn new(mode: Mode, hairpin: bool) -> Arc<Fake> {
+        Self::limited(mode, hairpin, Limits::default())
+    }
+
+    fn limited(mode: Mode, hairpin: bool, limits: Limits) -> Arc<Fake> {
         let region = Region::private(BURST * BUFFER, 0).unwrap();
         Arc::new(Fake {
             memory: Arc::new(Table::default().with(region).unwrap()),
@@ -64,7 +90,25 @@ impl Fake {
             leases: AtomicUsize::new(0),
             wanted: AtomicBool::new(false),
             sinks: AtomicUsize::new(0),
+            limits,
+            dropped: Mutex::default(),
+            claims: Mutex::default(),
+            crowded: AtomicUsize::new(0),
+            panics: Mutex::default(),
+            fell: Mutex::default(),
         })
+    }
+
+    fn panic_at(&self, place: Panics) {
+        let now = *self.panics.lock().unwrap();
+        if now == Some(place) || now == Some(Panics::Always) {
+            panic!("a bug at {place:?}");
+        }
+    }
+
+    /// What the switch has dropped of its frames.
+    fn lost(&self, why: Dropped) -> usize {
+        self.dropped.lock().unwrap().iter().filter(|(other, _)| *other == why).map(|(_, frames)| frames).sum()
     }
 
     fn got(&self) -> Vec<Bytes> {
@@ -76,11 +120,14 @@ impl Fake {
     }
 }
 
-struct Lease(Arc<AtomicBool>);
+struct Lease(Arc<AtomicBool>, bool);
 
 impl Drop for Lease {
     fn drop(&mut self) {
         self.0.store(false, Relaxed);
+        if self.1 && !std::thread::panicking() {
+            panic!("a bug at Drop");
+        }
     }
 }
 
@@ -88,6 +135,7 @@ struct FakeSource<'a>(&'a Fake);
 
 impl Source for FakeSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
+        self.0.panic_at(Panics::Take);
         let frames = self.0.to_send.lock().unwrap().pop_front().unwrap_or_default();
         burst.start(&self.0.memory);
         for (index, frame) in frames.iter().enumerate() {
@@ -100,6 +148,7 @@ impl Source for FakeSource<'_> {
     }
 
     fn done(&mut self, burst: &mut Burst) {
+        self.0.panic_at(Panics::Done);
         self.0.done.fetch_add(burst.chains.list().len(), Relaxed);
         burst.clear();
     }
@@ -127,6 +176,7 @@ struct FakeSink<'a>(&'a Fake);
 
 impl Sink for FakeSink<'_> {
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        self.0.panic_at(Panics::Put);
         assert!(!which.is_empty() && which.is_sorted_by(|a, b| a < b), "{which:?}");
         for &index in which {
             let frame = &burst.frames()[index as usize];
@@ -167,9 +217,11 @@ impl Port for Fake {
         if queue > 0 || self.wanted.load(Relaxed) {
             return None;
         }
+        self.panic_at(Panics::Lease);
         assert!(!self.leased.swap(true, Relaxed), "two leases of one queue");
         self.leases.fetch_add(1, Relaxed);
-        Some(Lease(self.leased.clone()))
+        let panics = *self.panics.lock().unwrap() == Some(Panics::Drop);
+        Some(Lease(self.leased.clone(), panics))
     }
 
     fn is_wanted(&self, _: usize) -> bool {
@@ -190,6 +242,7 @@ impl Port for Fake {
     }
 
     fn settle(&self) -> bool {
+        self.panic_at(Panics::Settle);
         self.settled.fetch_add(1, Relaxed);
         self.running.load(Relaxed)
     }
@@ -200,6 +253,28 @@ impl Port for Fake {
 
     fn hairpin(&self) -> bool {
         self.hairpin
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn dropped(&self, _: usize, why: Dropped, frames: usize) {
+        assert!(self.leased.load(Relaxed) && frames > 0);
+        self.dropped.lock().unwrap().push((why, frames));
+    }
+
+    fn crowded(&self, _: usize) {
+        self.crowded.fetch_add(1, Relaxed);
+    }
+
+    fn claimed(&self, _: usize, address: MacAddr, claim: Claim, _: &Fake, tell: bool) {
+        self.claims.lock().unwrap().push((address, claim, tell));
+    }
+
+    fn panicked(&self, message: &str) {
+        self.fell.lock().unwrap().push(message.to_owned());
+        self.panic_at(Panics::Always);
     }
 }
 
@@ -216,8 +291,16 @@ impl Net {
     }
 
     fn of(ports: Vec<(Mode, bool)>) -> Net {
-        let mut switch = Switch::new(Fdb::new(4096, AGEING));
-        let ports: Vec<_> = ports.into_iter().map(|(mode, hairpin)| Fake::new(mode, hairpin)).collect();
+        Net::made(ports.into_iter().map(|(mode, hairpin)| Fake::new(mode, hairpin)).collect())
+    }
+
+    /// Ports of a mode that each have their limits.
+    fn limited(limits: &[Limits]) -> Net {
+        Net::made(limits.iter().map(|&limits| Fake::limited(Mode::Switch, false, limits)).collect())
+    }
+
+    fn made(ports: Vec<Arc<Fake>>) -> Net {
+        let mut switch = Switch::new(Fdb::new(4096, AGEING).with_hold(HOLD));
         for (number, port) in ports.iter().enumerate() {
             assert_eq!(switch.add(port.clone()), number as u32);
         }
@@ -228,9 +311,14 @@ impl Net {
     fn send(&mut self, from: usize, frames: &[Bytes]) -> Vec<Vec<Bytes>> {
         let before = self.ports[from].done.load(Relaxed);
         self.ports[from].to_send.lock().unwrap().push_back(frames.to_vec());
-        assert_eq!(self.switch.carry(from as u32, 0, self.now), frames.len());
+        assert_eq!(self.carry(from as u32, 0), frames.len());
         assert_eq!(self.ports[from].done.load(Relaxed) - before, frames.len());
         self.ports.iter().map(|port| port.got()).collect()
+    }
+
+    /// A burst, if there is one; says how many frames.
+    fn carry(&mut self, from: u32, queue: usize) -> usize {
+        self.switch.carry(from, queue, Duration::from_secs(self.now.into())).frames
     }
 
     /// The same with one frame: the ports that got it, whole.
@@ -266,15 +354,18 @@ fn learns_by_source_and_follows_moves() {
     assert_eq!(net.send_one(2, mac(1), mac(2)), [1]);
     assert_eq!(net.switch.fdb().len(0), 3);
     // The first one moves.
+    net.now += HOLD;
     assert_eq!(net.send_one(3, mac(2), mac(0)), [2]);
+    assert_eq!(*net.ports[3].claims.lock().unwrap(), [(mac(0), Claim::Moved, true)]);
     assert_eq!(net.send_one(1, mac(0), mac(1)), [3]);
-    assert_eq!(net.switch.fdb().len(0), 3);
+    assert_eq!(net.switch.fdb().len(net.now), 3);
 }
 
 #[test]
 fn moves_within_a_burst() {
     let mut net = Net::new(3);
     net.send_one(1, mac(0), mac(1));
+    net.now += HOLD;
     // 1 is at port 1, then, by the second frame, at port 0, where the third one would go back to.
     let frames = [frame(mac(1), mac(0), 1), frame(mac(9), mac(1), 2), frame(mac(1), mac(0), 3)];
     let got = net.send(0, &frames);
@@ -393,13 +484,13 @@ fn a_generating_port_gets_frames_of_its_own_and_no_others() {
     for sent in [vec![], vec![frame(mac(0), mac(1), 0)]] {
         let count = sent.len();
         net.ports[1].to_send.lock().unwrap().push_back(sent);
-        assert_eq!(net.switch.carry(1, 0, 0), count + BURST);
+        assert_eq!(net.carry(1, 0), count + BURST);
         assert_eq!(net.ports[1].done.swap(0, Relaxed), count);
         let got: Vec<_> = net.ports.iter().map(|port| port.got()).collect();
         assert_eq!(got, [vec![], vec![made.clone(); BURST], vec![]]);
     }
     net.ports[1].stop(true);
-    assert_eq!(net.switch.carry(1, 0, 0), 0);
+    assert_eq!(net.carry(1, 0), 0);
 }
 
 #[test]
@@ -415,13 +506,13 @@ fn a_burst_takes_one_lock_and_its_source_is_kept() {
     assert!(held(&net));
     // Whoever wants it gets it at the next look.
     net.ports[0].wanted.store(true, Relaxed);
-    assert_eq!(net.switch.carry(0, 0, 0), 0);
+    assert_eq!(net.carry(0, 0), 0);
     assert!(!held(&net));
     net.ports[0].wanted.store(false, Relaxed);
     // Nor is it kept when there is nothing, when the worker settles, or releases what it has.
     net.send(0, &frames);
     assert!(held(&net));
-    assert_eq!(net.switch.carry(0, 0, 0), 0);
+    assert_eq!(net.carry(0, 0), 0);
     assert!(!held(&net));
     net.send(0, &frames);
     net.switch.settle();
@@ -440,7 +531,7 @@ fn what_a_removed_port_had_is_forgotten() {
     assert!(net.switch.remove(1).is_none() && net.switch.remove(99).is_none());
     assert_eq!(net.send_one(0, mac(1), mac(0)), [2, 3]);
     assert_eq!(net.send_one(0, mac(2), mac(0)), [2]);
-    assert_eq!(net.switch.carry(1, 0, 0), 0);
+    assert_eq!(net.carry(1, 0), 0);
     assert_eq!(Arc::strong_count(&net.ports[1]), 1);
     // Its number is free for another one, which gets nothing of its frames.
     net.ports[1] = Fake::new(Mode::Switch, false);
@@ -496,9 +587,9 @@ fn a_port_that_cannot_take_frames_keeps_nobody_else_from_them() {
 #[test]
 fn nothing_comes_from_where_there_is_nothing() {
     let mut net = Net::new(2);
-    assert_eq!(net.switch.carry(0, 0, 0), 0);
-    assert_eq!(net.switch.carry(0, 1, 0), 0, "no such queue");
-    assert_eq!(net.switch.carry(2, 0, 0), 0, "no such port");
+    assert_eq!(net.carry(0, 0), 0);
+    assert_eq!(net.carry(0, 1), 0, "no such queue");
+    assert_eq!(net.carry(2, 0), 0, "no such port");
     assert!(net.ports.iter().all(|port| port.got().is_empty()));
 }
 
@@ -546,6 +637,177 @@ fn an_address_that_moves_to_a_port_that_pours_can_be_reached_there() {
     assert_eq!(net.ports[0].poured.load(Relaxed), 1);
 }
 
+/// Ports that may do what is usual, and one more.
+fn limits(changes: impl Fn(&mut Limits)) -> Limits {
+    let mut limits = Limits::default();
+    changes(&mut limits);
+    limits
+}
+
+#[test]
+fn an_address_in_use_is_not_taken_by_who_sends_with_it() {
+    let mut net = Net::new(4);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    // Port 2 sends with the address of port 1, again and again, while port 1 is heard now and then.
+    for now in 0..100 {
+        net.now = now;
+        net.send_one(1, mac(9), mac(1));
+        assert_eq!(net.send_one(2, MacAddr::BROADCAST, mac(1)), [0, 1, 3]);
+        assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+    }
+    let claims = std::mem::take(&mut *net.ports[2].claims.lock().unwrap());
+    assert_eq!(claims.len(), 100);
+    assert!(claims.iter().all(|&(address, claim, _)| (address, claim) == (mac(1), Claim::Held)));
+    assert_eq!(claims.iter().filter(|(_, _, tell)| *tell).count(), 5, "a few, and one a minute");
+    // It waits until port 1 is silent: that one has it back as soon as it speaks.
+    net.now += HOLD;
+    net.send_one(2, MacAddr::BROADCAST, mac(1));
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [2]);
+    net.send_one(1, mac(9), mac(1));
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+}
+
+#[test]
+fn a_ports_own_address_is_nobody_elses() {
+    let own = limits(|limits| limits.own = Some(mac(1)));
+    let mut net = Net::limited(&[Limits::default(), own, Limits::default(), own]);
+    assert_eq!(*net.ports[3].claims.lock().unwrap(), [(mac(1), Claim::Owned, true)], "two ports with one address");
+    for now in [0, 1000, 100_000] {
+        net.now = now;
+        assert_eq!(net.send_one(0, mac(1), mac(0)), [1], "known before it has sent anything");
+        assert_eq!(net.send_one(2, mac(0), mac(1)), [] as [usize; 0]);
+        assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+        net.switch.forget(1);
+    }
+    assert_eq!(net.ports[2].lost(Dropped::Spoofed), 3);
+    // It may have others, which are not its own.
+    assert_eq!(net.send_one(1, mac(0), mac(7)), [0]);
+    // When the port is gone, so is its claim.
+    net.switch.remove(1);
+    assert_eq!(net.send_one(2, mac(0), mac(1)), [0]);
+}
+
+#[test]
+fn a_fixed_port_sends_from_its_own_address_only() {
+    let fixed = limits(|limits| (limits.fixed, limits.own) = (true, Some(mac(1))));
+    let nameless = limits(|limits| limits.fixed = true);
+    let mut net = Net::limited(&[Limits::default(), fixed, nameless]);
+    let frames = [mac(1), mac(2), mac(1), GROUP, mac(0)].map(|source| frame(MacAddr::BROADCAST, source, 0));
+    let good = vec![frames[0].clone(), frames[2].clone()];
+    assert_eq!(net.send(1, &frames), [good.clone(), vec![], good]);
+    assert_eq!(net.ports[1].lost(Dropped::Spoofed), 3);
+    assert_eq!(net.send_one(2, mac(1), mac(2)), [] as [usize; 0]);
+    assert_eq!(net.switch.fdb().len(0), 1);
+    // Other limits hold from now on.
+    net.switch.limit(1, Limits::default());
+    assert_eq!(net.send_one(1, MacAddr::BROADCAST, mac(2)), [0, 2]);
+}
+
+#[test]
+fn a_port_that_invents_addresses_takes_nobody_elses_room() {
+    let mut net = Net::new(4);
+    // As many addresses as there are frames, for a while.
+    for round in 0..2000 {
+        let frames: Vec<_> = (0..BURST).map(|number| frame(mac(9), mac(1000 + round * BURST + number), 0)).collect();
+        net.now = round as u32 / 500;
+        net.send(3, &frames);
+    }
+    assert!(net.switch.fdb().len(3) <= 256, "{}", net.switch.fdb().len(3));
+    assert!(net.ports[3].crowded.load(Relaxed) >= 2000 * BURST - 256);
+    // The others are learned as ever, and nobody sees what is for them.
+    for port in 0..3 {
+        net.send_one(port, MacAddr::BROADCAST, mac(port));
+    }
+    for port in 0..3 {
+        assert_eq!(net.send_one((port + 1) % 3, mac(port), mac((port + 1) % 3)), [port]);
+    }
+}
+
+#[test]
+fn so_many_frames_to_everybody_and_no_more() {
+    let few = limits(|limits| limits.storm = 1000);
+    let none = limits(|limits| limits.storm = 0);
+    let mut net = Net::limited(&[few, none, Limits::default()]);
+    net.send_one(2, MacAddr::BROADCAST, mac(2));
+    let second = |net: &mut Net, from: usize, destination| -> usize {
+        net.now += 1;
+        let frames: Vec<_> = (0..BURST).map(|number| frame(destination, mac(from), number)).collect();
+        (0..50).map(|_| net.send(from, &frames)[2].len()).sum()
+    };
+    for destination in [MacAddr::BROADCAST, GROUP, mac(77)] {
+        assert_eq!(second(&mut net, 0, destination), BURST, "the clock stands still within a second: a burst's worth");
+        assert_eq!(second(&mut net, 1, destination), 50 * BURST);
+    }
+    assert_eq!(net.ports[0].lost(Dropped::Storm), 3 * 49 * BURST);
+    assert_eq!(net.ports[1].lost(Dropped::Storm), 0);
+    // What is addressed to somebody is no storm; nor is what goes to one port only.
+    assert_eq!(second(&mut net, 0, mac(2)), 50 * BURST);
+    net.switch.remove(1);
+    assert_eq!(second(&mut net, 0, MacAddr::BROADCAST), 50 * BURST);
+}
+
+#[test]
+fn link_local_frames_go_where_both_ends_let_them() {
+    let open = limits(|limits| limits.link_local = true);
+    let mut net = Net::limited(&[Limits::default(), open, open, Limits::default()]);
+    for last in 0..=0x10 {
+        let group = MacAddr([0x01, 0x80, 0xc2, 0, 0, last]);
+        let (shut, open) = if last < 0x10 { (vec![], vec![2]) } else { (vec![1, 2, 3], vec![0, 2, 3]) };
+        assert_eq!(net.send_one(0, group, mac(0)), shut, "{group}");
+        assert_eq!(net.send_one(1, group, mac(1)), open, "{group}");
+    }
+    assert_eq!([0, 1].map(|port| net.ports[port].lost(Dropped::LinkLocal)), [16, 0]);
+}
+
+#[test]
+fn a_burst_that_goes_to_many_ports_is_heavy() {
+    for (ports, heavy) in [(3, false), (4, false), (5, true)] {
+        let mut net = Net::new(ports);
+        let frames: Vec<_> = (0..BURST).map(|number| frame(MacAddr::BROADCAST, mac(0), number)).collect();
+        net.ports[0].to_send.lock().unwrap().push_back(frames);
+        let work = net.switch.carry(0, 0, Duration::ZERO);
+        assert_eq!((work.frames, work.heavy), (BURST, heavy), "{ports} ports");
+    }
+}
+
+#[test]
+fn a_panic_of_a_port_is_that_ports_end() {
+    for place in [Panics::Lease, Panics::Take, Panics::Done, Panics::Put, Panics::Settle, Panics::Drop, Panics::Always]
+    {
+        let mut net = Net::new(4);
+        (0..4).for_each(|port| drop(net.send_one(port, MacAddr::BROADCAST, mac(port))));
+        net.switch.settle();
+        *net.ports[3].panics.lock().unwrap() = Some(place);
+        // It sends and is sent to; the others do not notice.
+        let done = net.ports[0].done.load(Relaxed);
+        for round in 0..10 {
+            net.ports[3].to_send.lock().unwrap().push_back(vec![frame(mac(0), mac(3), round)]);
+            net.carry(3, 0);
+            net.ports[0].got();
+            net.switch.settle();
+            assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+            let mut flooded = net.send_one(0, MacAddr::BROADCAST, mac(0));
+            flooded.retain(|&port| port < 3);
+            assert_eq!(flooded, [1, 2]);
+            net.switch.settle();
+        }
+        assert_eq!(net.ports[0].done.load(Relaxed) - done, 20, "who sent to it has its buffers back");
+        let fell = std::mem::take(&mut *net.ports[3].fell.lock().unwrap());
+        assert!(fell.len() == 1 && fell[0].starts_with("a bug at "), "{place:?}: {fell:?}");
+        assert!(!net.ports[3].leased.load(Relaxed));
+        assert!((0..3).all(|port| net.ports[port].fell.lock().unwrap().is_empty()));
+        // It takes no part until it begins anew.
+        let puts = net.ports[3].sinks.load(Relaxed);
+        net.send_one(0, mac(3), mac(0));
+        assert_eq!((net.carry(3, 0), net.ports[3].sinks.load(Relaxed)), (0, puts));
+        *net.ports[3].panics.lock().unwrap() = None;
+        net.ports[3].to_send.lock().unwrap().clear();
+        net.switch.forget(3);
+        assert_eq!(net.send_one(3, mac(0), mac(3)), [0]);
+        assert_eq!(net.send_one(0, mac(3), mac(0)), [3]);
+    }
+}
+
 /// What is done to a switch. Ports are modulo their number, addresses are small.
 #[derive(Clone, Debug)]
 enum Op {
@@ -584,7 +846,8 @@ type Expected = Vec<Vec<(Bytes, bool)>>;
 /// A switch that is plain and slow.
 #[derive(Default)]
 struct Model {
-    seen: HashMap<MacAddr, (usize, u32)>,
+    /// Where each address is, which port had it first, and when it was heard there.
+    seen: HashMap<MacAddr, (usize, usize, u32)>,
 }
 
 impl Model {
@@ -602,9 +865,18 @@ impl Model {
                 Mode::Switch => {}
             }
             if !source.is_multicast() {
-                self.seen.insert(*source, (from, now));
+                match self.seen.get_mut(source).filter(|(_, _, seen)| now - *seen < AGEING) {
+                    Some((at, home, seen)) => {
+                        if *at == from || *home == from || now - *seen >= HOLD {
+                            (*at, *seen) = (from, now);
+                        }
+                    }
+                    None => {
+                        self.seen.insert(*source, (from, from, now));
+                    }
+                }
             }
-            let known = self.seen.get(destination).filter(|(_, seen)| now - seen < AGEING).map(|(port, _)| *port);
+            let known = self.seen.get(destination).filter(|(_, _, seen)| now - seen < AGEING).map(|(port, ..)| *port);
             for (number, port) in ports.iter().enumerate() {
                 let wanted = known.map_or(port.mode == Mode::Switch, |known| known == number);
                 if wanted && (number != from || port.hairpin) {
@@ -667,10 +939,13 @@ proptest! {
                     prop_assert!(net.switch.remove(port as u32).is_some());
                     net.ports[port] = Fake::new(mode, hairpin);
                     prop_assert_eq!(net.switch.add(net.ports[port].clone()), port as u32);
-                    model.seen.retain(|_, (at, _)| *at != port);
+                    model.seen.retain(|_, (at, ..)| *at != port);
+                    for (at, home, _) in model.seen.values_mut().filter(|(_, home, _)| *home == port) {
+                        *home = *at;
+                    }
                 }
             }
-            let live = model.seen.values().filter(|(_, seen)| net.now - seen < AGEING).count();
+            let live = model.seen.values().filter(|(_, _, seen)| net.now - seen < AGEING).count();
             prop_assert_eq!(net.switch.fdb().len(net.now), live);
         }
     }

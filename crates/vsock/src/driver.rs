@@ -144,6 +144,11 @@ macro_rules! addresses {
         pub fn addresses(&self) -> Addresses {
             self.queue.at
         }
+
+        /// Where a device that knows nothing of this ring has to go on, as SET_VRING_BASE carries it.
+        pub fn base(&self) -> u32 {
+            self.queue.ring.base()
+        }
     };
 }
 

@@ -13,6 +13,16 @@ pub const HEADER: usize = 14;
 /// Bytes of the smallest frame, without its check sequence.
 pub const ZLEN: usize = 60;
 
+/// Bytes of two VLAN tags.
+pub const TAGS: usize = 8;
+
+/// Bytes of the longest frame on a link whose packets have `mtu` bytes at most, from the destination address to the end of
+/// the payload. Two VLAN tags do not count as payload.
+#[inline]
+pub const fn longest_frame(mtu: u16) -> usize {
+    mtu as usize + HEADER + TAGS
+}
+
 /// An Ethernet address, in the order of the wire.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MacAddr(pub [u8; 6]);
@@ -40,6 +50,13 @@ impl MacAddr {
     #[inline]
     pub const fn is_multicast(self) -> bool {
         self.0[0] & 1 != 0
+    }
+
+    /// Whether it is one of the sixteen group addresses 01-80-C2-00-00-00 to -0F, for protocols between neighbours on a link:
+    /// no bridge forwards their frames (IEEE 802.1Q, 8.6.3).
+    #[inline]
+    pub const fn is_link_local(self) -> bool {
+        matches!(self.0, [0x01, 0x80, 0xc2, 0, 0, 0..=0x0f])
     }
 
     /// Whether all bytes are zero, which is no station's address.
@@ -91,6 +108,14 @@ pub struct Addresses {
 }
 
 impl Addresses {
+    /// The addresses from their twelve bytes, the first eight and the last four as little-endian numbers.
+    #[inline]
+    pub const fn from_words(words: (u64, u32)) -> Addresses {
+        let [a, b, c, d, e, f, u, v] = words.0.to_le_bytes();
+        let [w, x, y, z] = words.1.to_le_bytes();
+        Addresses { destination: MacAddr([a, b, c, d, e, f]), source: MacAddr([u, v, w, x, y, z]) }
+    }
+
     /// The addresses of the frame that begins with `head`; `None` if that is less than an Ethernet header.
     #[inline]
     pub fn read(head: &[u8]) -> Option<Addresses> {
@@ -127,6 +152,11 @@ mod tests {
     use super::*;
 
     const GUEST: MacAddr = MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0xab]);
+
+    #[test]
+    fn frames_of_an_mtu() {
+        assert_eq!([68, 1500, 65535].map(longest_frame), [90, 1522, 65557]);
+    }
 
     #[test]
     fn text_round_trip() {
@@ -168,6 +198,11 @@ mod tests {
         assert!(MacAddr::BROADCAST.is_multicast());
         assert!(MacAddr([0x33, 0x33, 0, 0, 0, 1]).is_multicast());
         assert!(!GUEST.is_multicast());
+        for last in 0..=0xff {
+            assert_eq!(MacAddr([0x01, 0x80, 0xc2, 0, 0, last]).is_link_local(), last < 16);
+            assert!(!MacAddr([0x01, 0x80, 0xc2, 0, 1, last]).is_link_local());
+        }
+        assert!(!GUEST.is_link_local() && !MacAddr::BROADCAST.is_link_local());
         assert!(MacAddr([0; 6]).is_zero());
         assert!(!GUEST.is_zero());
         assert!(!MacAddr([0, 0, 0, 0, 0, 1]).is_zero());
@@ -191,6 +226,7 @@ mod tests {
         let frame: Vec<u8> = (0..60).collect();
         let expected = Addresses { destination: MacAddr([0, 1, 2, 3, 4, 5]), source: MacAddr([6, 7, 8, 9, 10, 11]) };
         assert_eq!(Addresses::read(&frame), Some(expected));
+        assert_eq!(Addresses::from_words((0x0706_0504_0302_0100, 0x0b0a_0908)), expected);
         assert_eq!(Addresses::read(&frame[..HEADER]), Some(expected));
         for size in 0..HEADER {
             assert_eq!(Addresses::read(&frame[..size]), None);

@@ -3,6 +3,17 @@
 //! Everything takes bytes and gives bytes. No input panics: what is too short or damaged is a `None` or a small error.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo
+    )
+)]
 
 pub mod ethernet;
 pub mod probe;

@@ -205,13 +205,15 @@ fn split_mut(frame: &mut [u8]) -> Result<(&mut [u8; MIN_SIZE], &mut [u8]), Probe
 /// Only for constant offsets within the head: then it is one load, and the bounds check goes away.
 #[inline(always)]
 fn get<const N: usize>(head: &[u8; MIN_SIZE], at: usize) -> [u8; N] {
-    std::array::from_fn(|index| head[at + index])
+    head.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
 }
 
 /// As [`get`], one store.
 #[inline(always)]
 fn put<const N: usize>(head: &mut [u8; MIN_SIZE], at: usize, bytes: [u8; N]) {
-    head[at..at + N].copy_from_slice(&bytes);
+    if let Some(place) = head.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
+        *place = bytes;
+    }
 }
 
 /// The IPv4 total length in a frame of `size` bytes, of which [`split`] has seen to the bounds.
@@ -255,7 +257,10 @@ fn pattern(sequence: u64) -> impl Iterator<Item = [u8; 8]> {
 
 fn fill(sequence: u64, body: &mut [u8]) {
     for (chunk, word) in body.chunks_mut(8).zip(pattern(sequence)) {
-        chunk.copy_from_slice(&word[..chunk.len()]);
+        match <&mut [u8; 8]>::try_from(&mut *chunk) {
+            Ok(whole) => *whole = word,
+            Err(_) => chunk.iter_mut().zip(word).for_each(|(place, byte)| *place = byte),
+        }
     }
 }
 
@@ -264,7 +269,7 @@ fn first_damaged(sequence: u64, body: &[u8]) -> Option<usize> {
     let mut chunks = body.chunks(8).zip(pattern(sequence)).enumerate();
     chunks.find_map(|(index, (chunk, word))| {
         // Word for word while all is well, byte for byte once it is not.
-        if chunk == &word[..chunk.len()] {
+        if word.get(..chunk.len()) == Some(chunk) {
             return None;
         }
         let at = chunk.iter().zip(word).position(|(&found, expected)| found != expected)?;

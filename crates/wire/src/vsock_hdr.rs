@@ -86,10 +86,12 @@ impl VsockHdr {
     #[inline]
     pub fn to_bytes(&self) -> [u8; SIZE] {
         let mut bytes = [0; SIZE];
-        let mut at = 0;
+        let mut rest = &mut bytes[..];
         let mut put = |field: &[u8]| {
-            bytes[at..at + field.len()].copy_from_slice(field);
-            at += field.len();
+            if let Some((place, after)) = std::mem::take(&mut rest).split_at_mut_checked(field.len()) {
+                place.copy_from_slice(field);
+                rest = after;
+            }
         };
         put(&self.src_cid.to_le_bytes());
         put(&self.dst_cid.to_le_bytes());
@@ -107,9 +109,12 @@ impl VsockHdr {
     /// The header that these bytes are.
     #[inline]
     pub fn from_bytes(bytes: &[u8; SIZE]) -> VsockHdr {
-        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        fn at<const N: usize>(bytes: &[u8; SIZE], at: usize) -> [u8; N] {
+            bytes.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
+        }
+        let u16_at = |offset: usize| u16::from_le_bytes(at(bytes, offset));
+        let u32_at = |offset: usize| u32::from_le_bytes(at(bytes, offset));
+        let u64_at = |offset: usize| u64::from_le_bytes(at(bytes, offset));
         VsockHdr {
             src_cid: u64_at(0),
             dst_cid: u64_at(8),

@@ -96,8 +96,10 @@ impl Common {
         for (number, port) in ports.iter().enumerate() {
             let socket = folder.file(&format!("{name}-{number}.sock"));
             let path = socket.display();
-            let _ =
-                write!(text, "[[port]]\nname = \"p{number}\"\nkind = \"vhost-user\"\nsocket = \"{path}\"\n{port}\n");
+            let _ = write!(
+                text,
+                "[[port]]\nname = \"p{number}\"\nkind = \"vhost-user\"\nsocket = \"{path}\"\nmtu = 65535\n{port}\n"
+            );
             sockets.push(socket);
         }
         fs::write(&config, text).map_err(|error| format!("{}: {error}", config.display()))?;

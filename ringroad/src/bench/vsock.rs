@@ -129,6 +129,7 @@ impl Setup {
             receive: self.receive,
             cid: None,
             settings,
+            reconnect: None,
         };
         // Its worker inherits the CPU.
         let client = self.common.pinned(|| connector.connect().map_err(|error| error.to_string()))?;

@@ -168,6 +168,7 @@ impl Args {
             receive: RECEIVE,
             cid: Some(3),
             settings: Settings { poll: poll(&self.poll)?, ..Settings::default() },
+            reconnect: None,
         };
         let start = Instant::now();
         let client = loop {

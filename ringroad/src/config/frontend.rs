@@ -15,28 +15,32 @@ pub struct Frontend {
     pub access: Access,
 }
 
-/// The keys that are read here.
-pub(super) const KEYS: [&str; 4] = ["limits", "socket_mode", "socket_owner", "socket_group"];
+/// The keys that are read here, beside `limits`.
+pub(super) const KEYS: [&str; 3] = ["socket_mode", "socket_owner", "socket_group"];
 
 /// Address space that each port gets at least that does not say how much it wants.
 const LEAST_MAPPED: u64 = 1 << 30;
 
-pub(super) fn frontend(table: &Section, taken: &mut Taken) -> Result<Frontend, ConfigError> {
+/// Keys of `limits` that are read here.
+pub(super) const LIMITS: [&str; 6] = ["mapped", "regions", "connects", "messages", "refusals", "lines"];
+
+/// `others`: further keys that `limits` may have.
+pub(super) fn frontend(table: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<Frontend, ConfigError> {
     let access = Access {
         mode: table.text("socket_mode", "octal permissions such as \"0660\"", parse_mode)?.unwrap_or(0o600),
         owner: table.text("socket_owner", "the name or number of a user", |text| number_or(text, user_id))?,
         group: table.text("socket_group", "the name or number of a group", |text| number_or(text, group_id))?,
     };
-    Ok(Frontend { limits: limits(table, taken)?, access })
+    Ok(Frontend { limits: limits(table, taken, others)?, access })
 }
 
-fn limits(port: &Section, taken: &mut Taken) -> Result<Limits, ConfigError> {
+fn limits(port: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<Limits, ConfigError> {
     let default = Limits::default();
     let Some(table) = port.section("limits", "limits.")? else {
         taken.memory.push((None, None));
         return Ok(default);
     };
-    table.only(&["mapped", "regions", "connects", "messages", "refusals", "lines"], &[])?;
+    table.only(&[&LIMITS[..], others].concat(), &[])?;
     let sizes = (1 << 20)..=Limits::ALL_MAPPED;
     let mapped = table.text("mapped", "\"1MiB\" to \"48TiB\", in whole MiB, GiB or TiB", |text| {
         parse_size(text).filter(|size| sizes.contains(size))

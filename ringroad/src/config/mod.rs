@@ -26,7 +26,7 @@ use std::time::Duration;
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Gather, Mode, Poll};
+use ringroad_switch::{Gather, Limits, Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use thiserror::Error;
 use toml::Spanned;
@@ -105,8 +105,10 @@ pub struct Workers {
 pub struct SwitchConfig {
     /// After how long without a frame an address is forgotten.
     pub ageing: Duration,
-    /// How many addresses it learns at most.
+    /// How many addresses it has room for at least.
     pub entries: usize,
+    /// For how long nothing must have come from an address before it can move to another port.
+    pub move_after: Duration,
 }
 
 /// One port of the switch.
@@ -122,6 +124,8 @@ pub struct Port {
     pub mtu: Option<u16>,
     /// Overrides [`Workers::poll`] for this port.
     pub poll: Option<Poll>,
+    /// What it may do to other ports.
+    pub limits: Limits,
     /// What is on the other side, and what only such a port has.
     pub kind: Kind,
 }
@@ -250,7 +254,7 @@ impl Default for Workers {
 
 impl Default for SwitchConfig {
     fn default() -> SwitchConfig {
-        SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 }
+        SwitchConfig { ageing: Duration::from_secs(300), entries: 4096, move_after: Duration::from_secs(2) }
     }
 }
 
@@ -285,12 +289,18 @@ fn workers(root: &Section, taken: &mut Taken) -> Result<Workers, ConfigError> {
 fn switch(root: &Section) -> Result<SwitchConfig, ConfigError> {
     let default = SwitchConfig::default();
     let Some(table) = root.section("switch", "switch.")? else { return Ok(default) };
-    table.only(&["ageing", "entries"], &[])?;
-    let ageing = table.text("ageing", "\"1s\" to \"1000000s\"", |text| {
-        amount(text, "s").filter(|seconds| (1..=1_000_000).contains(seconds)).map(Duration::from_secs)
-    })?;
+    table.only(&["ageing", "entries", "move_after"], &[])?;
+    let seconds = |text: &str, least| {
+        amount(text, "s").filter(|seconds| (least..=1_000_000).contains(seconds)).map(Duration::from_secs)
+    };
+    let ageing = table.text("ageing", "\"1s\" to \"1000000s\"", |text| seconds(text, 1))?;
+    let move_after = table.text("move_after", "\"0s\" to \"1000000s\"", |text| seconds(text, 0))?;
     let entries = table.number("entries", 1..=1 << 20)?.map(|entries| entries as usize);
-    Ok(SwitchConfig { ageing: ageing.unwrap_or(default.ageing), entries: entries.unwrap_or(default.entries) })
+    Ok(SwitchConfig {
+        ageing: ageing.unwrap_or(default.ageing),
+        entries: entries.unwrap_or(default.entries),
+        move_after: move_after.unwrap_or(default.move_after),
+    })
 }
 
 fn ports(root: &Section, taken: &mut Taken) -> Result<Vec<Port>, ConfigError> {
@@ -319,7 +329,7 @@ struct Taken {
     sockets: HashMap<PathBuf, usize>,
     interfaces: HashMap<String, usize>,
     cids: HashMap<u64, usize>,
-    macs: HashMap<[u8; 6], usize>,
+    macs: HashMap<MacAddr, usize>,
     places: Places,
     /// Address space and regions that each guest's memory may take up, if the file says so, in its order.
     memory: Vec<(Option<u64>, Option<usize>)>,
@@ -343,8 +353,8 @@ enum KindName {
 }
 
 fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
-    const COMMON: [&str; 7] = ["name", "kind", "mode", "hairpin", "queues", "mtu", "poll"];
-    const VHOST_USER: [&str; 5] = ["socket", "role", "features", "mac", "tuning"];
+    const COMMON: [&str; 9] = ["name", "kind", "mode", "hairpin", "queues", "mtu", "poll", "limits", "link_local"];
+    const VHOST_USER: [&str; 6] = ["socket", "role", "features", "mac", "addresses", "tuning"];
     const TAP: [&str; 1] = ["interface"];
     table.only(&[&COMMON[..], &VHOST_USER, &frontend::KEYS, &TAP].concat(), &["xdp"])?;
 
@@ -370,17 +380,45 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     // Nobody would wake a queue that has no frames.
     let poll = table.poll()?.or((mode == Mode::Generate).then_some(Poll::Unlimited));
     let queues = table.number("queues", 1..=16)?.unwrap_or(1) as u16;
-    Ok(Port {
-        name,
-        mode,
-        hairpin: table.boolean("hairpin", false)?,
-        mtu: table.number("mtu", 68..=65535)?.map(|mtu| mtu as u16),
-        poll,
-        kind: match kind {
-            KindName::VhostUser => vhost_user(table, queues, taken)?,
-            KindName::Tap => tap(table, queues, taken)?,
-        },
-    })
+    let (hairpin, mtu) = (table.boolean("hairpin", false)?, table.number("mtu", 68..=65535)?.map(|mtu| mtu as u16));
+    let (kind, default) = match kind {
+        KindName::VhostUser => (vhost_user(table, queues, taken)?, Limits::GUEST),
+        KindName::Tap => (tap(table, queues, taken)?, Limits::NETWORK),
+    };
+    let limits = limits(table, &kind, default)?;
+    Ok(Port { name, mode, hairpin, mtu, poll, limits, kind })
+}
+
+/// Keys of `limits` that say what a port may do to others.
+const NEIGHBOURS: [&str; 2] = ["addresses", "storm"];
+
+/// What a port may do to others.
+fn limits(port: &Section, kind: &Kind, default: Limits) -> Result<Limits, ConfigError> {
+    let own = match kind {
+        Kind::VhostUser { mac, .. } => *mac,
+        Kind::Tap { .. } => None,
+    };
+    let fixed = port.one_of("addresses", &[("learn", Some(false)), ("fixed", Some(true))])?.unwrap_or(default.fixed);
+    if let Some(value) = port.get("addresses").filter(|_| fixed && own.is_none()) {
+        let message = "\"fixed\" needs the address that the port has, key `mac`, found no such key";
+        return Err(port.error("addresses", value.span().start, message));
+    }
+    let link_local = port.one_of("link_local", &[("drop", Some(false)), ("forward", Some(true))])?;
+    let limits = Limits { own, fixed, link_local: link_local.unwrap_or(default.link_local), ..default };
+    let Some(table) = port.section("limits", "limits.")? else { return Ok(limits) };
+    let frontend: &[&str] = if matches!(kind, Kind::VhostUser { .. }) { &frontend::LIMITS } else { &[] };
+    table.only(&[&NEIGHBOURS[..], frontend].concat(), &[])?;
+    let addresses = table.number("addresses", 1..=1 << 18)?.map_or(limits.addresses, |addresses| addresses as u32);
+    let storm = match table.get("storm") {
+        None => limits.storm,
+        Some(value) if value.get_ref().as_str() == Some("unlimited") => 0,
+        Some(value) => {
+            let expected = "1 to 1000000000 frames a second or \"unlimited\"";
+            let number = table.integer("storm", value, 1..=1_000_000_000);
+            number.map_err(|_| table.wrong("storm", value, expected))? as u32
+        }
+    };
+    Ok(Limits { addresses, storm, ..limits })
 }
 
 /// Path and role of a vhost-user socket.
@@ -399,9 +437,10 @@ fn vhost_user(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, C
         text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
     })?;
     if let Some(mac) = mac {
-        table.unique("mac", &mac.0, &mut taken.macs)?;
+        table.unique("mac", &mac, &mut taken.macs)?;
     }
-    let (features, tuning, frontend) = (features(table)?, tuning(table)?, frontend::frontend(table, taken)?);
+    let (features, tuning, frontend) =
+        (features(table)?, tuning(table)?, frontend::frontend(table, taken, &NEIGHBOURS)?);
     Ok(Kind::VhostUser { socket, role, features, queues, mac, tuning, frontend })
 }
 
@@ -725,6 +764,7 @@ turn = 1
 [switch]
 ageing = "60s"
 entries = 1_000
+move_after = "5s"
 [[port]]
 name = "vm1"
 kind = "vhost-user"         # vhost-user | tap
@@ -735,12 +775,16 @@ hairpin = true
 features = { packed = true, in_order = false, mrg_rxbuf = true, event_idx = true, indirect = true, mtu = false }
 queues = 2
 mac = "52:54:00:12:34:56"
+addresses = "fixed"
+limits = { addresses = 2, storm = 1_000 }
+link_local = "forward"
 mtu = 1500
 poll = "unlimited"
 [[port]]
 name = "uplink"
 kind = "tap"
 interface = "rr0"
+limits = { storm = "unlimited" }
 "#;
 
     /// A sound vhost-user port in lines 1 to 4, then `rest` from line 5 on.
@@ -766,19 +810,24 @@ interface = "rr0"
         let config = parse(EXAMPLE);
         let (poll, gather) = (Poll::For(Duration::from_micros(50)), Gather::For(Duration::from_micros(8)));
         assert_eq!(config.workers, Workers { cpus: vec![1], poll, gather, turn: 1 });
-        assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(60), entries: 1000 });
+        assert_eq!(
+            config.switch,
+            SwitchConfig { ageing: Duration::from_secs(60), entries: 1000, move_after: Duration::from_secs(5) }
+        );
+        let mac = Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56]));
         let vm1 = Port {
             name: "vm1".into(),
             mode: Mode::Reflect,
             hairpin: true,
             mtu: Some(1500),
             poll: Some(Poll::Unlimited),
+            limits: Limits { addresses: 2, own: mac, fixed: true, storm: 1000, link_local: true },
             kind: Kind::VhostUser {
                 socket: "/run/ringroad/vm1.sock".into(),
                 role: Role::Client,
                 features: Features { in_order: false, mtu: false, ..Features::ALL },
                 queues: 2,
-                mac: Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56])),
+                mac,
                 tuning: Tuning::default(),
                 frontend: Frontend::default(),
             },
@@ -789,6 +838,7 @@ interface = "rr0"
             hairpin: false,
             mtu: None,
             poll: None,
+            limits: Limits { addresses: 4096, own: None, fixed: false, storm: 0, link_local: false },
             kind: Kind::Tap { interface: "rr0".into(), queues: 1 },
         };
         assert_eq!(config.ports, [vm1, uplink]);
@@ -799,20 +849,19 @@ interface = "rr0"
         let config = parse(&vm1(""));
         let workers = Workers { cpus: vec![], poll: Poll::For(Duration::ZERO), gather: Gather::Auto, turn: 4 };
         assert_eq!(config.workers, workers);
-        assert_eq!(config.switch, SwitchConfig { ageing: Duration::from_secs(300), entries: 4096 });
+        assert_eq!(config.switch, SwitchConfig::default());
+        assert_eq!(
+            (config.switch.ageing.as_secs(), config.switch.entries, config.switch.move_after.as_secs()),
+            (300, 4096, 2)
+        );
         let port = &config.ports[0];
+        let limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
+        assert_eq!(port.limits, limits);
         assert_eq!((port.mode, port.hairpin, port.mtu, port.poll), (Mode::Switch, false, None, None));
         let (role, features) = (Role::Server, Features::ALL);
         let tuning = Tuning::default();
-        let kind = Kind::VhostUser {
-            socket: "/run/1".into(),
-            role,
-            features,
-            queues: 1,
-            mac: None,
-            tuning,
-            frontend: Frontend::default(),
-        };
+        let (socket, frontend) = ("/run/1".into(), Frontend::default());
+        let kind = Kind::VhostUser { socket, role, features, queues: 1, mac: None, tuning, frontend };
         assert_eq!(port.kind, kind);
         assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
     }
@@ -857,6 +906,9 @@ interface = "rr0"
             "poll = \"10000ms\"",
             "mode = \"drop\"",
             "[switch]\nentries = 1\nageing = \"1s\"",
+            "[switch]\nmove_after = \"0s\"",
+            "limits = { addresses = 262144, storm = 1000000000 }",
+            "addresses = \"learn\"\nlink_local = \"drop\"\nlimits = {}",
             "[switch]\nentries = 1048576\nageing = \"1000000s\"",
             "[workers]\ncpus = []",
             "[workers]\ncpus = [1023]",
@@ -1002,6 +1054,38 @@ interface = "rr0"
             (vm1("mac = \"52:54:00:12:34\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero address su"),
             (vm1("mac = \"01:00:5e:00:00:01\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),
             (vm1("mac = \"00:00:00:00:00:00\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),
+            (
+                server("/run/2").replace("/run/1\"", "/run/1\"\nmac = \"52:54:00:00:00:01\"")
+                    + "mac = \"52:54:00:00:00:01\"",
+                "10: port \"vm2\": key `mac`: expected nothing else to have it, found \"52:54:00:00:00:01\" in line 5 too",
+            ),
+            (
+                vm1("addresses = \"fixed\""),
+                "5: port \"vm1\": key `addresses`: \"fixed\" needs the address that the port has, key `mac`",
+            ),
+            (
+                vm1("addresses = \"any\""),
+                "5: port \"vm1\": key `addresses`: expected \"learn\" or \"fixed\", found \"any\"",
+            ),
+            (
+                vm1("link_local = true"),
+                "5: port \"vm1\": key `link_local`: expected \"drop\" or \"forward\", found true",
+            ),
+            (vm1("limits = 5"), "5: port \"vm1\": key `limits`: expected a table, found 5"),
+            (
+                vm1("limits.storm = 0"),
+                "5: port \"vm1\": key `limits.storm`: expected 1 to 1000000000 frames a second or \"unlimited\"",
+            ),
+            (vm1("limits.addresses = 0"), "5: port \"vm1\": key `limits.addresses`: expected 1 to 262144, found 0"),
+            (
+                vm1("limits.address = 9"),
+                "5: port \"vm1\": key `limits.address`: unknown key, did you mean `addresses`?",
+            ),
+            (
+                vm1("[switch]\nmove_after = \"-1s\""),
+                "6: key `switch.move_after`: expected \"0s\" to \"1000000s\", found",
+            ),
+            (rr0("addresses = \"learn\""), "5: port \"up\": key `addresses`: only for kind \"vhost-user\""),
             (vm1("features = true"), "5: port \"vm1\": key `features`: expected a table, found true"),
             (vm1("features.packed = 1"), "5: port \"vm1\": key `features.packed`: expected true or false, found 1"),
             (

@@ -60,7 +60,7 @@ pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, Co
 }
 
 fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
-    const KEYS: [&str; 14] = [
+    const KEYS: [&str; 15] = [
         "cid",
         "socket",
         "role",
@@ -72,6 +72,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         "connections",
         "connects",
         "memory",
+        "limits",
         "socket_memory",
         "poll",
         "features",
@@ -104,7 +105,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         memory: table.number("memory", 1 << 20..=1 << 40)?.unwrap_or(64 << 20) as usize,
         poll: table.poll()?,
         features: features(table)?,
-        frontend: frontend::frontend(table, taken)?,
+        frontend: frontend::frontend(table, taken, &[])?,
     })
 }
 

@@ -3,6 +3,7 @@
 
 use crate::config::{Config, Frontend, Kind, Log, Port, SwitchConfig, Vsock, Workers, mac};
 use ringroad_host::vhost_user::Access;
+use ringroad_switch::Limits;
 use std::fmt;
 
 /// What a change costs.
@@ -114,8 +115,9 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
     diff.key("workers.poll", InPlace, poll, &after.workers.poll);
     diff.key("workers.gather", InPlace, gather, &after.workers.gather);
     diff.key("workers.turn", InPlace, turn, &after.workers.turn);
-    let SwitchConfig { ageing, entries } = switch;
+    let SwitchConfig { ageing, entries, move_after } = switch;
     diff.key("switch.ageing", InPlace, ageing, &after.switch.ageing);
+    diff.key("switch.move_after", InPlace, move_after, &after.switch.move_after);
     diff.key("switch.entries", InPlace, entries, &after.switch.entries);
     diff.changes
 }
@@ -124,7 +126,7 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
-    let Port { name: _, mode, hairpin, mtu, poll, kind } = before;
+    let Port { name: _, mode, hairpin, mtu, poll, kind, limits } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser { socket, role, features, queues, mac: _, tuning, frontend }, Kind::VhostUser { .. }) => {
             let Kind::VhostUser { socket: s, role: r, features: f, queues: q, mac: _, tuning: t, frontend: other } =
@@ -149,6 +151,13 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         }
         (Kind::VhostUser { .. }, Kind::Tap { .. }) => diff.key("port.kind", Reconnects, &0, &1),
         (Kind::Tap { .. }, Kind::VhostUser { .. }) => diff.key("port.kind", Recreates, &0, &1),
+    }
+    if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
+        let Limits { addresses, own: _, fixed, storm, link_local } = limits;
+        diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
+        diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
+        diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
+        diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
     }
     diff.key("port.mode", InPlace, mode, &after.mode);
     diff.key("port.hairpin", InPlace, hairpin, &after.hairpin);
@@ -256,6 +265,13 @@ socket = "/run/v"
             ("mtu = 1500", "features = { packed = false }", "port vm1: key `port.features`: reconnects the guest"),
             ("mtu = 1500", "tuning = { prefetch = 0 }", "port vm1: key `port.tuning`: in place"),
             ("mtu = 1500", "mode = \"drop\"", "port vm1: key `port.mode`: in place"),
+            ("mtu = 1500", "limits = { storm = 5 }", "port vm1: key `port.limits.storm`: in place"),
+            ("mtu = 1500", "limits = { addresses = 5 }", "port vm1: key `port.limits.addresses`: in place"),
+            ("mtu = 1500", "limits = { connects = 5 }", "port vm1: key `port.limits`: in place"),
+            ("mtu = 1500", "socket_mode = \"0660\"", "port vm1: key `port.socket_mode`: in place"),
+            ("mtu = 1500", "socket_owner = \"0\"", "port vm1: key `port.socket_owner`: in place"),
+            ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),
+            ("[workers]\npoll = \"0\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
             ("mtu = 1500", "hairpin = true", "port vm1: key `port.hairpin`: in place"),
             ("mtu = 1500", "poll = \"1ms\"", "port vm1: key `port.poll`: in place"),
             ("\"/run/1\"", "\"/run/2\"", "port vm1: key `port.socket`: reconnects the guest"),

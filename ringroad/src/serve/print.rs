@@ -38,6 +38,10 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
         "stopped",
         "faults",
         "notified",
+        "storm",
+        "spoofed",
+        "claimed",
+        "panics",
     ];
     let rows: Vec<Vec<String>> = ports
         .map(|PortReport { name, received, sent }| {
@@ -52,6 +56,10 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
                 sent.stopped + sent.busy,
                 received.faults + sent.faults,
                 received.notifications + sent.notifications,
+                received.storm,
+                received.spoofed,
+                received.claimed,
+                received.panics,
             ];
             std::iter::once(name).chain(numbers.into_iter().map(report::count)).collect()
         })

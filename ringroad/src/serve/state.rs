@@ -35,7 +35,8 @@ fn worker_config(config: &Config) -> WorkerConfig {
     let cpu = config.workers.cpus.first().copied();
     let (addresses, ageing) = (config.switch.entries, config.switch.ageing.as_secs() as u32);
     let config::Workers { gather, turn, .. } = config.workers;
-    WorkerConfig { cpu, addresses, ageing, gather, turn }
+    let hold = config.switch.move_after.as_secs() as u32;
+    WorkerConfig { cpu, addresses, ageing, hold, gather, turn }
 }
 
 fn start_worker(config: &Config) -> Result<Worker, Failure> {
@@ -232,11 +233,16 @@ enum Kind {
 
 /// `poll`: what holds for ports that say nothing themselves.
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
+    let config::Port { mode, hairpin, mut limits, .. } = *port;
     let tuning = match &port.kind {
-        config::Kind::VhostUser { tuning, .. } => *tuning,
+        config::Kind::VhostUser { tuning, .. } => {
+            // What its guest is told to use nobody else may, whether the file or the port's name says it.
+            limits.own = Some(mac(port));
+            *tuning
+        }
         config::Kind::Tap { .. } => Default::default(),
     };
-    PortSettings { mode: port.mode, hairpin: port.hairpin, poll: port.poll.unwrap_or(poll), tuning }
+    PortSettings { mode, hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
 }
 
 impl Running {
@@ -245,7 +251,7 @@ impl Running {
         let settings = settings(port, poll);
         let kind = match &port.kind {
             config::Kind::VhostUser { socket, role, features, queues, frontend, .. } => {
-                let PortSettings { mode, hairpin, poll, tuning } = settings;
+                let PortSettings { mode, hairpin, poll, tuning, limits } = settings;
                 let config =
                     Space { mac: mac(port), link_up: true, queue_pairs: *queues, mtu: port.mtu.unwrap_or(MTU) };
                 let vhost = VhostConfig {
@@ -258,7 +264,8 @@ impl Running {
                     hairpin,
                     poll,
                     tuning,
-                    limits: frontend.limits,
+                    limits,
+                    frontend: frontend.limits,
                     access: frontend.access,
                 };
                 let server = Server::start(vhost, worker)?;

@@ -1,6 +1,7 @@
 //! The other side of vhost-user: a driver that connects to a network device, ours or another's (what DPDK calls
 //! virtio-user).
 
+use super::place::connect;
 use crate::sys;
 use ringroad_mem::Region;
 use ringroad_net::{Driver, DriverConfig, DriverError, bits};
@@ -80,6 +81,17 @@ pub enum ConnectError {
         /// What was asked for.
         wanted: u16,
     },
+    /// The device that came back cannot go on with the rings.
+    #[error(
+        "the device that came back offers features {offered:#x} and lacks {lacks:#x}, which the rings were set up with; \
+        start it with the features that it had, or connect anew"
+    )]
+    Changed {
+        /// What it offers.
+        offered: u64,
+        /// Those in use that it does not offer.
+        lacks: u64,
+    },
     /// It did not like a message, or went away.
     #[error("the device at {path} did not accept {what}: {error}")]
     Refused {
@@ -108,6 +120,11 @@ pub struct Notifier {
 }
 
 impl Notifier {
+    fn new() -> io::Result<Notifier> {
+        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+        Ok(Notifier { kick: eventfd()?, call: eventfd()? })
+    }
+
     /// Tells the device that there is something.
     pub fn kick(&self) {
         let _ = self.kick.write(1);
@@ -125,6 +142,9 @@ impl Notifier {
 }
 
 /// A driver that is connected to a device. Dropped, it disconnects.
+///
+/// Memory, rings and buffers outlive the device: when it is gone, [`Connection::reconnect`] hands them to the one that comes in its
+/// place, and all that was under way goes on.
 pub struct Connection {
     /// Memory and queues.
     pub driver: Driver,
@@ -135,6 +155,9 @@ pub struct Connection {
     /// The feature bits in use.
     pub acked: u64,
     handshake: Handshake,
+    connector: Connector,
+    /// Not stopped by us.
+    running: bool,
 }
 
 /// What a driver of any kind does with the socket to its device.
@@ -156,12 +179,13 @@ impl Handshake {
             let failed = |error| ConnectError::Listen { path: path.clone(), error };
             let listener = UnixListener::bind(&path).map_err(failed)?;
             let came = sys::wait_readable([Some(listener.as_fd())], Some(patience)).map_err(failed)?;
-            let accepted = if came[0] { listener.accept() } else { Err(io::ErrorKind::TimedOut.into()) };
+            let accepted = if came == [true] { listener.accept() } else { Err(io::ErrorKind::TimedOut.into()) };
             let _ = std::fs::remove_file(&path);
             return Ok(accepted.map_err(failed)?.0);
         }
         loop {
-            match UnixStream::connect(&path) {
+            // A device whose backlog is full is waited for as one that is not there yet.
+            match connect(&path).and_then(|socket| socket.set_nonblocking(false).map(|()| socket)) {
                 Ok(socket) => return Ok(socket),
                 Err(error) if start.elapsed() >= patience => return Err(ConnectError::Connect { path, error }),
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
@@ -214,6 +238,10 @@ impl Handshake {
 
     /// Hands the driver's memory over.
     pub(crate) fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
+        // Else the device could truncate it under us. Without the seal we would rather go on: it is our own device as a rule.
+        if let Err(error) = Region::seal(file) {
+            log::warn!("{}: the device can truncate the driver's memory: {error}", self.path.display());
+        }
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: region.guest(),
             memory_size: region.len() as u64,
@@ -227,6 +255,21 @@ impl Handshake {
 
     /// Sets a vring up that has not been used yet.
     pub(crate) fn ring(&mut self, index: usize, size: u32, at: Addresses) -> Result<Notifier, ConnectError> {
+        let notifier = Notifier::new()?;
+        let fresh = if self.acked & bits::RING_PACKED == 0 { 0 } else { ringroad_ring::packed::Base::FRESH.0 };
+        self.ring_at(index, size, at, fresh, &notifier)?;
+        Ok(notifier)
+    }
+
+    /// Sets a vring up that goes on at `base`.
+    pub(crate) fn ring_at(
+        &mut self,
+        index: usize,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        notifier: &Notifier,
+    ) -> Result<(), ConnectError> {
         let ring = VringConfigData {
             queue_max_size: size as u16,
             queue_size: size as u16,
@@ -237,15 +280,13 @@ impl Handshake {
             log_addr: None,
         };
         let refused = |what| refused(&self.path, what);
-        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
-        let notifier = Notifier { kick: eventfd()?, call: eventfd()? };
         let frontend = &self.frontend;
         frontend.set_vring_num(index, size as u16).map_err(refused("SET_VRING_NUM"))?;
-        self.set_vring_base(index).map_err(refused("SET_VRING_BASE"))?;
+        self.set_vring_base(index, base).map_err(refused("SET_VRING_BASE"))?;
         frontend.set_vring_addr(index, &ring).map_err(refused("SET_VRING_ADDR"))?;
         frontend.set_vring_call(index, &notifier.call).map_err(refused("SET_VRING_CALL"))?;
         frontend.set_vring_kick(index, &notifier.kick).map_err(refused("SET_VRING_KICK"))?;
-        Ok(notifier)
+        Ok(())
     }
 
     /// Lets vrings run that were set up.
@@ -258,24 +299,19 @@ impl Handshake {
         Ok(())
     }
 
-    /// Stops vrings. A device that takes GET_VRING_BASE as the end of a queue is given the chance to stop before its memory
-    /// goes.
-    pub(crate) fn stop(&self, vrings: usize) {
-        for index in 0..vrings {
-            if self.frontend.get_vring_base(index).is_err() {
-                break;
-            }
-        }
+    /// Stops vrings, so that the device leaves their memory alone: each with the base that it says, until it answers no more.
+    pub(crate) fn stop(&self, vrings: usize) -> impl Iterator<Item = (usize, u32)> {
+        (0..vrings).map_while(|index| Some((index, self.frontend.get_vring_base(index).ok()?)))
     }
 
     /// The `vhost` crate carries 16 bits of a base; a packed ring has 32 (both positions with their wrap counters).
-    fn set_vring_base(&self, index: usize) -> vhost::Result<()> {
+    fn set_vring_base(&self, index: usize, base: u32) -> vhost::Result<()> {
         if self.acked & bits::RING_PACKED == 0 {
-            return self.frontend.set_vring_base(index, 0);
+            return self.frontend.set_vring_base(index, base as u16);
         }
         const SET_VRING_BASE: u32 = 10;
         const VERSION: u32 = 1;
-        let words = [SET_VRING_BASE, VERSION, 8, index as u32, ringroad_ring::packed::Base::FRESH.0];
+        let words = [SET_VRING_BASE, VERSION, 8, index as u32, base];
         let message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         // No reply was asked for; messages of the crate before and after it are sent by this thread too.
         let mut socket = &self.socket;
@@ -291,38 +327,51 @@ fn refused(path: &Path, what: &'static str) -> impl Fn(vhost::Error) -> ConnectE
 impl Connector {
     /// Connects, negotiates, and starts all queues.
     pub fn connect(&self) -> Result<Connection, ConnectError> {
-        let socket = Handshake::open(&self.socket, self.listen, self.patience)?;
+        let mut handshake = self.negotiate(self.patience, self.features)?;
+        handshake.accept()?;
+        let acked = handshake.acked;
+        let (queue_pairs, queue_size, frame, huge) = (self.queue_pairs, self.queue_size, self.frame, self.huge);
+        let mut driver = Driver::new(DriverConfig { acked, queue_pairs, queue_size, frame, huge })?;
+        let notifiers = || (0..queue_pairs).map(|_| Notifier::new()).collect::<io::Result<Vec<_>>>();
+        let (rx, tx) = (notifiers()?, notifiers()?);
+        set_up(&mut handshake, &driver, queue_size, &rx, &tx)?;
+        driver.rx.iter_mut().for_each(|queue| {
+            queue.refill();
+        });
+        handshake.enable(2 * usize::from(queue_pairs))?;
+        let connection = Connection { driver, rx, tx, acked, handshake, connector: self.clone(), running: true };
+        connection.kick();
+        Ok(connection)
+    }
+
+    /// Finds a device that has as many queues as wanted, and agrees on features with it.
+    fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
+        let socket = Handshake::open(&self.socket, self.listen, patience)?;
         if self.queue_pairs > 1 {
             let found = queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
             if found < self.queue_pairs.into() {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
             }
         }
-        let vrings = 2 * usize::from(self.queue_pairs);
-        let mut handshake = Handshake::negotiate(socket, &self.socket, self.features, Protocol::MQ, vrings as u64)?;
-        handshake.accept()?;
-        let acked = handshake.acked;
-        let (queue_pairs, queue_size, frame, huge) = (self.queue_pairs, self.queue_size, self.frame, self.huge);
-        let mut driver = Driver::new(DriverConfig { acked, queue_pairs, queue_size, frame, huge })?;
-        handshake.share(&driver.region, &driver.file)?;
-        let (mut rx, mut tx) = (Vec::new(), Vec::new());
-        for index in 0..vrings {
-            let at = match index % 2 {
-                0 => driver.rx[index / 2].addresses(),
-                _ => driver.tx[index / 2].addresses(),
-            };
-            let notifier = handshake.ring(index, queue_size, at)?;
-            if index % 2 == 0 { &mut rx } else { &mut tx }.push(notifier);
-        }
-        driver.rx.iter_mut().for_each(|queue| {
-            queue.refill();
-        });
-        handshake.enable(vrings)?;
-        let connection = Connection { driver, rx, tx, acked, handshake };
-        // Some devices wait for the first kick before they look at a queue at all.
-        connection.rx.iter().chain(&connection.tx).for_each(Notifier::kick);
-        Ok(connection)
+        Handshake::negotiate(socket, &self.socket, features, Protocol::MQ, 2 * u64::from(self.queue_pairs))
     }
+}
+
+/// Hands the driver's memory over, and sets all queues up where they are: new ones at their beginning.
+fn set_up(
+    handshake: &mut Handshake,
+    driver: &Driver,
+    size: u32,
+    rx: &[Notifier],
+    tx: &[Notifier],
+) -> Result<(), ConnectError> {
+    handshake.share(&driver.region, &driver.file)?;
+    let (rx, tx) = (driver.rx.iter().zip(rx), driver.tx.iter().zip(tx));
+    for (pair, ((receive, received), (transmit, sent))) in rx.zip(tx).enumerate() {
+        handshake.ring_at(2 * pair, size, receive.addresses(), receive.base(), received)?;
+        handshake.ring_at(2 * pair + 1, size, transmit.addresses(), transmit.base(), sent)?;
+    }
+    Ok(())
 }
 
 fn broken(error: io::Error) -> vhost::Error {
@@ -351,6 +400,62 @@ impl Connection {
         !matches!(sys::wait_readable([Some(self.handshake.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
     }
 
+    /// Connects to the device that comes in the place of one that has gone, within `patience`, and hands it the same memory and
+    /// rings, each at the base that the driver knows. A device that keeps notes of its rings, as ours does, goes on exactly
+    /// where its predecessor was killed; any other takes again what that had taken and not given back. Nothing is lost of what
+    /// the driver has under way; kicks that went nowhere are made up for, and notifications that were never sent have to be: look
+    /// at all queues afterwards.
+    ///
+    /// # Errors
+    /// [`ConnectError::Changed`] at once if the new device lacks a feature in use. Anything else is tried again until `patience`
+    /// is over, as a device may be killed while it talks to us, too; then it is the last error. The connection is as it was.
+    pub fn reconnect(&mut self, patience: Duration) -> Result<(), ConnectError> {
+        let start = Instant::now();
+        loop {
+            match self.try_reconnect(patience.saturating_sub(start.elapsed())) {
+                Ok(()) => return Ok(()),
+                Err(error @ (ConnectError::Changed { .. } | ConnectError::Queues { .. })) => return Err(error),
+                Err(error) if start.elapsed() >= patience => return Err(error),
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    fn try_reconnect(&mut self, patience: Duration) -> Result<(), ConnectError> {
+        let mut handshake = self.connector.negotiate(patience, self.acked)?;
+        if handshake.acked != self.acked {
+            let offered = handshake.acked;
+            return Err(ConnectError::Changed { offered, lacks: self.acked & !offered });
+        }
+        handshake.accept()?;
+        set_up(&mut handshake, &self.driver, self.connector.queue_size, &self.rx, &self.tx)?;
+        handshake.enable(self.rx.len() + self.tx.len())?;
+        self.handshake = handshake;
+        self.running = true;
+        self.kick();
+        Ok(())
+    }
+
+    /// Some devices wait for the first kick before they look at a queue at all.
+    fn kick(&self) {
+        self.rx.iter().chain(&self.tx).for_each(Notifier::kick);
+    }
+
+    /// Stops all queues; says how many buffers the device took and never gave back, which no device should. `None`: it has gone,
+    /// or gives no answer. What it used before it stopped can still be taken back and received.
+    pub fn stop(&mut self) -> Option<u32> {
+        self.running = false;
+        let (vrings, mut stopped, mut missing) = (self.rx.len() + self.tx.len(), 0, 0);
+        for (vring, base) in self.handshake.stop(vrings) {
+            stopped += 1;
+            missing += match vring % 2 {
+                0 => self.driver.rx.get(vring / 2)?.missing(base),
+                _ => self.driver.tx.get(vring / 2)?.missing(base),
+            };
+        }
+        (stopped == vrings).then_some(missing)
+    }
+
     /// Waits until the device has used something of a pair of queues, or has gone, or the time is over.
     pub fn wait(&self, pair: usize, timeout: Duration) -> io::Result<()> {
         let fds = [
@@ -370,6 +475,9 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.handshake.stop(self.rx.len() + self.tx.len());
+        // A device that takes GET_VRING_BASE as the end of a queue is given the chance to stop before its memory goes.
+        if self.running {
+            let _ = self.stop();
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! A guest's network device as what is behind a vhost-user socket: its queues go to the gates of a port of the switch.
 
 use super::{
-    Access, Call, Kick, Limits, SocketError,
+    Access, Call, Kick, SocketError,
     device::{Device, Ring},
     limits::Lines,
     port::{Slot, VhostPort},
@@ -15,7 +15,8 @@ use crate::{
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue};
 use ringroad_ring::{SetupError, Tuning};
-use ringroad_switch::{Mode, Poll};
+use ringroad_switch::{Limits, Mode, Poll};
+use ringroad_wire::ethernet;
 use std::{
     os::fd::AsRawFd,
     path::PathBuf,
@@ -42,10 +43,12 @@ pub struct VhostConfig {
     pub hairpin: bool,
     /// For how long its worker polls it.
     pub poll: Poll,
+    /// What it may do to other ports.
+    pub limits: Limits,
     /// What is turned off, for measuring.
     pub tuning: Tuning,
     /// What its frontend may use up.
-    pub limits: Limits,
+    pub frontend: super::Limits,
     /// Who may connect to the socket, as a server.
     pub access: Access,
 }
@@ -65,13 +68,13 @@ impl Server {
         let failed = |error| SocketError::Start { name: name.clone(), error };
         let attention = eventfd().map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
-        let lines = Lines::new(&name, config.limits.lines);
+        let lines = Lines::new(&name, config.frontend.lines);
         let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention, lines);
-        let VhostConfig { mode, hairpin, poll, tuning, role, limits, access, .. } = config;
-        let port = Arc::new(Port::vhost(vhost, PortSettings { mode, hairpin, poll, tuning }));
+        let VhostConfig { mode, hairpin, poll, tuning, limits, role, frontend, access, .. } = config;
+        let port = Arc::new(Port::vhost(vhost, PortSettings { mode, hairpin, poll, tuning, limits }));
         let path = config.socket.clone();
         let mut added = None;
-        let at = SocketConfig { name: &name, path: &config.socket, role, limits, access };
+        let at = SocketConfig { name: &name, path: &config.socket, role, limits: frontend, access };
         let socket = Socket::start(at, told, || {
             let VhostConfig { features, config, .. } = config.clone();
             let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
@@ -97,7 +100,7 @@ impl Server {
     ///
     /// # Errors
     /// The socket's owner or permissions cannot be changed; the limits are.
-    pub fn set_frontend(&self, limits: Limits, access: Access) -> Result<(), SocketError> {
+    pub fn set_frontend(&self, limits: super::Limits, access: Access) -> Result<(), SocketError> {
         if let Kind::Vhost(port) = &self.handle.port().kind {
             port.lines.set(limits.lines);
         }
@@ -161,6 +164,7 @@ impl Device for NetDevice {
         let Ring { memory, acked, size, addresses, base, inflight } = ring;
         // Asked for within the gate: whoever changes it meanwhile tunes the queue afterwards.
         let tuning = || self.handle.port().settings().tuning;
+        let longest = ethernet::longest_frame(self.config.mtu);
         let port = self.port();
         let pair = index / 2;
         let journal = self.notes.journal(index);
@@ -172,6 +176,7 @@ impl Device for NetDevice {
                     RxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight)?;
                 notes::say(&self.name, index, base, resumed);
                 queue.tune(tuning());
+                queue.limit(longest);
                 Ok(queue)
             };
             let started = start_slot(gate, base, start, RxQueue::base).map_err(|error| error.to_string())?;
@@ -185,6 +190,7 @@ impl Device for NetDevice {
                 TxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight)?;
             notes::say(&self.name, index, base, resumed);
             queue.tune(tuning());
+            queue.limit(longest);
             Ok(queue)
         };
         let started = start_slot(gate, base, start, TxQueue::base).map_err(|error| error.to_string())?;

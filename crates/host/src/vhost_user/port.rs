@@ -106,7 +106,8 @@ impl VhostPort {
 
     #[inline]
     pub(crate) fn source<'a>(&'a self, index: usize, slot: &'a mut VhostLease) -> Option<VhostSource<'a>> {
-        slot.queue.is_some().then_some(VhostSource { slot, port: self, index })
+        let counters = self.tx_counters.get(index)?;
+        slot.queue.is_some().then_some(VhostSource { slot, counters, port: self, index })
     }
 
     #[inline]
@@ -123,7 +124,7 @@ impl VhostPort {
             counters.stopped.add(frames as u64);
             return None;
         }
-        Some(VhostSink { slot, port: self, index })
+        Some(VhostSink { slot, counters, port: self, index })
     }
 
     /// Has all queues that run do this, one after the other, each between two bursts.
@@ -210,6 +211,21 @@ impl VhostPort {
         }
     }
 
+    /// Stops all queues, in whatever state they are, and has the frontend disconnected: our own code has panicked in one.
+    #[cold]
+    pub(crate) fn abandon(&self) {
+        fn abandon<Q>(gate: &Gate<Slot<Q>>) {
+            // Control is in: it finds the connection at its end next.
+            let Some(mut slot) = gate.try_enter() else { return };
+            if slot.queue.take().is_some() {
+                signal(slot.err.as_ref());
+            }
+        }
+        self.rx.iter().for_each(abandon);
+        self.tx.iter().for_each(abandon);
+        let _ = self.attention.write(1);
+    }
+
     /// Stops all queues if the frontend has truncated the guest's memory. `false`: control is in at one of them, where nobody
     /// waits for it; once more, later.
     pub(crate) fn check_memory(&self) -> bool {
@@ -260,6 +276,7 @@ pub(crate) type VhostLease = Lease<Slot<TxQueue>>;
 /// The same for one burst.
 pub struct VhostSource<'a> {
     slot: &'a mut Slot<TxQueue>,
+    counters: &'a Counters,
     port: &'a VhostPort,
     index: usize,
 }
@@ -270,7 +287,7 @@ impl VhostSource<'_> {
     fn notify(&mut self) {
         if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification(false)) {
             self.slot.notify();
-            self.port.tx_counters[self.index].notifications.add(1);
+            self.counters.notifications.add(1);
         }
     }
 }
@@ -293,8 +310,7 @@ impl Source for VhostSource<'_> {
             }
             Err(fault) => {
                 let base = queue.base();
-                let counters = &self.port.tx_counters[self.index];
-                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, counters);
+                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, self.counters);
                 burst.clear();
                 0
             }
@@ -312,6 +328,7 @@ impl Source for VhostSource<'_> {
 /// Exclusive use of a guest's receive queue for one burst.
 pub struct VhostSink<'a> {
     slot: MutexGuard<'a, Slot<RxQueue>>,
+    counters: &'a Counters,
     port: &'a VhostPort,
     index: usize,
 }
@@ -322,7 +339,7 @@ impl VhostSink<'_> {
     fn settle<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
         let slot = &mut *self.slot;
         let queue = slot.queue.as_mut()?;
-        let counters = &self.port.rx_counters[self.index];
+        let counters = self.counters;
         match result {
             Ok(done) => {
                 if queue.wants_notification(false) {
@@ -354,5 +371,28 @@ impl Sink for VhostSink<'_> {
     fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
         let result = self.slot.queue.as_mut()?.fill(room, read);
         self.settle(result, 0).flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vhost_user::Limits;
+    use std::{sync::mpsc, thread, time::Duration};
+
+    /// A control thread can be in a gate for as long as the scheduler likes: the worker looks at memory all the same.
+    #[test]
+    fn nobody_waits_for_control_to_look_at_memory() {
+        let attention = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
+        let port = VhostPort::new("test", 2, attention, Lines::new("port test", Limits::default().lines));
+        assert!(port.check_memory());
+        thread::scope(|scope| {
+            let _inside = port.rx.last().map(Gate::enter);
+            let (sender, looked) = mpsc::channel();
+            let port = &port;
+            scope.spawn(move || sender.send(port.check_memory()));
+            assert_eq!(looked.recv_timeout(Duration::from_secs(5)), Ok(false), "later, and at once");
+        });
+        assert!(port.check_memory());
     }
 }

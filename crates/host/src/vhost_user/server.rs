@@ -161,12 +161,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Obeys SET_VRING_ENABLE where the `vhost` crate would not: QEMU sends it as soon as there are protocol features, but the
-/// crate wants to have seen SET_FEATURES. `false`: something else comes next.
+/// crate wants to have seen SET_FEATURES; and DPDK's driver, as the server, disables its vrings before all else when a device
+/// has come back. `false`: something else comes next.
 fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
     const REQUEST: u32 = 18;
     const NEED_REPLY: u32 = 1 << 3;
     let mut session = lock(session);
-    if !session.is_early() {
+    if !session.is_early(false) {
         return Ok(false);
     }
     // Request, flags, size of what follows; vring, 0 or 1.
@@ -174,6 +175,9 @@ fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<
     let len = sys::peek(socket.as_fd(), message.as_flattened_mut())?;
     let [request, flags, size, vring, enable] = message.map(u32::from_ne_bytes);
     if len < size_of_val(&message) || request != REQUEST || flags & !NEED_REPLY != VERSION || size != 8 || enable > 1 {
+        return Ok(false);
+    }
+    if !session.is_early(enable == 1) {
         return Ok(false);
     }
     socket.read_exact(message.as_flattened_mut())?;
@@ -238,6 +242,7 @@ impl<D: Device> Thread<D> {
                     );
                 }
                 Err(_) => {
+                    self.device.count_fault(None);
                     say!(lines, Error, "{name}: frontend gone: a panic, which is a bug of ringroad; disconnected")
                 }
             }
@@ -428,5 +433,77 @@ impl<D: Device> Thread<D> {
             // It could not be accepted, and is still in the queue.
             Err(_) => Some(Instant::now() + RETRY),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vhost_user::{Call, Kick, Ring};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// A device that panics the first time that it is asked what it offers.
+    #[derive(Clone, Default)]
+    struct Broken {
+        asked: Arc<AtomicU32>,
+        faults: Arc<AtomicU32>,
+    }
+
+    impl Device for Broken {
+        fn name(&self) -> &str {
+            "broken"
+        }
+        fn offer(&self) -> u64 {
+            assert!(self.asked.fetch_add(1, Ordering::Relaxed) > 0, "a panic that this test provokes");
+            1 << 32
+        }
+        fn queue_num(&self) -> u64 {
+            1
+        }
+        fn vrings(&self) -> usize {
+            1
+        }
+        fn config(&self) -> Vec<u8> {
+            Vec::new()
+        }
+        fn start(&self, _index: usize, _ring: Ring, _kick: Option<&Kick>) -> Result<u32, String> {
+            Ok(0)
+        }
+        fn stop(&self, _index: usize, _kick: Option<&Kick>) -> u32 {
+            0
+        }
+        fn end_notes(&self, _index: usize) {}
+        fn set_fd(&self, _index: usize, _call: Option<Call>, _err: bool) {}
+        fn count_fault(&self, _index: Option<usize>) {
+            self.faults.fetch_add(1, Ordering::Relaxed);
+        }
+        fn signal_err(&self, _index: usize) {}
+        fn has_fault(&self, _index: usize) -> bool {
+            false
+        }
+        fn reset(&self) {}
+        fn forget(&self) {}
+    }
+
+    #[test]
+    fn a_panic_costs_the_connection() {
+        let path = std::env::temp_dir().join(format!("ringroad-panic-{}", std::process::id()));
+        let (limits, access, role) = (Limits::default(), Access::default(), Role::Server);
+        let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).unwrap();
+        let device = Broken::default();
+        let config = SocketConfig { name: "broken", path: &path, role, limits, access };
+        let _socket = Socket::start(config, attention, || Ok(device.clone())).unwrap();
+        let ask = || {
+            let mut peer = UnixStream::connect(&path).unwrap();
+            peer.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+            peer.write_all([1u32, VERSION, 0].map(u32::to_ne_bytes).as_flattened()).unwrap();
+            let mut answer = Vec::new();
+            // To the end, or eight bytes after the header.
+            let _ = peer.take(20).read_to_end(&mut answer);
+            answer.len()
+        };
+        assert_eq!(ask(), 0);
+        assert_eq!(ask(), 20, "the next frontend is served");
+        assert_eq!(device.faults.load(Ordering::Relaxed), 1);
     }
 }

@@ -36,6 +36,8 @@ struct Vring {
     /// `None`: it has not said; then PROTOCOL_FEATURES decide.
     enabled: Option<bool>,
     running: bool,
+    /// It has run on this connection: its base is known, whatever was noted of it.
+    ran: bool,
 }
 
 /// What a session needs of the thread that it runs in.
@@ -105,9 +107,10 @@ impl<D: Device> Session<D> {
         self.protocol.contains(Protocol::REPLY_ACK)
     }
 
-    /// Protocol features are negotiated, features are not.
-    pub(crate) fn is_early(&self) -> bool {
-        !self.protocol.is_empty() && self.acked & bits::PROTOCOL_FEATURES == 0
+    /// Whether SET_VRING_ENABLE may come though PROTOCOL_FEATURES is not acknowledged: once protocol features are negotiated;
+    /// what does not run yet may be disabled in any case.
+    pub(crate) fn is_early(&self, enable: bool) -> bool {
+        self.acked & bits::PROTOCOL_FEATURES == 0 && (!self.protocol.is_empty() || self.acked == 0 && !enable)
     }
 
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
@@ -189,7 +192,7 @@ impl<D: Device> Session<D> {
             Err(why) => return self.refuse_vring(index, why),
         }
         if let Some(vring) = self.vrings.get_mut(index) {
-            vring.running = true;
+            (vring.running, vring.ran) = (true, true);
         }
         Ok(())
     }
@@ -431,12 +434,15 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
             self.refused = false;
         })?;
         self.stop(vring);
-        self.end_notes(vring);
-        let base = self.vrings.get_mut(vring).map_or(0, |vring| {
+        let (base, ran) = self.vrings.get_mut(vring).map_or((0, false), |vring| {
             // The ring stays stopped until there is a new kick.
             vring.kick = None;
-            vring.base
+            (vring.base, vring.ran)
         });
+        // DPDK's driver asks a device that has come back at once; that knows nothing yet but what its predecessor has noted.
+        if ran {
+            self.end_notes(vring);
+        }
         Ok(VhostUserVringState::new(index, base))
     }
 

@@ -6,11 +6,13 @@ use crate::{
     vhost_user::{ConnectError, Handshake, Notifier},
 };
 use log::Level;
+use ringroad_mem::Region;
 use ringroad_vsock::{
-    Broken, Door, Driver, DriverConfig, DriverEvents, DriverSide, Host, Key, Kind, NoRelay, Queue, Settings, Stack,
-    kinds,
+    Broken, Door, Driver, DriverConfig, DriverEvents, DriverRx, DriverSide, DriverTx, Host, Key, Kind, NoRelay, Queue,
+    Settings, Stack, kinds,
 };
 use std::{
+    fs::File,
     io,
     os::{fd::AsRawFd, unix::net::UnixStream},
     path::PathBuf,
@@ -46,6 +48,9 @@ pub struct VsockConnector {
     pub cid: Option<u64>,
     /// How connections behave.
     pub settings: Settings,
+    /// When the device goes away, its connections are reset. Wait so long for it to come back, and go on with the same rings and
+    /// listeners. `None`: that is the end.
+    pub reconnect: Option<Duration>,
 }
 
 /// A driver that is connected to a device. Dropped, it disconnects; its connections are reset.
@@ -115,10 +120,15 @@ impl Host<NoRelay> for Handle {
 const VRINGS: usize = 3;
 
 impl VsockConnector {
+    /// Finds a device and agrees on features with it.
+    fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
+        let socket = Handshake::open(&self.socket, self.listen, patience)?;
+        Handshake::negotiate(socket, &self.socket, features, Protocol::CONFIG, VRINGS as u64)
+    }
+
     /// Connects, negotiates, and starts all queues.
     pub fn connect(&self) -> Result<VsockClient, ConnectError> {
-        let socket = Handshake::open(&self.socket, self.listen, self.patience)?;
-        let mut handshake = Handshake::negotiate(socket, &self.socket, self.features, Protocol::CONFIG, VRINGS as u64)?;
+        let mut handshake = self.negotiate(self.patience, self.features)?;
         let told = handshake.config(8)?;
         handshake.accept()?;
         let told = told.and_then(|bytes| Some(u64::from_le_bytes(bytes.first_chunk::<8>().copied()?)));
@@ -149,9 +159,10 @@ impl VsockConnector {
         let thread = {
             let (stack, around) = (stack.clone(), around.clone());
             let epoll = watch(&around, &handshake.socket)?;
+            let home = Home { connector: self.clone(), region, file, acked };
             thread::Builder::new()
                 .name("vsock driver".into())
-                .spawn(move || work(&stack, &around, &epoll, handshake, events))?
+                .spawn(move || work(&stack, &around, &epoll, &home, handshake, events))?
         };
         Ok(VsockClient { stack, around, thread: Some(thread), acked })
     }
@@ -209,8 +220,89 @@ fn watch(around: &Around, socket: &UnixStream) -> io::Result<Epoll> {
     Ok(epoll)
 }
 
-/// The worker of a driver: does what programs do not do themselves, until the device is gone.
-fn work(stack: &Stack<DriverSide>, around: &Around, epoll: &Epoll, handshake: Handshake, mut events: DriverEvents) {
+/// What outlives a device, to be handed to the next one.
+struct Home {
+    connector: VsockConnector,
+    region: Arc<Region>,
+    file: File,
+    acked: u64,
+}
+
+impl Home {
+    /// Connects to a device and has it go on with the rings where they are.
+    fn hand_over(
+        &self,
+        around: &Around,
+        rx: &DriverRx,
+        tx: &DriverTx,
+        events: &DriverEvents,
+    ) -> Result<Handshake, ConnectError> {
+        // Not longer than somebody should wait who wants the end.
+        let mut handshake = self.connector.negotiate(PAUSE, self.acked)?;
+        if handshake.acked != self.acked {
+            let offered = handshake.acked;
+            return Err(ConnectError::Changed { offered, lacks: self.acked & !offered });
+        }
+        handshake.accept()?;
+        handshake.share(&self.region, &self.file)?;
+        let size = self.connector.queue_size;
+        handshake.ring_at(0, size, rx.addresses(), rx.base(), &around.rx)?;
+        handshake.ring_at(1, size, tx.addresses(), tx.base(), &around.tx)?;
+        handshake.ring_at(2, events.size(), events.addresses(), events.base(), &around.event)?;
+        handshake.enable(VRINGS)?;
+        [&around.rx, &around.tx, &around.event].into_iter().for_each(Notifier::kick);
+        Ok(handshake)
+    }
+
+    /// Ends all connections, and goes on with the device that comes in the place of one that has gone. `None`: there is none, or
+    /// nobody wants one any more.
+    fn recover(&self, stack: &Stack<DriverSide>, around: &Around, events: &mut DriverEvents) -> Option<Handshake> {
+        stack.set_kinds(&[]);
+        let (tx, rx) = (stack.set_link(None), stack.set_inlet(None));
+        stack.reset();
+        let (patience, tx, rx) = (self.connector.reconnect?, tx?, rx?);
+        let start = Instant::now();
+        while !around.stop.load(Ordering::Acquire) {
+            match self.hand_over(around, &rx, &tx, events) {
+                Ok(handshake) => {
+                    // That all connections are over, we know. Said later, it would end the next ones, too.
+                    let _ = events.transport_reset();
+                    stack.set_link(Some(tx));
+                    stack.set_inlet(Some(rx));
+                    stack.set_kinds(kinds(self.acked));
+                    log::info!(
+                        "vsock driver: the device at {} is back after {:.1} ms",
+                        handshake.path.display(),
+                        start.elapsed().as_secs_f64() * 1e3
+                    );
+                    return Some(handshake);
+                }
+                Err(error) if start.elapsed() >= patience || matches!(error, ConnectError::Changed { .. }) => {
+                    log::error!(
+                        "vsock driver: waited {:.1} s for the device to come back: {error}",
+                        start.elapsed().as_secs_f64()
+                    );
+                    return None;
+                }
+                Err(_) => thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        None
+    }
+}
+
+/// How long a try to connect may take.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// The worker of a driver: does what programs do not do themselves, until the device is gone for good.
+fn work(
+    stack: &Stack<DriverSide>,
+    around: &Around,
+    epoll: &Epoll,
+    home: &Home,
+    mut handshake: Handshake,
+    mut events: DriverEvents,
+) {
     let mut ready = [EpollEvent::default(); 5];
     'running: while !around.stop.load(Ordering::Acquire) {
         if stack.work() || stack.rest() {
@@ -236,14 +328,23 @@ fn work(stack: &Stack<DriverSide>, around: &Around, epoll: &Epoll, handshake: Ha
                 }
                 GONE => {
                     log::info!("vsock driver: the device at {} is gone", handshake.path.display());
-                    break 'running;
+                    let Some(next) = home.recover(stack, around, &mut events) else { break 'running };
+                    // The old one leaves the epoll as it is closed.
+                    handshake = next;
+                    let watched = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, GONE);
+                    if let Err(error) = epoll.ctl(ControlOperation::Add, handshake.socket.as_raw_fd(), watched) {
+                        log::error!("vsock driver: cannot wait for the end of the device: {error}");
+                        break 'running;
+                    }
+                    // What came meanwhile may have been told to nobody.
+                    continue 'running;
                 }
                 _ => {}
             }
         }
     }
     stack.set_kinds(&[]);
-    handshake.stop(VRINGS);
+    handshake.stop(VRINGS).for_each(drop);
     stack.set_link(None);
     stack.set_inlet(None);
     stack.reset();

@@ -175,6 +175,15 @@ impl Guest {
         self.ways.lock().host.as_deref().unwrap_or(Path::new("")).display().to_string()
     }
 
+    /// Stops the device, in whatever state it is, and has its frontend disconnected: our own code has panicked.
+    pub(super) fn abandon(&self) {
+        self.stack.set_link(None);
+        self.stack.set_inlet(None);
+        self.stack.reset();
+        (0..VRINGS).for_each(|vring| self.notifiers.err(vring));
+        let _ = self.attention.write(1);
+    }
+
     fn set_memory(&self, vring: usize, memory: Option<Arc<Table>>) {
         // What was there before is let go without the lock, as it may take a while to unmap.
         let _before = self.memory.lock().get_mut(vring).and_then(|place| std::mem::replace(place, memory));

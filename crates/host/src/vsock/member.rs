@@ -142,6 +142,11 @@ impl Member {
         }
     }
 
+    /// Closes its sockets, and returns the one that programs connect to.
+    pub(super) fn end(self) -> Option<UnixListener> {
+        self.listener
+    }
+
     /// Looks at its rings from now on.
     pub(super) fn heat(&mut self) {
         if self.hot.is_none() {

@@ -9,11 +9,13 @@ use super::{
 };
 use crate::sys;
 use log::Level;
+use ringroad_switch::panic_message;
 use ringroad_vsock::Hub;
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
     io,
     os::{fd::AsRawFd, unix::net::UnixListener},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, mpsc},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -143,7 +145,14 @@ impl<'a> Loop<'a> {
             let Some(number) = self.turns.pop_front() else { break };
             let Some(member) = self.members.get_mut(&number) else { continue };
             let before = member.due;
-            any |= member.turn(self.poll);
+            let poll = self.poll;
+            match catch_unwind(AssertUnwindSafe(|| member.turn(poll))) {
+                Ok(done) => any |= done,
+                Err(payload) => {
+                    self.panicked(number, panic_message(&*payload));
+                    continue;
+                }
+            }
             if member.due != before {
                 before.inspect(|&due| _ = self.deadlines.remove(&(due, number)));
                 member.due.inspect(|&due| _ = self.deadlines.insert((due, number)));
@@ -161,7 +170,14 @@ impl<'a> Loop<'a> {
         for _ in 0..self.turns.len() {
             let Some(number) = self.turns.pop_front() else { break };
             let Some(member) = self.members.get_mut(&number) else { continue };
-            member.listed = !member.rest(self.poll);
+            let poll = self.poll;
+            match catch_unwind(AssertUnwindSafe(|| member.rest(poll))) {
+                Ok(rests) => member.listed = !rests,
+                Err(payload) => {
+                    self.panicked(number, panic_message(&*payload));
+                    continue;
+                }
+            }
             if member.listed {
                 self.turns.push_back(number);
             }
@@ -171,6 +187,30 @@ impl<'a> Loop<'a> {
             thread::yield_now();
         }
         self.turns.is_empty()
+    }
+
+    /// A panic in a guest's turn is that guest's end, and nobody else's: its frontend is disconnected, its sockets are closed, and
+    /// it begins anew with its next frontend.
+    #[cold]
+    fn panicked(&mut self, number: u32, message: &str) {
+        let Some(member) = self.members.remove(&number) else { return };
+        member.due.inspect(|&due| _ = self.deadlines.remove(&(due, number)));
+        let guest = member.guest.clone();
+        log::error!(
+            "{}: stopped by a bug in ringroad: {message}; please report it; a new connection starts it again",
+            guest.name
+        );
+        let listener = catch_unwind(AssertUnwindSafe(|| {
+            guest.abandon();
+            member.end()
+        }));
+        let listener = listener.ok().flatten();
+        if let Some(listener) = &listener {
+            self.shared.unwatch(listener.as_raw_fd());
+        }
+        if let Err(error) = self.add(guest.clone(), listener) {
+            log::error!("{}: cannot be served any more: {error}", guest.name);
+        }
     }
 
     /// Gives a guest turns, after something has happened.

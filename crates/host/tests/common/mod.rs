@@ -174,7 +174,8 @@ pub fn worker() -> Worker {
         log::set_logger(&LOG).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
     });
-    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, gather: Gather::Auto, turn: 4 }).unwrap()
+    Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 })
+        .unwrap()
 }
 
 /// The configuration space of all ports here.
@@ -196,8 +197,9 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
         mode: Mode::Switch,
         hairpin: false,
         poll: Poll::For(Duration::ZERO),
+        limits: Default::default(),
         tuning: Default::default(),
-        limits: GENEROUS,
+        frontend: GENEROUS,
         access: Access::default(),
     }
 }
@@ -220,8 +222,8 @@ impl Rig {
         let (worker, folder) = (worker(), Folder::new(name));
         let start = |index| {
             let config = config(&format!("{name}-{index}"), &folder.file(&format!("{index}.sock")));
-            let limits = if index == 0 { limits } else { config.limits };
-            Server::start(VhostConfig { limits, ..config }, &worker).unwrap()
+            let frontend = if index == 0 { limits } else { config.frontend };
+            Server::start(VhostConfig { frontend, ..config }, &worker).unwrap()
         };
         Rig { servers: (0..3).map(start).collect(), name: name.to_owned(), folder, worker }
     }

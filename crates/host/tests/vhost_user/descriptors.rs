@@ -49,7 +49,8 @@ fn a_call_descriptor_that_makes_the_worker_wait() {
             assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
             rig.expect_faults(2 * round as u64 + index + 1);
             logged(&rig.victim(), &["ERROR", "a call or err descriptor waits", "kept out for 1s"]);
-            let (from, _) = (guest.mac, drop(guest));
+            let from = guest.mac;
+            drop(guest);
             let _ = others.0.received(from);
         }
     }
@@ -92,7 +93,9 @@ fn a_daemon_whose_frontends_all_make_it_wait_ends() {
     }
     set_blocking(&eventfd);
     let nobody = crate::NOBODY;
-    guests.iter_mut().for_each(|guest| _ = guest.send_to(nobody));
+    for guest in &mut guests {
+        guest.send_to(nobody);
+    }
     ends_soon(rig);
 }
 

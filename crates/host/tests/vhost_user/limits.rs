@@ -34,11 +34,8 @@ fn address_space() {
         let fd = [file.as_raw_fd()];
         let region = [1 << 47, 1 << bits, 1 << 47, 0];
         guest.peer.refused(ADD_MEM_REG, &mem_reg(region), &fd);
-        guest.peer.refused(
-            SET_MEM_TABLE,
-            &mem_table(&[guest.region(), region]),
-            &[guest.driver.file.as_raw_fd(), fd[0]],
-        );
+        let both = [guest.driver.file.as_raw_fd(), fd[0]];
+        guest.peer.refused(SET_MEM_TABLE, &mem_table(&[guest.region(), region]), &both);
         faults += 2;
         rig.expect_faults(faults);
         let said = format!("a memory region of {:#x} bytes beside {:#x}", 1u64 << bits, guest.driver.region.len());
@@ -61,6 +58,7 @@ fn address_space() {
     guest.peer.ok(REM_MEM_REG, &mem_reg(piece(0)), &[]);
     guest.peer.ok(ADD_MEM_REG, &mem_reg(piece(0)), &fd);
     others.work();
+    drop(guest);
     exchange(&mut rig.guest(0, PACKED), &mut others.0);
 }
 

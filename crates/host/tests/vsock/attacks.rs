@@ -100,6 +100,8 @@ struct Attacker {
     driver: Driver,
     vrings: Vec<Vring>,
     size: u32,
+    /// How much each of its connections may send, by its port.
+    room: Vec<u32>,
 }
 
 impl Attacker {
@@ -113,7 +115,8 @@ impl Attacker {
         peer.ok(SET_MEM_TABLE, &table, &[driver.file.as_raw_fd()]);
         let eventfd = common::eventfd;
         let vring = |_| Vring { kick: eventfd(), call: eventfd(), err: eventfd() };
-        let mut attacker = Attacker { peer, driver, vrings: (0..3).map(vring).collect(), size };
+        let vrings = (0..3).map(vring).collect();
+        let mut attacker = Attacker { peer, driver, vrings, size, room: Vec::new() };
         (0..3).for_each(|index| attacker.start(index));
         attacker
     }
@@ -181,14 +184,15 @@ impl Attacker {
 
     /// Sends to a port of the host on so many connections, as long as anything is taken.
     fn fill(&mut self, port: u32, from: Range<u32>) {
-        const BUFFER: u32 = 256 << 10;
         let mut sent = vec![0u32; from.end as usize];
+        // What each was told with its response, as the host shares what it keeps for a guest among its connections.
+        let mut room = self.room.clone();
         let mut passed = sent.clone();
         let mut last = Instant::now();
         while last.elapsed() < Duration::from_millis(300) {
             for from in from.clone() {
                 let sent = &mut sent[from as usize];
-                let len = (BUFFER - (*sent - passed[from as usize])).min(4000);
+                let len = room[from as usize].saturating_sub(*sent - passed[from as usize]).min(4000);
                 if len > 0 && self.put(Attacker::header(Op::Data, from, port), &vec![7; len as usize]) {
                     *sent += len;
                     last = Instant::now();
@@ -198,6 +202,7 @@ impl Attacker {
             self.take(|header| {
                 assert_ne!(header.op, Op::Reset as u16, "port {}", header.dst_port);
                 passed[header.dst_port as usize] = header.fwd_cnt;
+                room[header.dst_port as usize] = header.buf_alloc;
             });
         }
     }
@@ -212,10 +217,16 @@ impl Attacker {
                 sent += 1;
             }
             self.kick();
+            let mut told = Vec::new();
             self.take(|header| {
+                told.push((header.dst_port as usize, header.buf_alloc));
                 opened += u32::from(header.op == Op::Response as u16);
                 refused += u32::from(header.op == Op::Reset as u16);
             });
+            for (port, room) in told {
+                self.room.resize(self.room.len().max(port + 1), 0);
+                self.room[port] = room;
+            }
             opened + refused == count
         });
         (opened, refused)

@@ -346,8 +346,12 @@ impl Device {
                 }
                 return indirect(chains, chain, memory, &mut self.hit, descriptor, size, false);
             }
-            chains.add(chain, memory, &mut self.hit, descriptor)?;
-            if descriptor.flags & NEXT == 0 {
+            // Of one that has too many pieces only the last descriptor counts, to give it back; not even that one if it is for
+            // the next burst.
+            if !chain.clipped {
+                chains.add(chain, memory, &mut self.hit, descriptor)?;
+            }
+            if descriptor.flags & NEXT == 0 || chains.is_waiting(chain) {
                 return Ok(());
             }
             at.advance(1, size);

@@ -1,5 +1,7 @@
 //! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
 
+#[cfg(not(loom))]
+use super::layout::Base;
 use super::layout::{AVAILABLE, LINE, Layout, Position, USED, available_flags, used_flags, word};
 use crate::{
     BURST, Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
@@ -478,5 +480,50 @@ impl Driver {
     /// Asks the device not to notify us: we look by ourselves.
     pub fn disable_notification(&mut self) {
         self.ring.driver_event[0].store(Event::DISABLED.to_word(), Ordering::Relaxed);
+    }
+
+    /// Where a device that knows nothing of this ring has to go on: behind all that was used, taken back or not.
+    #[cfg(not(loom))]
+    pub fn base(&self) -> Base {
+        let size = self.ring.size;
+        let (mut at, mut chains, mut left) = (self.next_used, 0, size - self.free_slots);
+        let mut batch = self.batch.map(|end| end.id);
+        // What the device wrote last may be anything: the slots under way are the end in any case.
+        while left > 0 {
+            let Some(id) = batch.take().or_else(|| self.used_at(at)) else { break };
+            // In order, an id stands for all chains up to its own.
+            let end = if self.features.in_order { self.ids.up_to(id.into()) } else { chains + 1 };
+            if end <= chains {
+                break;
+            }
+            while chains < end {
+                let id = if self.features.in_order { self.ids.under_way(chains).unwrap_or(id) } else { id };
+                let slots = self.states.get(usize::from(id)).map_or(0, |state| state.slots);
+                if slots == 0 || slots > left {
+                    return Base::new(at, at);
+                }
+                at.advance(slots, size);
+                left -= slots;
+                chains += 1;
+            }
+        }
+        Base::new(at, at)
+    }
+
+    /// How many slots a device that stopped at `base` took and never gave back.
+    #[cfg(not(loom))]
+    pub(crate) fn missing(&self, base: u32) -> u32 {
+        let size = self.ring.size;
+        // Both kinds of answers there are carry the available half.
+        let (given, taken) = (Position::from_bits(self.base().0 as u16, size), Position::from_bits(base as u16, size));
+        given.distance(taken, size).into()
+    }
+
+    /// The id of the descriptor at a position, if that was used in its pass.
+    #[cfg(not(loom))]
+    fn used_at(&self, at: Position) -> Option<u16> {
+        // Pairs with the device's release of this word, as in `used`.
+        let word = u64::from_le(self.ring.pairs().get(usize::from(at.slot))?[1].load(Ordering::Acquire));
+        ((word >> 48) as u16 & (AVAILABLE | USED) == used_flags(at.wrap)).then_some((word >> 32) as u16)
     }
 }

@@ -165,6 +165,10 @@ fn follow(
 ) -> Result<(), Fault> {
     let descriptors = track.descriptors(saved);
     for (index, &descriptor) in descriptors.iter().enumerate() {
+        if chain.clipped {
+            // It can only be given back, or has to wait.
+            break;
+        }
         if descriptor.flags & INDIRECT == 0 {
             chains.add(chain, memory, hit, descriptor)?;
             continue;

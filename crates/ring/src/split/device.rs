@@ -292,7 +292,8 @@ impl Device {
                 return indirect(chains, chain, memory, &mut self.hit, descriptor, size, true);
             }
             chains.add(chain, memory, &mut self.hit, descriptor)?;
-            if descriptor.flags & NEXT == 0 {
+            // Of one that has too many pieces the head is enough, to give it back.
+            if descriptor.flags & NEXT == 0 || chain.clipped {
                 return Ok(());
             }
             descriptor = self.descriptor(descriptor.tail)?;

@@ -433,6 +433,14 @@ impl Driver {
     }
 }
 
+#[cfg(not(loom))]
+impl Driver {
+    /// Where a device that knows nothing of this ring has to go on: behind all that was used, taken back or not.
+    pub fn base(&self) -> u16 {
+        self.next_used.wrapping_add(self.used().unwrap_or(0))
+    }
+}
+
 /// The second word of a descriptor.
 #[inline(always)]
 fn word(len: u32, flags: u16, next: u16) -> u64 {

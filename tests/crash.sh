@@ -1,0 +1,536 @@
+#!/usr/bin/env bash
+# The daemon is killed (SIGKILL) under load and started again at once, a thousand times (`make crash`; `make test` runs it with
+# --quick). As root:
+#
+#   tests/crash.sh [--quick] [--kills N] [ours] [dpdk] [qemu] [uml] [vsock]    (which parts; default: all of them)
+#
+#   ours    our own driver at both ends (`ringroad blast --reconnect`, the other one reflects): {split, packed} × in_order ×
+#           mrg_rxbuf, with a window and as fast as it goes; and frames that are spread over several buffers. Every byte of every
+#           frame is checked, and its number, at both ends: none may come twice. After each kill frames must come again at both
+#           ends within 2 s; at the end every buffer must have come back, of both queues (what the device says with
+#           GET_VRING_BASE is compared with what the driver got). N kills in all (default 1000, --quick 40)
+#   dpdk    DPDK's driver (testpmd, virtio-user, server=1: it makes the socket, and the daemon comes back to it) sends back what
+#           blast sends: {split, packed} × in_order. N/5 kills in all (--quick 12)
+#   qemu    a Linux guest under QEMU with reconnect-ms=200, packed and split: two TCP connections with the host, one each way,
+#           go on over N/5 kills each (--quick 8), with equal SHA-256 at the end; how long until a ping is answered again
+#   uml     User-Mode Linux does not come back to a device that has gone: it must not go down with it either
+#   vsock   a guest's end of a vsock device, ours (`ringroad vsock echo --reconnect`): connections end, an echo works again.
+#           N/20 kills for each layout (--quick 2)
+#
+# A kill comes at a random moment, up to 20 ms after frames flow. $RINGROAD is the program (default target/release/ringroad).
+# Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+guests=$root/scripts/guests
+peers=$root/scripts/peers
+ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
+
+say() { echo "crash.sh: $*" >&2; }
+die() { say "$*"; exit 1; }
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
+
+arguments=("$@") kills=1000 quick='' parts=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --quick) quick=1 kills=40 ;;
+    --kills) [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || die "--kills: expected a whole number above 0, got '${2:-}'"; kills=$2; shift ;;
+    ours | dpdk | qemu | uml | vsock) parts+=("$1") ;;
+    *) usage ;;
+  esac
+  shift
+done
+[ ${#parts[@]} -gt 0 ] || parts=(ours dpdk qemu uml vsock)
+wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
+share() { echo $((($kills + $1 - 1) / $1)); } # N: that part of all kills, rounded up
+
+[ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, hugepages, TAP); run it with sudo"
+[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
+  if wants qemu || wants uml; then "$guests" setup; fi
+  if wants vsock; then "$peers" initramfs; fi
+  if wants dpdk; then "$peers" dpdk; fi
+  RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "${arguments[@]}"
+fi
+
+state=$(mktemp -d /tmp/ringroad-crash.XXXXXX)
+export RINGROAD_GUESTS=$state/guests
+vsock=$("$peers" where)/vsock
+host=10.79.0.1 guest=10.79.0.2 mac=52:54:00:79:00:02
+# How long frames may stay away after a kill, in seconds: a machine that does other work, too, is slow.
+patience=2
+daemon='' ours=() passed=0 failed=0 figure='' all_kills=0
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+running() { # PID: also false for a zombie
+  local stat
+  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  [[ ${stat##*) } != Z* ]]
+}
+
+gone() { ! running "$1"; }
+now() { echo "${EPOCHREALTIME//[.,]/}"; } # microseconds
+
+await() { # SECONDS, what, command…: until it succeeds
+  local deadline=$(($(now) + $1 * 1000000)) what="$2 after $1 s"
+  shift 2
+  until "$@"; do
+    [ "$(now)" -lt $deadline ] || { echo "no $what"; return 1; }
+    sleep 0.01
+  done
+}
+
+end() { # PID…: ends processes of ours, those that do not obey within 5 s by force
+  local pid tries
+  for pid; do
+    tries=0
+    if [ -z "$pid" ] || ! running "$pid"; then continue; fi
+    kill -TERM "$pid" 2>/dev/null || true
+    while running "$pid"; do
+      [ $((tries += 1)) != 100 ] || kill -KILL "$pid" 2>/dev/null || true
+      [ $tries -le 140 ] || break
+      sleep 0.05
+    done
+  done
+}
+
+cleanup() {
+  trap '' INT TERM HUP
+  set +e
+  [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
+  end "${ours[@]}" "$daemon"
+  rm -rf "$state"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+# --- the daemon, with the configuration $state/ringroad.toml ------------------------------------------------------------
+
+spawn_daemon() {
+  "$ringroad" serve -c "$state/ringroad.toml" >>"$state/ringroad.log" 2>&1 &
+  daemon=$!
+}
+
+start_daemon() {
+  : >"$state/ringroad.log"
+  spawn_daemon
+  await 10 "word of the daemon that it is ready" ready
+}
+
+ready() { gone "$daemon" || grep -q 'ready$' "$state/ringroad.log"; }
+
+kill_daemon() { # it must still be the one that was started
+  running "$daemon" || { echo "the daemon has ended by itself"; return 1; }
+  kill -KILL "$daemon"
+  { wait "$daemon" || true; } 2>/dev/null # no word from bash that it was killed
+  all_kills=$((all_kills + 1))
+}
+
+some_time() { sleep "0.0$(printf %02d $((RANDOM % 20)))"; }
+
+stop_daemon() {
+  local status=0
+  running "$daemon" || { echo "the daemon has ended by itself"; return 1; }
+  kill -TERM "$daemon"
+  await 5 "end of the daemon" gone "$daemon" || return 1
+  wait "$daemon" || status=$?
+  daemon=''
+  [ $status = 0 ] || { echo "the daemon ended with status $status"; return 1; }
+  ! grep -nE 'panicked at|^\[ERROR|is not known' "$state/ringroad.log" || return 1
+}
+
+# --- checks: each leaves its $figure, or fails with what it printed ---------------------------------------------------------
+
+check() { # NAME, command…
+  local name=$1 begun=$SECONDS log
+  shift
+  figure=''
+  if "$@" >"$state/output" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok $name${figure:+  $figure}"
+    return 0
+  fi
+  failed=$((failed + 1))
+  echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
+  {
+    tail -n 30 "$state/output"
+    for log in "$state"/*.log "$RINGROAD_GUESTS"/*/console.log; do
+      [ -s "$log" ] || continue
+      echo "--- the end of $(basename "$log")"
+      tail -n 25 "$log"
+      echo
+    done
+  } 2>&1 | sed 's/^/    /'
+  [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all || true
+  end "${ours[@]}" "$daemon"
+  ours=() daemon=''
+  rm -f "$state"/*.log
+  return 1
+}
+
+port() { # NAME, line of TOML…
+  printf '[[port]]\nname = "%s"\nkind = "vhost-user"\nsocket = "%s"\n' "$1" "$state/$1.sock"
+  shift
+  printf '%s\n' "$@"
+}
+
+spread() { sort -n | awk '{ v[NR] = $1 } END { if (NR) printf "%.0f/%.0f/%.0f", v[1], v[int((NR + 1) / 2)], v[NR] }'; } # min/median/max
+
+# --- our driver -------------------------------------------------------------------------------------------------------
+
+declare -A said=() # by name: a descriptor from which its log can be read
+blast() { # NAME, argument…: our driver in the background; what it says goes to a fifo
+  local name=$1 fifo=$state/$1.fifo fd
+  shift
+  rm -f "$fifo" "$state/$name.json" "$state/$name.log"
+  mkfifo "$fifo"
+  exec {fd}<>"$fifo"
+  said[$name]=$fd
+  "$ringroad" -v blast "$state/$name.sock" --reconnect --verify --seconds 100000 --json "$state/$name.json" "$@" \
+    >"$state/$name.out" 2>"$fifo" &
+  ours+=($!)
+  blasts+=($!)
+}
+
+again() { # NAME: until it says that frames come again
+  local line='' left deadline=$(($(now) + patience * 1000000))
+  while left=$((deadline - $(now))); [ $left -gt 0 ]; do
+    IFS= read -r -t "$((left / 1000000)).$(printf %06d $((left % 1000000)))" line <&"${said[$1]}" || break
+    echo "$line" >>"$state/$1.log"
+    [[ $line != *"frames again"* ]] || return 0
+  done
+  echo "$1: no frames within $patience s after kill $kill"
+  return 1
+}
+
+heard() { # NAME: all that it has said is read
+  local line
+  while IFS= read -r -t 0.001 line <&"${said[$1]}"; do echo "$line" >>"$state/$1.log"; done
+}
+
+value() { sed -n "s/^ *\"$2\": \([0-9]*\),*\$/\1/p" "$state/$1.json"; } # NAME, KEY of its JSON
+
+kill_and_see() { # N, NAME…: kills the daemon so often; all of these must receive again each time
+  local kill name number=$1
+  shift
+  for ((kill = 1; kill <= number; kill++)); do
+    some_time
+    for name; do heard "$name"; done
+    kill_daemon || return 1
+    spawn_daemon
+    # Now and then once more, before it is known whether anything works: while frontends come back.
+    if ((kill % 8 == 0)); then
+      some_time
+      kill_daemon || return 1
+      spawn_daemon
+    fi
+    for name; do again "$name" || return 1; done
+  done
+}
+
+finish_blast() { # NAME, PID, N: ends it; nothing may have come twice or be lost
+  local name=$1 status=0 key
+  running "$2" || { echo "$name has ended by itself"; cat "$state/$name.out"; heard "$name"; return 1; }
+  kill -TERM "$2"
+  wait "$2" || status=$?
+  heard "$name"
+  for key in errors duplicates not_returned missing; do
+    [ "$(value "$name" $key)" = 0 ] || { echo "$name: $key is '$(value "$name" $key)', expected 0"; cat "$state/$name.out"; return 1; }
+  done
+  [ $status = 0 ] || { echo "$name ended with status $status"; return 1; }
+  [ "$(value "$name" reconnects)" -ge "$3" ] || { echo "$name: $(value "$name" reconnects) reconnections, expected $3"; return 1; }
+}
+
+recoveries() { sed -n 's/.*frames again, \([0-9.]*\) ms.*/\1/p' "$state/$1.log" | spread; } # NAME
+
+ours_one() { # N, LAYOUT, WITHOUT, window|flood|merged
+  local number=$1 layout=$2 load=$4 options=(--event-driven --ring "$2") blasts=() both=(a b)
+  [ -z "$3" ] || options+=(--without "$3")
+  { port a; port b; } >"$state/ringroad.toml"
+  start_daemon || return 1
+  case $load in
+    window) blast b --mode reflect "${options[@]}"; blast a --size imix --window 128 "${options[@]}" ;;
+    flood) blast b --mode reflect "${options[@]}"; blast a --size 64,1518 "${options[@]}" ;;
+    merged) blast b --mode rx --buffer 600 "${options[@]}"; blast a --size 64,1518,4000 --rate 100k "${options[@]}"; both=(b) ;;
+  esac
+  sleep 0.5
+  kill_and_see "$number" "${both[@]}" || return 1
+  sleep 0.1
+  # The one that sends first.
+  finish_blast a "${blasts[1]}" "$number" || return 1
+  finish_blast b "${blasts[0]}" "$number" || return 1
+  ours=()
+  stop_daemon || return 1
+  local key=duplicates counts
+  counts="$(value b received) frames, $(value a $key) + $(value b $key) twice, $(value a missing) + $(value b missing) buffers lost"
+  figure="$number kills, $counts, back after $(recoveries b) ms"
+}
+
+ours_part() {
+  local layout without load number=0 combinations=20 each
+  each=$(share $combinations)
+  for layout in split packed; do
+    for without in '' in_order mrg_rxbuf in_order,mrg_rxbuf; do
+      for load in window flood; do
+        check "ours $layout ${without:+without $without }$load" ours_one "$each" $layout "$without" $load || true
+      done
+    done
+    for without in '' in_order; do
+      check "ours $layout ${without:+without $without }merged" ours_one "$each" $layout "$without" merged || true
+    done
+  done
+}
+
+# --- guests -----------------------------------------------------------------------------------------------------------
+
+in_guest() { "$guests" run "$1" --timeout 30 "$2"; } # GUEST, COMMAND
+
+guest_and_host() { # GUEST, boot option…: a port for it and one for the host; boots it
+  local name=$1
+  shift
+  { port "$name"; printf '[[port]]\nname = "host"\nkind = "tap"\ninterface = "rr0"\n'; } >"$state/ringroad.toml"
+  if [ ! -e "$state/tap" ]; then
+    # One that stays when the daemon dies; what is on it stays too.
+    ip link set lo up
+    ip tuntap add rr0 mode tap vnet_hdr
+    ip addr add $host/24 dev rr0
+    ip link set rr0 up
+    # Its carrier goes with the daemon, and neighbours would go with that: then a second is waited for an answer to ARP.
+    ip neigh replace $guest lladdr $mac dev rr0 nud permanent
+    : >"$state/tap"
+  fi
+  start_daemon || return 1
+  "$guests" boot "$name" "$state/$name.sock" --ip $guest/24 --mac $mac "$@"
+}
+
+moved() { # PID, COUNTER: bytes that it has read or written
+  sed -n "s/^$2: //p" "/proc/$1/io"
+}
+
+moves() { # PID, COUNTER, BYTES: more than these; or it is gone, which is seen to elsewhere
+  gone "$1" || [ "$(moved "$1" "$2")" -gt $(($3 + 65536)) ]
+}
+
+pinged() { # SECONDS: pings the guest every 20 ms until one is answered: only those that are sent from now on count
+  local answer deadline=$(($(now) + $1 * 1000000))
+  exec {answer}<>"$state/pings"
+  while [ "$(now)" -lt $deadline ]; do
+    (busybox ping -c 1 -W 2 $guest >/dev/null 2>&1 && echo "$kill" >"$state/pings") &
+    while IFS= read -r -t 0.02 line <&"$answer"; do
+      [ "$line" != "$kill" ] || { exec {answer}<&-; return 0; }
+    done
+  done
+  exec {answer}<&-
+  echo "no answer to pings within $1 s after kill $kill"
+  return 1
+}
+
+came() { [ "$(grep -c 'frontend connected' "$state/ringroad.log")" -ge "$1" ]; } # N: so many frontends so far
+
+still_there() { # PID…: the ends of both connections
+  local pid
+  for pid; do running "$pid" || { echo "a TCP connection was over after kill $kill"; return 1; }; done
+}
+
+# What both ends send until it is time to stop: blocks, each with its number. For busybox's shell too.
+generator() { # STOP, BLOCK
+  echo "i=0; while [ ! -e $1 ]; do i=\$((i+1)); echo \$i; cat $2; done"
+}
+
+qemu_one() { # N, packed on|off
+  local number=$1 kill=0 sender receiver begun bits times=() came=() sums sent got
+  guest_and_host qemu --packed "$2" --reconnect 200 || return 1
+  bits=$(in_guest qemu 'cat /sys/class/net/eth0/device/features') || return 1
+  [ "${bits:34:1}" = "$([ "$2" = on ] && echo 1 || echo 0)" ] || { echo "features $bits, wanted packed $2"; return 1; }
+
+  # Two connections: 5001 to the guest, 5002 from it. busybox nc ends when its input does: the receivers' never does.
+  head -c 65536 /dev/urandom >"$state/block"
+  rm -f "$state"/{stop,in,out,hold,pings} "$state"/*.sum
+  mkfifo "$state"/{in,hold,pings}
+  in_guest qemu "cd /tmp; rm -f stop; mkfifo hold out; head -c 65536 /dev/urandom >block; (nc -l -p 5001 0<>hold | sha256sum >in.sum; echo >in.done) >/dev/null 2>&1 & sleep 1" || return 1
+  busybox nc -l -p 5002 0<>"$state/hold" > >(sha256sum >"$state/out.sum") &
+  receiver=$!
+  ours+=($receiver)
+  busybox nc $guest 5001 <"$state/in" >/dev/null &
+  sender=$!
+  ours+=($sender)
+  busybox sh -c "$(generator "$state/stop" "$state/block")" | tee "$state/in" | sha256sum >"$state/in.sum" &
+  in_guest qemu "cd /tmp; (sha256sum <out >out.sum) >/dev/null 2>&1 & ($(generator stop block)) | tee out | nc $host 5002 >/dev/null 2>&1 & sleep 1" || return 1
+  pinged 10 || return 1
+
+  for ((kill = 1; kill <= number; kill++)); do
+    some_time
+    kill_daemon || return 1
+    begun=$(now)
+    spawn_daemon
+    sent=$(moved $sender wchar) got=$(moved $receiver rchar)
+    await 10 "frontend after kill $kill" came $((kill + 1)) || return 1
+    came+=($((($(now) - begun) / 1000)))
+    pinged 10 || return 1
+    times+=($((($(now) - begun) / 1000)))
+    # TCP tries again when its timer says so, not when we are back.
+    await 20 "progress of the connection to the guest after kill $kill" moves $sender wchar "$sent" || return 1
+    await 20 "progress of the connection from the guest after kill $kill" moves $receiver rchar "$got" || return 1
+    still_there $sender $receiver || return 1
+  done
+  sent=$(moved $sender wchar) got=$(moved $receiver rchar)
+  : >"$state/stop"
+  in_guest qemu 'touch /tmp/stop' || return 1
+  await 30 "end of the connection to the guest" gone $sender || return 1
+  await 30 "end of the connection from the guest" gone $receiver || return 1
+  await 5 "digest of what came" test -s "$state/out.sum" || return 1
+  in_guest qemu 'cd /tmp; for i in $(seq 50); do [ -e in.done ] && [ -s out.sum ] && break; sleep 0.1; done; cat in.sum out.sum' >"$state/guest.sum" || return 1
+  sums=$(cat "$state/in.sum" "$state/out.sum")
+  [ "$sums" = "$(cat "$state/guest.sum")" ] || { echo "host: $sums"; echo "guest: $(cat "$state/guest.sum")"; return 1; }
+  "$guests" stop qemu || return 1
+  ours=()
+  stop_daemon || return 1
+  local where
+  where=$(grep -c 'goes on where it was' "$state/ringroad.log" || true)
+  figure="$number kills, TCP $((sent >> 20)) MiB to the guest, $((got >> 20)) MiB from it, equal SHA-256"
+  figure+=", QEMU is back after $(printf '%s\n' "${came[@]}" | spread) ms, pings after $(printf '%s\n' "${times[@]}" | spread) ms, $where queues went on by their notes alone"
+}
+
+qemu_part() {
+  check "qemu packed" qemu_one "$(share 5)" on || true
+  check "qemu split" qemu_one "$(share 5)" off || true
+}
+
+# Linux 7.2: its virtio_uml takes the end of the socket as the end of the device, breaks it, and never connects again.
+uml_one() {
+  guest_and_host uml || return 1
+  busybox ping -c 2 -W 2 $guest || return 1
+  kill_daemon || return 1
+  spawn_daemon
+  sleep 1
+  in_guest uml 'echo alive' || return 1
+  if busybox ping -c 2 -W 2 $guest; then echo "it has come back: it belongs with those that do now"; return 1; fi
+  "$guests" reboot uml || return 1
+  busybox ping -c 2 -W 2 $guest || return 1
+  "$guests" stop uml || return 1
+  stop_daemon || return 1
+  figure="it stays up without its device, and has that again when it is booted anew"
+}
+
+uml_part() { check uml uml_one || true; }
+
+# --- DPDK -------------------------------------------------------------------------------------------------------------
+
+start_testpmd() { # VDEV: it sends back what comes, with the MAC addresses swapped
+  rm -f "$state/testpmd.in" "$state/testpmd.log" "$state/a.sock" # as a server it leaves its socket
+  mkfifo "$state/testpmd.in"
+  setsid stdbuf -oL dpdk-testpmd --lcores "0@0,1@0" --main-lcore 0 --no-pci --in-memory --no-telemetry \
+    --file-prefix="ringroad-$$" -m 512 --single-file-segments --log-level=pmd.net.virtio.init:debug --vdev "$1" -- \
+    -i --nb-cores=1 --forward-mode=macswap --no-flush-rx --auto-start \
+    0<>"$state/testpmd.in" >"$state/testpmd.log" 2>&1 &
+  testpmd=$!
+  ours+=($testpmd)
+  disown $testpmd
+  await 20 "word of testpmd that it forwards" testpmd_settled || return 1
+  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+}
+
+testpmd_settled() { gone "$testpmd" || grep -qs 'macswap packet forwarding - ports=1' "$state/testpmd.log"; }
+
+sent_back() { # leaves in $forwarded how many frames testpmd has sent
+  : >"$state/testpmd.seen"
+  local lines
+  lines=$(wc -l <"$state/testpmd.log")
+  echo 'show port stats 0' 1<>"$state/testpmd.in"
+  await 5 "counters of testpmd" told "$lines" || return 1
+  forwarded=$(tail -n +"$lines" "$state/testpmd.log" | sed -n 's/.*TX-packets: *\([0-9]*\).*/\1/p' | tail -n 1)
+}
+
+told() { tail -n +"$1" "$state/testpmd.log" | grep -q 'TX-packets:.*'; } # LINE
+
+dpdk_one() { # N, packed 0|1, in_order 0|1
+  local number=$1 blasts=() testpmd forwarded before kill done
+  { port a 'role = "client"'; port b; } >"$state/ringroad.toml"
+  start_daemon || return 1
+  start_testpmd "net_virtio_user0,path=$state/a.sock,server=1,queues=1,packed_vq=$2,mrg_rxbuf=1,in_order=$3,vectorized=0" || return 1
+  blast b --event-driven --window 64 --size 64,594,1518
+  sleep 1
+  sent_back || return 1
+  before=$forwarded
+  # After each kill frames come back to blast: through both queues of testpmd.
+  for ((done = 0; done < number; done++)); do
+    kill_and_see 1 b || { echo "kill $((done + 1))"; return 1; }
+    if ((done % 4 == 3)); then
+      sent_back || return 1
+      [ "$forwarded" -gt "$before" ] || { echo "testpmd has sent $forwarded frames, as before kill $((done - 2))"; return 1; }
+      before=$forwarded
+    fi
+  done
+  sleep 0.2
+  finish_blast b "${blasts[0]}" "$number" || return 1
+  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+  end "$testpmd"
+  ours=()
+  stop_daemon || return 1
+  figure="$number kills, $(value b received) frames back, $(value b duplicates) twice, back after $(recoveries b) ms"
+}
+
+dpdk_part() {
+  local packed in_order each
+  each=$(($(share 5) / 4 + 1))
+  command -v dpdk-testpmd >/dev/null || die "no dpdk-testpmd: apt-get install dpdk-dev"
+  [ "$(cat /proc/sys/vm/nr_hugepages)" -ge 1024 ] || echo 1024 >/proc/sys/vm/nr_hugepages
+  for packed in 0 1; do
+    for in_order in 0 1; do
+      check "dpdk packed_vq=$packed in_order=$in_order" dpdk_one "$each" $packed $in_order || true
+    done
+  done
+}
+
+# --- vsock ------------------------------------------------------------------------------------------------------------
+
+echoes() { "$vsock" connect "$state/guest.host" 7 echo 10000 >/dev/null 2>&1; }
+
+over() { # PID: a connection that was there when the device was killed
+  await 5 "end of a connection that was there at kill $kill" gone "$1" || return 1
+  ! wait "$1" || { echo "a connection went on over kill $kill"; return 1; }
+}
+
+vsock_one() { # N, LAYOUT
+  local number=$1 kill=0 driver load begun times=()
+  printf '[[vsock]]\ncid = 3\nsocket = "%s"\nhost = "%s"\n' "$state/guest.sock" "$state/guest.host" >"$state/ringroad.toml"
+  start_daemon || return 1
+  "$ringroad" -v vsock echo "$state/guest.sock" 7 --ring "$2" --reconnect >"$state/echo.log" 2>&1 &
+  driver=$!
+  ours+=($driver)
+  await 5 "echo" echoes || return 1
+  for ((kill = 1; kill <= number; kill++)); do
+    # Far more than there is time for.
+    "$vsock" connect "$state/guest.host" 7 echo 100000000000 >"$state/load" 2>&1 &
+    load=$!
+    ours+=($load)
+    some_time
+    kill_daemon || return 1
+    begun=$(now)
+    spawn_daemon
+    over $load || return 1
+    await "$patience" "echo after kill $kill" echoes || return 1
+    times+=($((($(now) - begun) / 1000)))
+    running $driver || { echo "the driver has ended"; return 1; }
+  done
+  [ "$(grep -c 'is back after' "$state/echo.log")" = "$number" ] || { echo "not as many reconnections as kills"; return 1; }
+  end $driver
+  ours=()
+  stop_daemon || return 1
+  figure="$number kills, an echo after $(printf '%s\n' "${times[@]}" | spread) ms"
+}
+
+vsock_part() {
+  local layout
+  for layout in split packed; do
+    check "vsock $layout" vsock_one "$(share 20)" $layout || true
+  done
+}
+
+for part in "${parts[@]}"; do
+  "${part}_part"
+done
+echo "$all_kills kills: $passed passed, $failed failed"
+[ "$failed" = 0 ]
