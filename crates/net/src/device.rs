@@ -62,6 +62,7 @@ impl TxQueue {
     }
 
     /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    #[expect(clippy::too_many_arguments, reason = "what a frontend says of a ring, and two places to note it")]
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -331,6 +332,7 @@ impl RxQueue {
     }
 
     /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    #[expect(clippy::too_many_arguments, reason = "what a frontend says of a ring, and two places to note it")]
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
