@@ -87,6 +87,9 @@ pub(crate) fn say(name: &str, vring: usize, base: u32, resumed: Resumed) {
         Resumed::Noted { finished } => log::info!(
             "{name} queue {vring}: goes on where it was before, not at {base:#x} as the frontend says; {finished} buffers given back that had been taken"
         ),
+        Resumed::Inflight { resubmitted } => log::info!(
+            "{name} queue {vring}: goes on as its inflight region says, not at {base:#x} as the frontend says; {resubmitted} buffers taken once more"
+        ),
         Resumed::UsedIndex => log::info!(
             "{name} queue {vring}: goes on at its used index, not at {base:#x} as the frontend says: what lies between was never given back"
         ),

@@ -6,6 +6,8 @@ mod common;
 mod connections;
 #[path = "vhost_user/descriptors.rs"]
 mod descriptors;
+#[path = "vhost_user/inflight.rs"]
+mod inflight;
 #[path = "vhost_user/limits.rs"]
 mod limits;
 #[path = "vhost_user/memory.rs"]

@@ -8,8 +8,8 @@ use crate::{
 };
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
-    ALL, Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Journal, Resumed, SetupError,
-    Tuning,
+    ALL, Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
+    SetupError, Tuning,
 };
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{ops::Range, sync::Arc};
@@ -58,10 +58,11 @@ impl TxQueue {
         base: u32,
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE)?.0)
+        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal knows of it.
+    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    #[expect(clippy::too_many_arguments, reason = "what a frontend says of a ring, and two places to note it")]
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -70,8 +71,10 @@ impl TxQueue {
         base: u32,
         counters: Arc<Counters>,
         journal: Journal,
+        inflight: Inflight,
     ) -> Result<(Self, Resumed), SetupError> {
-        let (ring, resumed) = DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal)?;
+        let (ring, resumed) =
+            DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
         let ahead = Chains::new(BURST, PIECES);
         let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
         Ok((TxQueue { ring, memory, ahead, batch, limit, tuning, counters }, resumed))
@@ -216,6 +219,13 @@ impl TxQueue {
         self.ring.base()
     }
 
+    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.settle();
+        self.ring.base()
+    }
+
     /// The driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
@@ -318,10 +328,11 @@ impl RxQueue {
         base: u32,
         counters: Arc<Counters>,
     ) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE)?.0)
+        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal knows of it.
+    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    #[expect(clippy::too_many_arguments, reason = "what a frontend says of a ring, and two places to note it")]
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -330,9 +341,10 @@ impl RxQueue {
         base: u32,
         counters: Arc<Counters>,
         journal: Journal,
+        inflight: Inflight,
     ) -> Result<(Self, Resumed), SetupError> {
         let features = RingFeatures::negotiated(acked);
-        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
         // New buffers are found when there is something to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
@@ -685,6 +697,13 @@ impl RxQueue {
     /// Where to go on after a stop. Chains that were taken for the next burst go back.
     pub fn base(&mut self) -> u32 {
         self.ring.untake(&mut self.chains, 0);
+        self.ring.base()
+    }
+
+    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.settle();
         self.ring.base()
     }
 

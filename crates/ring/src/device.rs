@@ -97,6 +97,12 @@ impl DeviceRing {
 
 #[cfg(not(loom))]
 impl DeviceRing {
+    /// The ring stops: what a former process had in flight and was not taken yet goes back empty, as no base can tell of it. To be
+    /// called with nothing taken.
+    pub fn settle(&mut self) {
+        either!(self, ring => ring.settle())
+    }
+
     /// Starts a ring where a driver has put it, at the base that SET_VRING_BASE carried.
     pub fn start(
         memory: &Table,
@@ -105,11 +111,12 @@ impl DeviceRing {
         at: crate::Addresses,
         base: u32,
     ) -> Result<DeviceRing, crate::SetupError> {
-        Ok(Self::resume(memory, features, size, at, base, crate::Journal::NONE)?.0)
+        Ok(Self::resume(memory, features, size, at, base, crate::Journal::NONE, crate::Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left the ring, if the journal knows of it. For rings that are given back in the
-    /// order in which they were taken. Says how the place was found.
+    /// The same, where a former process has left the ring, if the journal knows of it, for rings that are given back in the
+    /// order in which they were taken; else if the inflight region does, for any. Says how the place was found. What is taken and
+    /// given back is noted in both from now on.
     pub fn resume(
         memory: &Table,
         features: crate::Features,
@@ -117,21 +124,25 @@ impl DeviceRing {
         at: crate::Addresses,
         base: u32,
         journal: crate::Journal,
+        inflight: crate::Inflight,
     ) -> Result<(DeviceRing, crate::Resumed), crate::SetupError> {
         let layout = u64::from(size) | u64::from(features.packed) << 32 | u64::from(features.in_order) << 33;
         let (device, inode) = memory.user_identity(at.descriptor).unwrap_or_default();
         let key = crate::JournalKey([device, inode, at.descriptor, at.driver, at.device, layout]);
         Ok(if features.packed {
             let ring = packed::Layout::resolve(memory, size, at)?;
+            inflight.check(ring.size())?;
             if base & 0x7fff >= size || base >> 16 & 0x7fff >= size {
                 return Err(crate::SetupError::Base { base, size });
             }
-            let (device, resumed) = packed::Device::resume(ring, features, packed::Base(base), journal, &key);
+            let (device, resumed) =
+                packed::Device::resume(ring, features, packed::Base(base), journal, &key, inflight)?;
             (DeviceRing::Packed(device), resumed)
         } else {
             let ring = split::Layout::resolve(memory, size, at)?;
+            inflight.check(size as u16)?;
             let index = base.try_into().map_err(|_| crate::SetupError::Base { base, size })?;
-            let (device, resumed) = split::Device::resume(ring, features, index, journal, &key);
+            let (device, resumed) = split::Device::resume(ring, features, index, journal, &key, inflight)?;
             (DeviceRing::Split(device), resumed)
         })
     }

@@ -35,6 +35,11 @@ pub enum Resumed {
         /// How many buffers.
         finished: u32,
     },
+    /// As the inflight region says: so many buffers were in flight and are taken once more.
+    Inflight {
+        /// How many buffers.
+        resubmitted: u32,
+    },
     /// A split ring goes on at its used index: what lies between that and the frontend's base was taken and never given back.
     UsedIndex,
     /// The ring was in use, but nothing says where: the driver has to reset the device.

@@ -26,6 +26,8 @@ mod device;
     )
 )]
 mod driver;
+#[cfg(not(loom))]
+mod inflight;
 mod journal;
 mod notify;
 #[cfg_attr(
@@ -51,6 +53,8 @@ pub use device::DeviceRing;
 #[cfg(not(loom))]
 pub use driver::IndirectTables;
 pub use driver::{Buffer, DriverFault, DriverRing, Full, Used};
+#[cfg(not(loom))]
+pub use inflight::Inflight;
 pub use journal::{Journal, JournalKey, Resumed};
 pub use tuning::Tuning;
 
@@ -124,6 +128,18 @@ pub enum SetupError {
         base: u32,
         /// Entries of the ring.
         size: u32,
+    },
+    /// An inflight region that says what cannot be.
+    #[error(
+        "the {what} in the inflight region is {said}, expected {most} at most; hand over what GET_INFLIGHT_FD answered"
+    )]
+    Inflight {
+        /// Which field, or what it leads to.
+        what: &'static str,
+        /// As it stands there.
+        said: u64,
+        /// What was possible.
+        most: u64,
     },
     /// One of its three areas.
     #[error("the {area} area at {address:#x} ({len} bytes, aligned to {align}) does not lie in one memory region")]

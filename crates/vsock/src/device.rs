@@ -3,7 +3,7 @@
 
 use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
 use ringroad_mem::{Span, Table};
-use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Journal, Resumed, SetupError};
+use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Inflight, Journal, Resumed, SetupError};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{io, marker::PhantomData, num::NonZeroUsize, sync::Arc};
 
@@ -46,10 +46,10 @@ pub struct RxQueue {
 impl RxQueue {
     /// Starts it with the feature bits that the driver has acknowledged.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE)?.0)
+        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal knows of it.
+    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -57,9 +57,10 @@ impl RxQueue {
         at: Addresses,
         base: u32,
         journal: Journal,
+        inflight: Inflight,
     ) -> Result<(Self, Resumed), SetupError> {
         let features = Features::negotiated(acked);
-        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
         ring.disable_notification();
         let mut chains = Chains::new(2 * BURST, PIECES);
         chains.start(&memory);
@@ -71,6 +72,13 @@ impl RxQueue {
     pub fn base(&mut self) -> u32 {
         self.give();
         self.ring.untake(&mut self.chains, self.used);
+        self.ring.base()
+    }
+
+    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.settle();
         self.ring.base()
     }
 
@@ -266,10 +274,10 @@ pub struct TxQueue {
 impl TxQueue {
     /// Starts it with the feature bits that the driver has acknowledged.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE)?.0)
+        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal knows of it.
+    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -277,14 +285,22 @@ impl TxQueue {
         at: Addresses,
         base: u32,
         journal: Journal,
+        inflight: Inflight,
     ) -> Result<(Self, Resumed), SetupError> {
         let features = Features::negotiated(acked);
-        let (ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
+        let (ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
         Ok((TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) }, resumed))
     }
 
     /// Where to go on after a stop.
     pub fn base(&mut self) -> u32 {
+        self.ring.base()
+    }
+
+    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.settle();
         self.ring.base()
     }
 
@@ -432,10 +448,10 @@ const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 impl Events {
     /// Starts it with the feature bits that the driver has acknowledged.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE)?.0)
+        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal knows of it.
+    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -443,9 +459,10 @@ impl Events {
         at: Addresses,
         base: u32,
         journal: Journal,
+        inflight: Inflight,
     ) -> Result<(Self, Resumed), SetupError> {
         let features = Features::negotiated(acked);
-        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal)?;
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
         ring.disable_notification();
         Ok((Events { ring, memory, chains: Chains::new(1, 4) }, resumed))
     }
@@ -474,6 +491,13 @@ impl Events {
 
     /// Where to go on after a stop.
     pub fn base(&mut self) -> u32 {
+        self.ring.base()
+    }
+
+    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.settle();
         self.ring.base()
     }
 

@@ -1,7 +1,11 @@
 //! What a descriptor is, asked in ways that call no file system: a peer's file may be one of a FUSE mount of its own, where
 //! `fstat` and `fstatfs` take as long as it likes.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd},
+};
 
 /// Domain and type of a socket (AF_UNIX, SOCK_STREAM); `None`: it is none.
 pub(crate) fn socket_kind(fd: BorrowedFd<'_>) -> Option<(libc::c_int, libc::c_int)> {
@@ -15,6 +19,24 @@ pub(crate) fn socket_kind(fd: BorrowedFd<'_>) -> Option<(libc::c_int, libc::c_in
         (result == 0).then_some(value)
     };
     Some((option(libc::SO_DOMAIN)?, option(libc::SO_TYPE)?))
+}
+
+/// A file in memory whose length nobody can change.
+pub(crate) fn sealed_memory(len: u64) -> io::Result<File> {
+    // SAFETY: the name is a C string; a new descriptor or -1 comes back.
+    let fd = unsafe { libc::memfd_create(c"ringroad".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a fresh descriptor that nobody else owns.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: no memory is involved.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
+        0 => Ok(file),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Whether it is a file in memory: a memfd, or one of tmpfs or hugetlbfs. Only these have seals, set or not, and the kernel looks

@@ -6,7 +6,7 @@ pub(crate) mod guard;
 mod tun;
 
 pub(crate) use confine::{add_filter, no_new_privileges};
-pub(crate) use descriptor::{has_seals, socket_kind};
+pub(crate) use descriptor::{has_seals, sealed_memory, socket_kind};
 pub(crate) use tun::{mtu, open_tap, set_link, set_mtu};
 
 use ringroad_mem::Span;

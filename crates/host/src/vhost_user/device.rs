@@ -2,7 +2,7 @@
 
 use super::{Call, Kick};
 use ringroad_mem::Table;
-use ringroad_ring::Addresses;
+use ringroad_ring::{Addresses, Inflight};
 use std::sync::Arc;
 
 /// A vring as its frontend has described it.
@@ -13,6 +13,8 @@ pub(crate) struct Ring {
     pub size: u32,
     pub addresses: Addresses,
     pub base: u32,
+    /// Where its buffers in flight are noted for a successor of any make.
+    pub inflight: Inflight,
 }
 
 /// A device: vrings that start and stop. Cheap to clone: each connection has its own handle.
@@ -37,7 +39,7 @@ pub(crate) trait Device: Clone + Send + 'static {
     /// starts at.
     fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String>;
 
-    /// Stops a vring; returns the base where it can go on.
+    /// Stops a vring, with nothing in flight; returns the base where it can go on.
     fn stop(&self, index: usize, kick: Option<&Kick>) -> u32;
 
     /// The frontend knows where a vring that has stopped is, or begins anew: notes of it mean nothing any more.

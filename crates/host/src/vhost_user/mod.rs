@@ -8,6 +8,7 @@ mod call;
 mod descriptor;
 mod device;
 mod frontend;
+mod inflight;
 mod limits;
 mod net;
 mod place;

@@ -161,7 +161,7 @@ impl Device for NetDevice {
     }
 
     fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
-        let Ring { memory, acked, size, addresses, base } = ring;
+        let Ring { memory, acked, size, addresses, base, inflight } = ring;
         // Asked for within the gate: whoever changes it meanwhile tunes the queue afterwards.
         let tuning = || self.handle.port().settings().tuning;
         let longest = ethernet::longest_frame(self.config.mtu);
@@ -172,7 +172,8 @@ impl Device for NetDevice {
         if index.is_multiple_of(2) {
             let (gate, counters) = port.rx.get(pair).zip(port.rx_counters.get(pair).cloned()).ok_or_else(missing)?;
             let start = |base| {
-                let (mut queue, resumed) = RxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
+                let (mut queue, resumed) =
+                    RxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight)?;
                 notes::say(&self.name, index, base, resumed);
                 queue.tune(tuning());
                 queue.limit(longest);
@@ -185,7 +186,8 @@ impl Device for NetDevice {
         let (gate, counters) = port.tx.get(pair).zip(port.tx_counters.get(pair).cloned()).ok_or_else(missing)?;
         gate.enter().no_kick = kick.is_none();
         let start = |base| {
-            let (mut queue, resumed) = TxQueue::resume(memory, acked, size, addresses, base, counters, journal)?;
+            let (mut queue, resumed) =
+                TxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight)?;
             notes::say(&self.name, index, base, resumed);
             queue.tune(tuning());
             queue.limit(longest);
@@ -195,7 +197,7 @@ impl Device for NetDevice {
         if let Some(kick) = kick
             && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
         {
-            stop_slot(gate, TxQueue::base);
+            stop_slot(gate, TxQueue::stop);
             return Err(format!("cannot wait for its kick: {error}"));
         }
         self.handle.wake(pair as u16);
@@ -205,7 +207,7 @@ impl Device for NetDevice {
     fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
         let pair = index / 2;
         if index.is_multiple_of(2) {
-            let base = self.port().rx.get(pair).map_or(0, |gate| stop_slot(gate, RxQueue::base));
+            let base = self.port().rx.get(pair).map_or(0, |gate| stop_slot(gate, RxQueue::stop));
             self.count_pairs(pair, false);
             return base;
         }
@@ -213,7 +215,7 @@ impl Device for NetDevice {
             self.handle.unwatch(kick);
         }
         self.handle.rest(pair as u16);
-        self.port().tx.get(pair).map_or(0, |gate| stop_slot(gate, TxQueue::base))
+        self.port().tx.get(pair).map_or(0, |gate| stop_slot(gate, TxQueue::stop))
     }
 
     fn end_notes(&self, index: usize) {

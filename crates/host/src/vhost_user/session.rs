@@ -5,6 +5,7 @@ use super::{
     Call, Device, Kick, Limits, Ring,
     call::Alarm,
     descriptor::{CallFd, Disposal, MemoryFile, Refused},
+    inflight::InflightRegion,
     limits::{Lines, say},
 };
 use crate::Quota;
@@ -61,6 +62,7 @@ pub(crate) struct Session<D: Device> {
     protocol: Protocol,
     memory: Arc<Table>,
     vrings: Vec<Vring>,
+    inflight: Option<InflightRegion>,
     /// The channel for requests of ours. There are none yet, but a frontend takes its end for the end of the device
     /// (User-Mode Linux removes it), so that it has to stay open.
     backend: Option<Backend>,
@@ -82,6 +84,7 @@ impl<D: Device> Session<D> {
             protocol: Protocol::empty(),
             memory: Arc::default(),
             vrings,
+            inflight: None,
             backend: None,
             refused: false,
             exhausted: false,
@@ -93,7 +96,8 @@ impl<D: Device> Session<D> {
             | Protocol::CONFIG
             | Protocol::CONFIGURE_MEM_SLOTS
             | Protocol::BACKEND_REQ
-            | Protocol::RESET_DEVICE;
+            | Protocol::RESET_DEVICE
+            | Protocol::INFLIGHT_SHMFD;
         // With a single pair nobody need ask.
         if self.device.queue_num() > 1 { always | Protocol::MQ } else { always }
     }
@@ -178,7 +182,12 @@ impl<D: Device> Session<D> {
             return self.refuse_vring(index, why);
         }
         let (memory, acked, size, base) = (self.memory.clone(), self.acked, vring.size, vring.base);
-        match self.device.start(index, Ring { memory, acked, size, addresses, base }, kick) {
+        let region = self.inflight.as_mut().map(|region| region.start(index, acked & bits::RING_PACKED != 0));
+        let inflight = match region.transpose() {
+            Ok(part) => part.unwrap_or_default(),
+            Err(why) => return self.refuse_vring(index, why),
+        };
+        match self.device.start(index, Ring { memory, acked, size, addresses, base, inflight }, kick) {
             Ok(base) => log::debug!("{}: queue {index} runs, {size} entries, base {base:#x}", self.device.name()),
             Err(why) => return self.refuse_vring(index, why),
         }
@@ -289,8 +298,14 @@ impl<D: Device> Session<D> {
 
 impl<D: Device> Session<D> {
     /// The driver begins anew: where its rings were means nothing any more.
-    fn end_notes(&self) {
-        (0..self.vrings.len()).for_each(|index| self.device.end_notes(index));
+    fn end_all_notes(&self) {
+        (0..self.vrings.len()).for_each(|index| self.end_notes(index));
+    }
+
+    /// The same for a vring; or the frontend knows where it is.
+    fn end_notes(&self, index: usize) {
+        self.device.end_notes(index);
+        self.inflight.iter().for_each(|region| region.end(index));
     }
 }
 
@@ -311,13 +326,13 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
 
     fn reset_owner(&mut self) -> Result<()> {
         self.reset();
-        self.end_notes();
+        self.end_all_notes();
         Ok(())
     }
 
     fn reset_device(&mut self) -> Result<()> {
         self.reset();
-        self.end_notes();
+        self.end_all_notes();
         Ok(())
     }
 
@@ -426,7 +441,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         });
         // DPDK's driver asks a device that has come back at once; that knows nothing yet but what its predecessor has noted.
         if ran {
-            self.device.end_notes(vring);
+            self.end_notes(vring);
         }
         Ok(VhostUserVringState::new(index, base))
     }
@@ -512,12 +527,32 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         self.refuse("there are no shared objects")
     }
 
-    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        self.refuse("INFLIGHT_SHMFD was not offered")
+    fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        match InflightRegion::make(inflight, self.vrings.len()) {
+            Ok((region, message, file)) => {
+                self.inflight = Some(region);
+                Ok((message, file))
+            }
+            Err(why) => {
+                // Its only answer is a region: without one the frontend would wait for ever, so that the connection ends.
+                say!(self.around.lines, Error, "{}: {why}", self.device.name());
+                Err(Error::InvalidParam)
+            }
+        }
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        self.refuse("INFLIGHT_SHMFD was not offered")
+    fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
+        let file = match MemoryFile::new(file) {
+            Ok(file) => file,
+            Err(refused) => return self.refuse_file(None, "inflight", refused),
+        };
+        match InflightRegion::take(inflight, &file, self.vrings.len()) {
+            Ok(region) => {
+                self.inflight = Some(region);
+                Ok(())
+            }
+            Err(why) => self.refuse(why),
+        }
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {

@@ -510,7 +510,7 @@ impl Device for VsockDevice {
     }
 
     fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
-        let Ring { memory, acked, size, addresses, base } = ring;
+        let Ring { memory, acked, size, addresses, base, inflight } = ring;
         let guest = &*self.guest;
         let mut vrings = guest.vrings.lock();
         let shared = &guest.mail.shared;
@@ -529,18 +529,18 @@ impl Device for VsockDevice {
         guest.set_memory(index, Some(memory.clone()));
         let journal = self.notes.journal(index);
         let started = match index {
-            RX => RxQueue::resume(memory, acked, size, addresses, base, journal).map(|(mut queue, how)| {
+            RX => RxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_link(Some(queue));
                 guest.stack.set_kinds(kinds(acked));
                 (base, how)
             }),
-            TX => TxQueue::resume(memory, acked, size, addresses, base, journal).map(|(mut queue, how)| {
+            TX => TxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_inlet(Some(queue));
                 (base, how)
             }),
-            _ => Events::resume(memory, acked, size, addresses, base, journal).map(|(mut queue, how)| {
+            _ => Events::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
                 vrings.events = Some(queue);
                 (base, how)
@@ -580,9 +580,9 @@ impl Device for VsockDevice {
         }
         let mut vrings = guest.vrings.lock();
         let base = match index {
-            RX => guest.stack.set_link(None).map(|mut queue| queue.base()),
-            TX => guest.stack.set_inlet(None).map(|mut queue| queue.base()),
-            _ => vrings.events.take().map(|mut queue| queue.base()),
+            RX => guest.stack.set_link(None).map(|mut queue| queue.stop()),
+            TX => guest.stack.set_inlet(None).map(|mut queue| queue.stop()),
+            _ => vrings.events.take().map(|mut queue| queue.stop()),
         };
         // One that was broken has none; it will not be resumed.
         let base = base.unwrap_or_default();

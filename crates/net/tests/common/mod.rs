@@ -3,7 +3,7 @@
 
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Counters, Driver, DriverConfig, RxQueue, TxQueue, bits};
-use ringroad_ring::{Journal, packed};
+use ringroad_ring::{Inflight, Journal, packed};
 use std::sync::Arc;
 
 /// Feature bits: VERSION_1 and those that are wanted.
@@ -37,12 +37,22 @@ pub fn journal() -> Journal {
 pub fn tx(driver: &Driver, acked: u64, size: u32) -> (TxQueue, Arc<Counters>) {
     let counters = Arc::new(Counters::default());
     let at = driver.tx[0].addresses();
-    (TxQueue::resume(table(driver), acked, size, at, base(acked), counters.clone(), journal()).unwrap().0, counters)
+    (
+        TxQueue::resume(table(driver), acked, size, at, base(acked), counters.clone(), journal(), Inflight::NONE)
+            .unwrap()
+            .0,
+        counters,
+    )
 }
 
 /// The device end of a driver's receive queue.
 pub fn rx(driver: &Driver, acked: u64, size: u32) -> (RxQueue, Arc<Counters>) {
     let counters = Arc::new(Counters::default());
     let at = driver.rx[0].addresses();
-    (RxQueue::resume(table(driver), acked, size, at, base(acked), counters.clone(), journal()).unwrap().0, counters)
+    (
+        RxQueue::resume(table(driver), acked, size, at, base(acked), counters.clone(), journal(), Inflight::NONE)
+            .unwrap()
+            .0,
+        counters,
+    )
 }

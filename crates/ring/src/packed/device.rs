@@ -11,7 +11,7 @@ use crate::{
     packed::layout::{AVAILABLE, LINE, USED},
 };
 #[cfg(not(loom))]
-use crate::{JournalKey, Resumed};
+use crate::{Inflight, JournalKey, Resumed, SetupError, inflight};
 use ringroad_mem::{
     Hit, Table,
     sync::{Ordering, fence},
@@ -34,18 +34,18 @@ struct Late {
 
 /// Device end of a packed virtqueue.
 pub struct Device {
-    ring: Layout,
-    features: Features,
-    next_available: Position,
+    pub(super) ring: Layout,
+    pub(super) features: Features,
+    pub(super) next_available: Position,
     next_used: Position,
     /// How far the driver sees it.
     published: Position,
     /// Descriptors taken and not given back.
-    outstanding: u32,
+    pub(super) outstanding: u32,
     /// Descriptors given back since the driver was last considered for a notification.
     since: u32,
     /// How many descriptors the last burst had: how many lines are worth fetching at once.
-    expected: u16,
+    pub(super) expected: u16,
     /// The last chains were for us to write to: a receive queue.
     receives: bool,
     /// Given back, but not published yet.
@@ -56,8 +56,11 @@ pub struct Device {
     consumed: Option<Position>,
     /// Each descriptor was written when it was used, so far.
     strict: bool,
-    journal: Journal,
-    hit: Hit,
+    pub(super) journal: Journal,
+    /// What is in flight is noted, for a successor of any make.
+    #[cfg(not(loom))]
+    pub(super) track: Option<Box<inflight::Packed>>,
+    pub(super) hit: Hit,
     tuning: Tuning,
 }
 
@@ -65,6 +68,11 @@ impl Device {
     /// Starts at `base`.
     pub fn new(ring: Layout, features: Features, base: Base) -> Device {
         let start = base.position(&ring);
+        Self::at(ring, features, start)
+    }
+
+    /// The same at a position.
+    pub(super) fn at(ring: Layout, features: Features, start: Position) -> Device {
         Device {
             ring,
             features,
@@ -80,6 +88,8 @@ impl Device {
             consumed: None,
             strict: true,
             journal: Journal::NONE,
+            #[cfg(not(loom))]
+            track: None,
             hit: Hit::default(),
             tuning: Tuning::default(),
         }
@@ -93,15 +103,22 @@ impl Device {
         base: Base,
         journal: Journal,
         key: &JournalKey,
-    ) -> (Device, Resumed) {
+        inflight: Inflight,
+    ) -> Result<(Device, Resumed), SetupError> {
         let said = base.position(&ring);
         let found = recover::find(&ring, &journal, key);
+        if found.is_none()
+            && let Some(found) = inflight.read_packed(&ring)?
+        {
+            return Ok(Device::adopt(ring, features, said, journal, key, inflight, found));
+        }
         let mut device = Device::new(ring, features, base);
         device.journal = journal;
         let Some(found) = found else {
             device.journal.start(key, device.next_used.to_bits());
             let lost = recover::is_in_use(&device.ring, said);
-            return (device, if lost { Resumed::Lost } else { Resumed::Base });
+            device.track = inflight.start_packed(device.ring.size, device.next_used).map(Box::new);
+            return Ok((device, if lost { Resumed::Lost } else { Resumed::Base }));
         };
         let size = device.ring.size;
         (device.published, device.next_used) = (found.published, found.staged);
@@ -120,7 +137,8 @@ impl Device {
         let finished = device.finish(found.taken.unwrap_or(found.staged));
         let resumed =
             if finished > 0 || device.next_available != said { Resumed::Noted { finished } } else { Resumed::Base };
-        (device, resumed)
+        device.track = inflight.start_packed(size, device.next_used).map(Box::new);
+        Ok((device, resumed))
     }
 
     /// Gives all back up to a position without a look at it, a former process has consumed it, and publishes that.
@@ -190,6 +208,16 @@ impl Device {
     /// chains before it are good.
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        #[cfg(not(loom))]
+        if self.track.is_some() {
+            return self.take_tracked(memory, chains, max);
+        }
+        self.take_fresh(memory, chains, max)
+    }
+
+    /// The same from the ring only, and not noted.
+    #[inline]
+    pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let count = max.min(chains.room());
         if count == 0 || !self.is_available() {
             return Ok(0);
@@ -333,9 +361,21 @@ impl Device {
         Err(Fault::Loop { index: descriptor.index, size })
     }
 
+    #[inline(always)]
+    fn is_tracked(&self) -> bool {
+        #[cfg(not(loom))]
+        return self.track.is_some();
+        #[cfg(loom)]
+        false
+    }
+
     /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
-        for chain in chains.list().iter().skip(keep) {
+        #[cfg(not(loom))]
+        let keep_fresh = self.untake_tracked(chains, keep);
+        #[cfg(loom)]
+        let keep_fresh = keep;
+        for chain in chains.list().iter().skip(keep_fresh) {
             self.next_available.back(chain.slots(), self.ring.size);
             self.outstanding -= u32::from(chain.slots());
         }
@@ -345,9 +385,13 @@ impl Device {
     /// Gives chains back to the driver and publishes them at once, the first one last: a driver that sees it sees all.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
-        if self.tuning.shadow_used {
+        if self.tuning.shadow_used && !self.is_tracked() {
             self.stage(chains);
             return self.flush();
+        }
+        #[cfg(not(loom))]
+        if self.track.is_some() {
+            return self.give_tracked(chains);
         }
         for chain in chains {
             self.stage(std::slice::from_ref(chain));
@@ -360,7 +404,7 @@ impl Device {
     /// available gets three quarters back at once. Who finds nothing more to take calls `flush`.
     #[inline]
     pub fn give_late(&mut self, chains: &[Chain]) {
-        if !self.tuning.shadow_used {
+        if !self.tuning.shadow_used || self.is_tracked() {
             return self.give(chains);
         }
         self.stage(chains);
@@ -388,7 +432,7 @@ impl Device {
     }
 
     #[inline(always)]
-    fn stage(&mut self, chains: &[Chain]) {
+    pub(super) fn stage(&mut self, chains: &[Chain]) {
         let (mut slots, mut writable) = (0, 0);
         for chain in chains {
             slots += chain.slots();
@@ -525,6 +569,10 @@ impl Device {
         self.ring.device_event[0].store(event.to_word(), Ordering::Relaxed);
         // Pairs with the driver's fence between publishing descriptors and reading what was stored here.
         fence(Ordering::SeqCst);
+        #[cfg(not(loom))]
+        if self.has_again() {
+            return true;
+        }
         self.is_available()
     }
 

@@ -49,16 +49,16 @@ pub(super) fn word(len: u32, id: u16, flags: u16) -> u64 {
 
 /// A position in a packed ring and the pass it is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Position {
+pub(crate) struct Position {
     pub slot: u16,
     pub wrap: bool,
 }
 
 impl Position {
-    pub(super) const START: Position = Position { slot: 0, wrap: true };
+    pub(crate) const START: Position = Position { slot: 0, wrap: true };
 
     #[inline(always)]
-    pub(super) fn advance(&mut self, slots: u16, size: u16) {
+    pub(crate) fn advance(&mut self, slots: u16, size: u16) {
         // Both at most 32768: no overflow.
         let next = self.slot + slots;
         let over = next >= size;
@@ -113,11 +113,7 @@ impl Base {
     pub(super) fn position(self, ring: &Layout) -> Position {
         let (available, used) = (self.0 as u16, (self.0 >> 16) as u16);
         if self.0 == 0 {
-            let has_used = |descriptor: &[AtomicU64]| {
-                let word = u64::from_le(descriptor[1].load(Ordering::Acquire));
-                (word >> 48) as u16 & USED != 0
-            };
-            return Position { slot: 0, wrap: !ring.descriptors.chunks_exact(2).any(has_used) };
+            return Position { slot: 0, wrap: !ring.was_used() };
         }
         Position::from_bits(if used == 0 { available } else { used }, ring.size)
     }
@@ -133,6 +129,11 @@ impl Layout {
         self.descriptors.as_chunks().0
     }
 
+    /// Whether some descriptor has its USED bit set, which none has in a fresh ring.
+    pub(crate) fn was_used(&self) -> bool {
+        self.pairs().iter().any(|[_, word]| (u64::from_le(word.load(Ordering::Acquire)) >> 48) as u16 & USED != 0)
+    }
+
     /// Fetches the lines of the descriptors from a slot on, as many as are expected to be of use.
     #[inline(always)]
     pub(super) fn prefetch(&self, slot: u16, expected: u16, write: bool) {
@@ -144,6 +145,45 @@ impl Layout {
 
 #[cfg(not(loom))]
 impl Layout {
+    /// Entries of the ring.
+    pub(crate) fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Whether it is sure that nobody has ever used it: some descriptors are available in the first pass, and those behind them are
+    /// zeros. One that was used can look the same only where it is full.
+    pub(crate) fn is_fresh(&self) -> bool {
+        let load = |word: &AtomicU64| u64::from_le(word.load(Ordering::Acquire));
+        let mut all = self.pairs().iter().map(|[address, word]| (load(address), load(word)));
+        let is_made = |&(_, word): &(u64, u64)| (word >> 48) as u16 & (AVAILABLE | USED) == AVAILABLE;
+        all.by_ref().find(|pair| !is_made(pair)) == Some((0, 0)) && all.all(|pair| pair == (0, 0))
+    }
+
+    /// Address and second word of the descriptor at a position.
+    pub(crate) fn words(&self, at: Position) -> (u64, u64) {
+        self.pairs().get(usize::from(at.slot)).map_or((0, 0), |[address, word]| {
+            let word = u64::from_le(word.load(Ordering::Acquire));
+            (u64::from_le(address.load(Ordering::Relaxed)), word)
+        })
+    }
+
+    /// Whether a descriptor is as the driver makes it available in that pass.
+    pub(crate) fn is_available(&self, at: Position) -> bool {
+        (self.words(at).1 >> 48) as u16 & (AVAILABLE | USED) == available_flags(at.wrap)
+    }
+
+    /// Makes the descriptor at a position look available, if it looks used in that pass. Says whether it did.
+    pub(super) fn unuse(&self, at: Position) -> bool {
+        let (_, second) = self.words(at);
+        let flags = (second >> 48) as u16;
+        let looks_used = flags & (AVAILABLE | USED) == used_flags(at.wrap);
+        if let Some([_, place]) = self.pairs().get(usize::from(at.slot)).filter(|_| looks_used) {
+            let flags = flags & !(AVAILABLE | USED) | available_flags(at.wrap);
+            place.store(word(second as u32, (second >> 32) as u16, flags), Ordering::Relaxed);
+        }
+        looks_used
+    }
+
     /// The ring of a driver whose memory this is.
     pub fn resolve(memory: &Table, size: u32, at: Addresses) -> Result<Layout, SetupError> {
         if size == 0 || size > MAX_SIZE {

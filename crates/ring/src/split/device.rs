@@ -8,7 +8,7 @@ use crate::{
     notify,
 };
 #[cfg(not(loom))]
-use crate::{JournalKey, Resumed};
+use crate::{Inflight, JournalKey, Resumed, SetupError, inflight};
 use ringroad_mem::{
     Hit, Table,
     sync::{Ordering, fence},
@@ -16,20 +16,23 @@ use ringroad_mem::{
 
 /// Device end of a split virtqueue.
 pub struct Device {
-    ring: Layout,
+    pub(super) ring: Layout,
     mask: u16,
     features: Features,
-    next_available: u16,
+    pub(super) next_available: u16,
     /// The available index as it was read last: what lies before it need not be asked for again.
-    seen: u16,
-    next_used: u16,
+    pub(super) seen: u16,
+    pub(super) next_used: u16,
     /// How far the driver sees it.
-    published: u16,
+    pub(super) published: u16,
     /// `published` when the driver was last considered for a notification.
     considered: u16,
     /// How far what was taken must not be taken again, if anybody says so.
     consumed: Option<u16>,
-    journal: Journal,
+    pub(super) journal: Journal,
+    /// What is in flight is noted, for a successor of any make.
+    #[cfg(not(loom))]
+    pub(super) track: Option<Box<inflight::Split>>,
     hit: Hit,
     tuning: Tuning,
 }
@@ -51,6 +54,8 @@ impl Device {
             considered: next_used,
             consumed: None,
             journal: Journal::NONE,
+            #[cfg(not(loom))]
+            track: None,
             hit: Hit::default(),
             tuning: Tuning::default(),
         }
@@ -68,7 +73,8 @@ impl Device {
         base: u16,
         journal: Journal,
         key: &JournalKey,
-    ) -> (Device, Resumed) {
+        inflight: Inflight,
+    ) -> Result<(Device, Resumed), SetupError> {
         let used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
         let available = u16::from_le(ring.available[INDEX].load(Ordering::Acquire));
         let is_ahead = |of: u16, index: u16| index.wrapping_sub(of) <= ring.size;
@@ -78,11 +84,17 @@ impl Device {
                 && noted.taken.is_none_or(|taken| taken.wrapping_sub(used) <= available.wrapping_sub(used))
         });
         let plausible = is_ahead(used, available);
+        let noted = noted.filter(|_| plausible);
+        if noted.is_none()
+            && let Some(found) = inflight.read_split(ring.size, used, available)?
+        {
+            return Ok(Device::adopt(ring, features, base, journal, key, inflight, found));
+        }
         let start = if plausible { used } else { base };
         let mut device = Device::new(ring, features, start);
         device.journal = journal;
         let mut finished = 0;
-        match noted.filter(|_| plausible) {
+        match noted {
             None => device.journal.start(key, device.next_used),
             Some(noted) => {
                 device.consumed = noted.taken;
@@ -92,11 +104,12 @@ impl Device {
             }
         }
         let resumed = match noted {
-            Some(_) if plausible && (finished > 0 || base != start) => Resumed::Noted { finished },
+            Some(_) if finished > 0 || base != start => Resumed::Noted { finished },
             _ if base == start => Resumed::Base,
             _ => Resumed::UsedIndex,
         };
-        (device, resumed)
+        device.track = inflight.start_split(device.ring.size, device.next_used).map(Box::new);
+        Ok((device, resumed))
     }
 
     /// Gives all back up to an index without a look at it: a former process has consumed it.
@@ -147,6 +160,16 @@ impl Device {
     /// chains before it are good.
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        #[cfg(not(loom))]
+        if self.track.is_some() {
+            return self.take_tracked(memory, chains, max);
+        }
+        self.take_fresh(memory, chains, max)
+    }
+
+    /// The same from the ring only, and not noted.
+    #[inline]
+    pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let wanted = max.min(chains.room());
         let mut ahead = self.seen.wrapping_sub(self.next_available) as usize;
         if ahead < wanted {
@@ -231,12 +254,17 @@ impl Device {
 
     /// The head in the available ring at an index.
     #[inline(always)]
-    fn entry(&self, index: u16) -> u16 {
+    pub(super) fn entry(&self, index: u16) -> u16 {
         let slot = (index & self.mask) as usize;
         u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed))
     }
 
-    fn long_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<bool, Fault> {
+    pub(super) fn long_chain(
+        &mut self,
+        memory: &Table,
+        chains: &mut Chains,
+        descriptor: Descriptor,
+    ) -> Result<bool, Fault> {
         let mut chain = chains.begin(1);
         chain.id = descriptor.index;
         match self.follow(memory, chains, &mut chain, descriptor) {
@@ -274,7 +302,7 @@ impl Device {
     }
 
     #[inline(always)]
-    fn descriptor(&self, index: u16) -> Result<Descriptor, Fault> {
+    pub(super) fn descriptor(&self, index: u16) -> Result<Descriptor, Fault> {
         if index >= self.ring.size {
             return Err(Fault::Index { index, size: self.ring.size });
         }
@@ -287,6 +315,11 @@ impl Device {
     /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         let unused = chains.list().len().saturating_sub(keep);
+        #[cfg(not(loom))]
+        let unused = match &mut self.track {
+            None => unused,
+            Some(track) => track.untake(chains.list().get(keep..).unwrap_or_default()),
+        };
         self.next_available = self.next_available.wrapping_sub(unused as u16);
         chains.truncate(keep);
     }
@@ -324,15 +357,28 @@ impl Device {
     #[inline]
     pub fn flush(&mut self) {
         if self.published != self.next_used {
-            // Pairs with the driver's acquire of the index: entries and buffers are written before it.
-            self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
-            self.published = self.next_used;
-            self.journal.note_published(self.next_used);
+            #[cfg(not(loom))]
+            if self.track.is_some() {
+                return self.publish_tracked();
+            }
+            self.publish();
         }
     }
 
     #[inline(always)]
+    pub(super) fn publish(&mut self) {
+        // Pairs with the driver's acquire of the index: entries and buffers are written before it.
+        self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
+        self.published = self.next_used;
+        self.journal.note_published(self.next_used);
+    }
+
+    #[inline(always)]
     fn stage(&mut self, chains: &[Chain]) {
+        #[cfg(not(loom))]
+        if let Some(track) = &mut self.track {
+            track.stage(chains);
+        }
         let mut next = self.next_used;
         let staged = next.wrapping_add(chains.len() as u16);
         // Before the entries are written: see `journal`.
@@ -386,6 +432,10 @@ impl Device {
         }
         // Pairs with the driver's fence between publishing the available index and reading what was stored here.
         fence(Ordering::SeqCst);
+        #[cfg(not(loom))]
+        if self.has_again() {
+            return true;
+        }
         self.available() != Ok(0)
     }
 

@@ -3,6 +3,8 @@
 mod device;
 mod driver;
 mod layout;
+#[cfg(not(loom))]
+mod tracked;
 
 pub use device::Device;
 pub use driver::Driver;
