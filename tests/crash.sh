@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The daemon is killed (SIGKILL) under load and started again at once, a thousand times (`make crash`; `make test` runs it with
+# The daemon is killed (SIGKILL) under load and started again at once, a thousand times (`make interop`; `make test` runs it with
 # --quick). As root:
 #
 #   tests/crash.sh [--quick] [--kills N] [ours] [dpdk] [qemu] [uml] [vsock]    (which parts; default: all of them)
@@ -100,6 +100,7 @@ cleanup() {
   set +e
   [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
   end "${ours[@]}" "$daemon"
+  [ ! -e "$state/notes" ] || sort -u "$state/notes" | xargs -r rm -f --
   rm -rf "$state"
 }
 trap cleanup EXIT
@@ -116,7 +117,9 @@ spawn_daemon() {
 start_daemon() {
   : >"$state/ringroad.log"
   spawn_daemon
-  await 10 "word of the daemon that it is ready" ready
+  await 10 "word of the daemon that it is ready" ready || return 1
+  # They outlive the daemon, as they should, but not this script.
+  sed -n 's|.* \(/dev/shm/ringroad-.*\.rings\)$|\1|p' "/proc/$daemon/maps" >>"$state/notes"
 }
 
 ready() { gone "$daemon" || grep -q 'ready$' "$state/ringroad.log"; }

@@ -16,6 +16,8 @@ mod messages;
 mod neighbours;
 #[path = "vhost_user/queues.rs"]
 mod queues;
+#[path = "vhost_user/reconnect.rs"]
+mod reconnect;
 
 use ringroad_wire::ethernet::MacAddr;
 

@@ -448,7 +448,10 @@ impl Pair {
         }
         // A device that stops tells the driver of what it gave before.
         self.device_ask();
-        self.device = self.memory.device_at(self.device.base());
+        // The driver knows where that is, as far as it has taken buffers back or not: for a device that forgets it.
+        let base = self.device.base();
+        assert_eq!((self.driver.base(), self.driver.missing(base)), (base, 0));
+        self.device = self.memory.device_at(self.driver.base());
         self.device_state.asleep = false;
     }
 
@@ -779,5 +782,38 @@ fn in_threads() {
                 }
             }
         });
+    }
+}
+
+/// What a device took and never gave back is counted, wherever in the ring that is.
+#[test]
+fn what_is_missing() {
+    for features in all_features() {
+        let size = 8;
+        let memory = Memory::new(features, size, 4096, None);
+        let (mut driver, mut device) = (memory.driver(), memory.device_at(memory.driver().base()));
+        let mut burst = Chains::new(BURST, 64);
+        for round in 0..3 * size {
+            let buffer = Buffer { address: memory.address(0), len: 64 };
+            for _ in 0..4 {
+                driver.add(&[buffer], &[]).unwrap();
+            }
+            driver.publish();
+            burst.start(&memory.device);
+            assert_eq!(device.take(&memory.device, &mut burst, 4), Ok(4));
+            let (given, kept) = burst.list().split_at(3 - round as usize % 3);
+            let (given, kept) = (given.to_vec(), kept.to_vec());
+            device.give(&given);
+            assert_eq!(driver.missing(device.base()), kept.len() as u32, "{features:?} round {round}");
+            device.give(&kept);
+            assert_eq!(driver.missing(device.base()), 0, "{features:?} round {round}");
+            let mut used = [Used::default(); 8];
+            assert_eq!(driver.take_used(&mut used), Ok(4));
+            assert_eq!(
+                (driver.missing(device.base()), driver.base()),
+                (0, device.base()),
+                "{features:?} round {round}"
+            );
+        }
     }
 }

@@ -1,0 +1,182 @@
+//! The device goes away and comes back: our own driver goes on with all that it has under way, and frontends that do things in
+//! their own order find their rings where they were.
+
+use crate::{
+    LAYOUTS,
+    common::{request::*, *},
+};
+use ringroad_host::vhost_user::{ConnectError, Connection, Connector, Server, VhostConfig};
+use ringroad_net::{Features, bits};
+use ringroad_wire::ethernet::MacAddr;
+use std::time::{Duration, Instant};
+
+impl Rig {
+    fn connector(&self, features: u64) -> Connector {
+        Connector {
+            socket: self.socket(0),
+            listen: false,
+            patience: PATIENCE,
+            features,
+            queue_pairs: 1,
+            queue_size: 64,
+            frame: 1518,
+            huge: false,
+        }
+    }
+
+    /// Port 0 is gone.
+    fn end_device(&mut self) {
+        drop(self.servers.remove(0));
+    }
+
+    /// It is there again, with these features.
+    fn start_device(&mut self, features: Features) {
+        let config = VhostConfig { features, ..config(&self.victim(), &self.socket(0)) };
+        self.servers.insert(0, Server::start(config, &self.worker).unwrap());
+    }
+}
+
+const OURS: MacAddr = MacAddr([2, 0, 0, 0, 0, 0x77]);
+
+fn frame(to: MacAddr, number: u64) -> Vec<u8> {
+    [&to.0[..], &OURS.0, &[0x88, 0xb5], &number.to_be_bytes(), &[7; 42]].concat()
+}
+
+/// Sends frames, as many of these as there is room for.
+fn send(connection: &mut Connection, to: MacAddr, next: &mut u64, count: usize) {
+    let tx = &mut connection.driver.tx[0];
+    while tx.reclaim().unwrap() > 0 {}
+    tx.add(count, |_, place| {
+        *next += 1;
+        place.write(&frame(to, *next - 1))
+    });
+    tx.publish();
+    connection.tx[0].kick();
+}
+
+/// How many frames have come.
+fn receive(connection: &mut Connection) -> usize {
+    let mut frames = 0;
+    while connection.driver.rx[0].receive(true, |_| frames += 1).unwrap() > 0 {}
+    connection.rx[0].kick();
+    frames
+}
+
+#[test]
+fn our_driver_goes_on() {
+    for features in LAYOUTS.into_iter().flat_map(|layout| [layout, layout | bits::IN_ORDER | bits::EVENT_IDX]) {
+        let mut rig = Rig::new(&format!("ours{features:x}"));
+        let mut other = rig.guest(1, PACKED);
+        let mut connection = rig.connector(features).connect().unwrap();
+        assert_eq!(connection.acked, features);
+        let (mut next, mut came) = (0, Vec::new());
+        for round in 0..20 {
+            // More than the rings have, so that they go around and end anywhere.
+            for _ in 0..1 + round % 3 {
+                send(&mut connection, other.mac, &mut next, 50);
+                assert!(within(PATIENCE, || {
+                    came.extend(other.received(OURS));
+                    came.last() == Some(&(next - 1))
+                }));
+                for _ in 0..7 {
+                    other.send_to(OURS);
+                }
+                let mut frames = 0;
+                assert!(within(PATIENCE, || {
+                    frames += receive(&mut connection);
+                    frames == 7
+                }));
+            }
+            // It goes with frames in its rings that nobody has looked at, and more are added when it has gone.
+            let alive = round % 2 == 0;
+            if alive {
+                send(&mut connection, other.mac, &mut next, 16);
+            }
+            rig.end_device();
+            assert!(within(PATIENCE, || connection.is_closed()));
+            send(&mut connection, other.mac, &mut next, 16);
+            rig.start_device(Features::ALL);
+            connection.reconnect(PATIENCE).unwrap();
+            assert!(!connection.is_closed());
+            assert!(within(PATIENCE, || {
+                let _ = connection.driver.tx[0].reclaim().unwrap();
+                came.extend(other.received(OURS));
+                connection.driver.tx[0].under_way() == 0 && came.last() == Some(&(next - 1))
+            }));
+        }
+        // This device was told to go, so that it has lost nothing either.
+        assert_eq!(came, (0..next).collect::<Vec<_>>(), "{features:#x}");
+        assert_eq!(connection.stop(), Some(0), "{features:#x}");
+        assert_eq!(rig.faults(), 0);
+    }
+}
+
+#[test]
+fn a_device_that_lacks_what_is_in_use() {
+    let mut rig = Rig::new("changed");
+    let mut other = rig.guest(1, SPLIT);
+    let mut connection = rig.connector(PACKED | bits::IN_ORDER).connect().unwrap();
+    rig.end_device();
+    rig.start_device(Features { in_order: false, ..Features::ALL });
+    let start = Instant::now();
+    let error = connection.reconnect(PATIENCE).unwrap_err();
+    assert!(start.elapsed() < PATIENCE, "it does not change while one waits");
+    assert!(matches!(error, ConnectError::Changed { lacks: bits::IN_ORDER, .. }), "{error}");
+    assert!(error.to_string().contains("start it with the features that it had, or connect anew"), "{error}");
+    // The next one has them.
+    rig.end_device();
+    rig.start_device(Features::ALL);
+    connection.reconnect(PATIENCE).unwrap();
+    let mut next = 0;
+    send(&mut connection, other.mac, &mut next, 16);
+    assert!(other.receives(OURS, next - 1));
+}
+
+#[test]
+fn a_device_that_does_not_come_back() {
+    let mut rig = Rig::new("never");
+    let mut connection = rig.connector(PACKED).connect().unwrap();
+    rig.end_device();
+    let start = Instant::now();
+    let error = connection.reconnect(Duration::from_millis(100)).unwrap_err();
+    assert!(start.elapsed() >= Duration::from_millis(100));
+    assert!(matches!(error, ConnectError::Connect { .. }), "{error}");
+    assert_eq!(connection.stop(), None, "nobody says what is missing");
+}
+
+/// As DPDK's driver does where it is the socket's server: vrings are disabled, and their bases asked for, before anything is
+/// negotiated; then they start, as if they were fresh.
+#[test]
+fn disabled_before_all_else() {
+    for features in LAYOUTS {
+        let mut rig = Rig::new(&format!("early{features:x}"));
+        let mut other = rig.guest(1, SPLIT);
+        let mut guest = rig.guest(0, features);
+        for _ in 0..5 {
+            exchange(&mut guest, &mut other);
+        }
+        rig.end_device();
+        rig.start_device(Features::ALL);
+        guest.peer = Peer::connect(&rig.socket(0));
+        for index in 0..2 {
+            guest.peer.send(&message(SET_VRING_ENABLE, VERSION, 8, &words(&[index, 0])), &[]);
+            guest.peer.get_base(index);
+        }
+        guest.peer.negotiate(features);
+        guest.set_memory();
+        for index in 0..2 {
+            guest.prepare(index, guest.fresh());
+            guest.peer.ok(SET_VRING_ENABLE, &words(&[index, 1]), &[]);
+        }
+        exchange(&mut guest, &mut other);
+        assert_eq!(rig.faults(), 0, "{:#?}", log_of(&rig.victim()));
+        if features == PACKED {
+            logged(&rig.victim(), &["INFO", "goes on where it was before"]);
+        }
+    }
+    // What does not run cannot be enabled before there is something to enable it by.
+    let rig = Rig::new("early");
+    let mut peer = Peer::connect(&rig.socket(0));
+    peer.send(&message(SET_VRING_ENABLE, VERSION, 8, &words(&[0, 1])), &[]);
+    assert!(peer.ends());
+}
