@@ -576,12 +576,34 @@ fn all_that_it_should_do_works() {
         reaches(&client, 80, || listeners[0].accept().unwrap().0);
         assert!(Stream::connect(client.stack(), Addr { cid: 2, port: 82 }).is_err());
 
+        assert!(!serve.err().contains("cannot keep notes"), "{}", serve.err());
         serve.signal("USR1");
         assert!(within(PATIENCE, || serve.out.lock().unwrap().contains("from: frames")));
         serve.stop();
         let report: Value = serde_json::from_str(&fs::read_to_string(&counters).unwrap()).unwrap();
         assert!(report["ports"].as_array().is_some_and(|ports| ports.len() == 3), "{report}");
         assert!(!file("a.sock").exists() && !other.join("b.sock").exists());
+    }
+}
+
+#[test]
+fn notes_of_rings_are_kept_beside_sockets_in_memory() {
+    for &who in Who::all() {
+        let folder = Folder::new("notes", who);
+        let memory = PathBuf::from(format!("/dev/shm/ringroad-sandbox-{who:?}-{}", std::process::id()));
+        fs::create_dir(&memory).unwrap();
+        folder.give(&memory);
+        let text = port("a", &memory.join("a.sock"), "");
+        let mut serve = folder.serve(&text, &[]);
+        serve.says("ready");
+        folder.write(&(text + &port("b", &memory.join("b.sock"), "")));
+        let said = serve.reload();
+        assert!(!said.contains("ERROR"), "{said}");
+        folder.blasts(&memory.join("b.sock"), &[]);
+        assert!(memory.join("a.sock.rings").exists() && memory.join("b.sock.rings").exists());
+        assert!(!serve.err().contains("cannot keep notes"), "{}", serve.err());
+        serve.stop();
+        fs::remove_dir_all(memory).unwrap();
     }
 }
 

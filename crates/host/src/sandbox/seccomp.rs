@@ -450,4 +450,33 @@ mod tests {
             assert!(program.len() <= 4096, "{}", program.len());
         }
     }
+
+    #[test]
+    fn what_the_worker_cannot_do() {
+        // Filters are a thread's own: the others of this test are as they were.
+        let tried = std::thread::spawn(|| {
+            let path = std::env::temp_dir().join(format!("ringroad-worker-{}", std::process::id()));
+            sys::no_new_privileges().unwrap();
+            let rules = program(worker(), SeccompAction::Errno(1), SeccompAction::Allow).unwrap();
+            sys::add_filter(&rules, false).unwrap();
+            assert!(vmm_sys_util::eventfd::EventFd::new(0).is_err(), "control makes these");
+            // What it may do.
+            std::fs::read("/proc/self/status").unwrap();
+            std::os::unix::net::UnixDatagram::unbound().unwrap();
+            drop(vec![1u8; 8 << 20]);
+            std::thread::yield_now();
+            [
+                std::fs::write(&path, "").err(),
+                std::os::unix::net::UnixListener::bind(&path).err(),
+                std::os::unix::net::UnixStream::connect(&path).err(),
+                std::net::TcpStream::connect("127.0.0.1:1").err(),
+                std::net::UdpSocket::bind("127.0.0.1:0").err(),
+                std::fs::remove_file(&path).err(),
+                std::thread::Builder::new().spawn(|| ()).err(),
+            ]
+        });
+        for (index, error) in tried.join().unwrap().into_iter().enumerate() {
+            assert_eq!(error.and_then(|error| error.raw_os_error()), Some(libc::EPERM), "{index}");
+        }
+    }
 }
