@@ -13,8 +13,8 @@ use crate::{
     port::{Kind, Port, PortSettings},
     worker::{PortHandle, Worker},
 };
-use ringroad_net::{Config, Features, RxQueue, TxQueue};
-use ringroad_ring::{SetupError, Tuning};
+use ringroad_net::{Config, Features, RxQueue, TxQueue, bits};
+use ringroad_ring::{Inflight, SetupError, Tuning};
 use ringroad_switch::{Limits, Mode, Poll};
 use ringroad_wire::ethernet;
 use std::{
@@ -170,10 +170,13 @@ impl Device for NetDevice {
         let journal = self.notes.journal(index);
         let missing = || format!("there is no pair {pair} of queues");
         if index.is_multiple_of(2) {
+            // A packed ring that is tracked publishes chain by chain, and the buffers of one frame must come together.
+            let apart = acked & bits::RING_PACKED != 0 && acked & bits::NET_F_MRG_RXBUF != 0;
+            let tracked = if apart { Inflight::NONE } else { inflight };
             let (gate, counters) = port.rx.get(pair).zip(port.rx_counters.get(pair).cloned()).ok_or_else(missing)?;
             let start = |base| {
                 let (mut queue, resumed) =
-                    RxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight)?;
+                    RxQueue::resume(memory, acked, size, addresses, base, counters, journal, tracked)?;
                 notes::say(&self.name, index, base, resumed);
                 queue.tune(tuning());
                 queue.limit(longest);

@@ -438,12 +438,13 @@ impl Device {
             slots += chain.slots();
             writable |= chain.writable_len();
         }
-        // A batch does not go beyond the ring's end, as far as no chain does: what was published last is then of the same pass as
-        // what comes next, which tells this ring from a fresh one (`recover.rs`).
+        // A batch of what was only read does not go beyond the ring's end, as far as no chain does: what was published last is then of
+        // the same pass as what comes next, which tells this ring from a fresh one (`recover.rs`). Buffers that were written to
+        // stay together, as a frame may lie in several, which drivers want to see all at once (5.1.6.4.1).
         if self.next_used.slot == 0 {
             self.flush();
         }
-        if u32::from(self.next_used.slot) + u32::from(slots) > self.ring.size.into() {
+        if writable == 0 && u32::from(self.next_used.slot) + u32::from(slots) > self.ring.size.into() {
             return self.stage_at_end(chains, slots, writable);
         }
         self.stage_run(chains, slots, writable);

@@ -62,7 +62,10 @@ pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option
             } else {
                 is_published(ring, batch) && is_available(ring, published)
             };
-        if !good || is_behind(ring, published) {
+        // Where none is ever passed over, the one before was used too: so also where the last batch went on beyond the ring's end.
+        let mut before = published;
+        before.back(1, size);
+        if !good || is_behind(ring, published) || strict && progress.is_some() && !is_published(ring, before) {
             return None;
         }
         return Some(Found { published, staged, taken, word, which, writes, strict });
