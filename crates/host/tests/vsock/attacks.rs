@@ -342,9 +342,10 @@ fn connects_have_a_quota_and_what_is_beyond_it_waits_or_is_refused() {
     let took = start.elapsed();
     listener.set_nonblocking(true).unwrap();
     let accepted = std::iter::from_fn(|| listener.accept().ok()).count();
-    // At once, and those that waited for a second.
+    // Fifty may wait. How many are connected meanwhile is a matter of how fast the requests come: if all come within one turn of
+    // the worker, none is; else another fifty at once, and what a quota of 50/s gives.
     let most = 100 + (50.0 * took.as_secs_f64()) as usize;
-    assert!(accepted >= 100 && accepted <= most, "{accepted} within {took:?}");
+    assert!(accepted >= 50 && accepted <= most, "{accepted} within {took:?}");
     assert_eq!(pair.server.sockets().refused, 1000 - accepted as u64);
     // The other guest has its own.
     let (_guest, _program) = pair.rig.to_host(1);
