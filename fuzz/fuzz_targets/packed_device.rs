@@ -2,5 +2,6 @@
 #![no_main]
 
 mod device;
+mod input;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| device::run(data, true));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| device::run(data, true, device::Deaths::None));

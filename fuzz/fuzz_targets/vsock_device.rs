@@ -1,6 +1,9 @@
 //! Device end of virtio-vsock: no guest may make it panic, hang, or keep more than it should, whatever it writes to its rings.
 #![no_main]
 
+mod input;
+
+use input::Input;
 use ringroad_mem::{Region, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
@@ -41,36 +44,7 @@ impl Host<NoRelay> for Nobody {
     fn room(&self, _: Key) {}
 }
 
-/// Takes bytes from the front of the input.
-struct Input<'a>(&'a [u8]);
-
 impl Input<'_> {
-    fn take<const N: usize>(&mut self) -> [u8; N] {
-        let mut out = [0; N];
-        let n = N.min(self.0.len());
-        out[..n].copy_from_slice(&self.0[..n]);
-        self.0 = &self.0[n..];
-        out
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.take::<1>()[0]
-    }
-
-    fn word(&mut self) -> u16 {
-        u16::from_le_bytes(self.take())
-    }
-
-    /// Usually small, sometimes anything.
-    fn number(&mut self) -> u32 {
-        match self.byte() {
-            255 => u32::from_le_bytes(self.take()),
-            254 => u32::MAX,
-            byte if byte >= 128 => u32::from(self.word()),
-            byte => byte.into(),
-        }
-    }
-
     fn header(&mut self) -> VsockHdr {
         let odd = self.byte();
         VsockHdr {
@@ -141,7 +115,7 @@ fn one(mut input: Input<'_>, region: &Arc<Region>, table: &Arc<Table>) {
     let messages = Listener::bind(&host, 2, Kind::SeqPacket).unwrap();
     let mut programs: Vec<Program> = Vec::new();
     let mut used = [Used::default(); 64];
-    while !input.0.is_empty() {
+    while !input.is_empty() {
         match input.byte() % 16 {
             // A write of 1 to 16 bytes anywhere.
             0 => {

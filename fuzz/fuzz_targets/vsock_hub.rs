@@ -2,6 +2,9 @@
 //! panic, hang, or keep more than its memory, whatever it writes to its rings, and whenever.
 #![no_main]
 
+mod input;
+
+use input::Input;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
@@ -88,36 +91,7 @@ impl Host<Sink> for Around {
     }
 }
 
-/// Takes bytes from the front of the input.
-struct Input<'a>(&'a [u8]);
-
 impl Input<'_> {
-    fn take<const N: usize>(&mut self) -> [u8; N] {
-        let mut out = [0; N];
-        let n = N.min(self.0.len());
-        out[..n].copy_from_slice(&self.0[..n]);
-        self.0 = &self.0[n..];
-        out
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.take::<1>()[0]
-    }
-
-    fn word(&mut self) -> u16 {
-        u16::from_le_bytes(self.take())
-    }
-
-    /// Usually small, sometimes anything.
-    fn number(&mut self) -> u32 {
-        match self.byte() {
-            255 => u32::from_le_bytes(self.take()),
-            254 => u32::MAX,
-            byte if byte >= 128 => u32::from(self.word()),
-            byte => byte.into(),
-        }
-    }
-
     /// From a guest: to the host, to itself, to others, and seldom to or from nobody.
     fn header(&mut self, cid: u64) -> VsockHdr {
         let odd = self.byte();
@@ -342,7 +316,7 @@ fn one(mut input: Input<'_>, memories: &Memory) {
     for guest in &guests {
         hub.join(&guest.stack, vec!["x".into()]);
     }
-    while !input.0.is_empty() {
+    while !input.is_empty() {
         let which = usize::from(input.byte()) % GUESTS;
         guests[which].step(&mut input);
         for guest in &guests {
