@@ -214,26 +214,41 @@ fn frames_longer_than_the_mtu() {
 /// Frames of bridges and switches to each other (01-80-C2-00-00-0x). Before: they reached other ports, and the TAP.
 #[test]
 fn link_local_frames() {
-    let mut scene = Scene::new(|config| ["a1", "w1"].iter().for_each(|name| config.port(name)));
+    let interface = format!("rra{}", std::process::id());
+    let mut scene = Scene::new(|config| {
+        ["a1", "w1"].iter().for_each(|name| config.port(name));
+        config.tap("uplink", &interface);
+    });
+    // Frames that the kernel has received from the daemon.
+    let count = || {
+        let path = format!("/sys/class/net/{interface}/statistics/rx_packets");
+        std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()).expect("a TAP interface")
+    };
+    let up = std::process::Command::new("ip").args(["link", "set", &interface, "up"]).status();
+    assert!(up.is_ok_and(|status| status.success()), "this test needs root and iproute2");
     let seen = scene.attack(1.0, |daemon, _| {
         let mut port = NetPort::connect(&daemon.socket("a1"), false).expect("a port");
         let mut watcher = NetPort::connect(&daemon.socket("w1"), true).expect("a port");
         let mac = port.mac;
+        let before = count();
         for last in 0..16 {
             port.put(&frame([1, 0x80, 0xc2, 0, 0, last], mac, b"bridge"));
         }
         port.put(&frame(BROADCAST, mac, b"normal"));
         port.flush();
         thread::sleep(Duration::from_millis(100));
+        let tap = count() - before;
         let (mut local, mut normal) = (Vec::new(), 0);
         watcher.receive(20, |bytes, _| match bytes.get(14..20) {
             Some(b"bridge") => local.push(bytes[5]),
             Some(b"normal") => normal += 1,
             _ => {}
         });
-        (local, normal)
+        (local, normal, tap)
     });
     scene.check(seen.0.is_empty(), format!("link-local frames reached another port: {:x?}", seen.0));
+    // The victims' own broadcasts, if there are any, are few.
+    scene.check((1..8).contains(&seen.2), format!("{} frames reached the TAP, expected the normal one", seen.2));
     scene.check(seen.1 == 1, "the frame after them did not");
     scene.finish();
 }
