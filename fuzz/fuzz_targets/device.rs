@@ -91,7 +91,8 @@ fn one(mut input: Input<'_>, packed: bool, deaths: Deaths, memory: &Memory) {
     }
     let features = u64::from(input.byte());
     let mut acked = bits::VERSION_1 | if packed { bits::RING_PACKED } else { 0 };
-    for (index, bit) in [bits::INDIRECT_DESC, bits::EVENT_IDX, bits::IN_ORDER, bits::NET_F_MRG_RXBUF].iter().enumerate() {
+    for (index, bit) in [bits::INDIRECT_DESC, bits::EVENT_IDX, bits::IN_ORDER, bits::NET_F_MRG_RXBUF].iter().enumerate()
+    {
         acked |= if features >> index & 1 == 1 { *bit } else { 0 };
     }
     let size = if packed { u32::from(input.byte() % 64) + 1 } else { 1 << (input.byte() % 7) };
@@ -132,11 +133,7 @@ fn one(mut input: Input<'_>, packed: bool, deaths: Deaths, memory: &Memory) {
             9 => drop(tx.take(&mut burst)),
             _ => {
                 burst.clear();
-                let bases = if input.byte() & 1 == 0 {
-                    [u32::from(input.word()); 2]
-                } else {
-                    [tx.base(), rx.base()]
-                };
+                let bases = if input.byte() & 1 == 0 { [u32::from(input.word()); 2] } else { [tx.base(), rx.base()] };
                 drop((tx, rx));
                 match device.start(bases) {
                     Some(queues) => (tx, rx) = queues,

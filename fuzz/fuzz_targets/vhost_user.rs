@@ -37,7 +37,9 @@ const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
 
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let socket = std::env::temp_dir().join(format!("ringroad-fuzz-{}.sock", std::process::id()));
-    let worker = Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 }).unwrap();
+    let worker =
+        Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 })
+            .unwrap();
     let config = VhostConfig {
         name: "fuzz".into(),
         socket: socket.clone(),

@@ -8,8 +8,8 @@ use input::Input;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
-    Addr, Broken, DeviceSide, Door, Host, Hub, Key, Kind, Payload, Queue, Relay, RxQueue, Settings, Stack, TxQueue, bits,
-    kinds,
+    Addr, Broken, DeviceSide, Door, Host, Hub, Key, Kind, Payload, Queue, Relay, RxQueue, Settings, Stack, TxQueue,
+    bits, kinds,
 };
 use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{
@@ -137,7 +137,8 @@ impl Guest {
     fn new(cid: u64, chosen: u8, (region, table): &(Arc<Region>, Arc<Table>)) -> Guest {
         region.span(0, LEN).unwrap().write(&[0; LEN]);
         let mut acked = bits::VERSION_1 | bits::VSOCK_F_STREAM;
-        let optional = [bits::RING_PACKED, bits::INDIRECT_DESC, bits::EVENT_IDX, bits::IN_ORDER, bits::VSOCK_F_SEQPACKET];
+        let optional =
+            [bits::RING_PACKED, bits::INDIRECT_DESC, bits::EVENT_IDX, bits::IN_ORDER, bits::VSOCK_F_SEQPACKET];
         for (index, bit) in optional.iter().enumerate() {
             acked |= if chosen >> index & 1 == 1 { *bit } else { 0 };
         }
