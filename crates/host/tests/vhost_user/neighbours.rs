@@ -50,7 +50,8 @@ fn frames_with_a_neighbours_address_do_not_take_its_traffic() {
         }
         assert!(thief.received(victims[0]).is_empty() && thief.received(victims[1]).is_empty());
         let from = rig.report(0).received;
-        assert_eq!((from.claimed, from.spoofed, from.dropped()), (500, 0, 0));
+        // On a fast machine some exceed the storm limit of 10 000/s.
+        assert_eq!((from.claimed, from.spoofed, from.dropped() - from.storm), (500, 0, 0));
         let line = logged(&rig.victim(), &["WARN", &victims[0].to_string(), "is in use at port", "QEMU", "mac="]);
         assert!(line.contains(rig.servers[1].port().name()), "{line}");
         assert!(log_of(&rig.victim()).iter().filter(|line| line.contains("WARN")).count() <= 5);
