@@ -74,6 +74,18 @@ impl<'m> Span<'m> {
         }
     }
 
+    /// The same, if it is not empty.
+    #[inline(always)]
+    fn some_part(self, offset: u64, len: u32) -> Option<Span<'m>> {
+        let end = offset.wrapping_add(len.into());
+        if offset < end && end <= self.len as u64 {
+            // SAFETY: `offset < end`: nothing has wrapped, and `len > 0`. `end` is within the span: so the part is.
+            Some(unsafe { Span::new(self.start.add(offset as usize), len as usize) })
+        } else {
+            None
+        }
+    }
+
     /// At most the first `n` bytes.
     #[inline(always)]
     #[must_use]
@@ -274,8 +286,8 @@ impl Pieces {
         }
     }
 
-    /// The fast path of `push`: adds guest addresses and lengths, up to the first `None`, as long as each lies in the region
-    /// that answered last, and there is room. Says how many it has added. Without `CACHE` each may lie in any region, and is
+    /// The fast path of `push`: adds guest addresses and lengths, up to the first `None`, as long as each is not empty and lies in the
+    /// region that answered last, and there is room. Says how many it has added. Without `CACHE` each may lie in any region, and is
     /// searched for.
     #[inline(always)]
     pub fn extend<const CACHE: bool>(
@@ -291,8 +303,11 @@ impl Pieces {
         let count = room.len().min(pieces.len());
         for (place, piece) in room.get_mut(..count).unwrap_or_default().iter_mut().zip(pieces) {
             let Some((address, len)) = piece else { break };
-            let span =
-                if CACHE { whole.part(address.wrapping_sub(guest), len) } else { memory.search(address, len as usize) };
+            let span = if CACHE {
+                whole.some_part(address.wrapping_sub(guest), len)
+            } else {
+                memory.search(address, len as usize).filter(|span| !span.is_empty())
+            };
             let Some(span) = span else { break };
             // SAFETY: as in `push`.
             *place = unsafe { Span::new(span.start, span.len) };

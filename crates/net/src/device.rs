@@ -265,16 +265,16 @@ fn fault(chain: &Chain) -> Fault {
 
 /// Copies frames as far as each is in one piece and fits; says how many. `later`: what comes after `targets` in a while.
 /// `APART`: the virtio-net header has a line of its own, as with DPDK's drivers, and is nearly always the same: that line is
-/// only read.
+/// only read. `ALL`: everything is on, as usual; nothing is asked frame by frame then.
 #[inline(always)]
-fn place_part<'b, const APART: bool>(
+fn place_part<'b, const APART: bool, const ALL: bool>(
     frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
     chains: &mut [Chain],
     targets: &[Span<'_>],
     later: &[Span<'_>],
-    prefetch_write: bool,
-    small: bool,
+    tuning: &Tuning,
 ) -> usize {
+    let (prefetch_write, small) = (ALL || tuning.prefetch_write, ALL || tuning.small_copy);
     let mut count = 0;
     for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
         if let Some(&later) = later.get(count) {
@@ -525,8 +525,8 @@ impl RxQueue {
     where
         F: ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
     {
-        let Tuning { prefetch_write, small_copy, .. } = self.tuning;
-        let distance = self.tuning.distance();
+        let tuning = &self.tuning;
+        let distance = tuning.distance();
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
         let most = count.min(chains.len()).min(targets.len());
         let (Some(chains), Some(targets)) = (chains.get_mut(..most), targets.get(..most)) else { return (0, 0) };
@@ -541,11 +541,10 @@ impl RxQueue {
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
             let targets = targets.get(done..part).unwrap_or_default();
-            // With everything on, as usual, nothing is asked frame by frame.
-            let placed = match (small_copy && prefetch_write, apart) {
-                (true, false) => place_part::<false>(frames, chains, targets, later, true, true),
-                (true, true) => place_part::<true>(frames, chains, targets, later, true, true),
-                (false, _) => place_part::<false>(frames, chains, targets, later, prefetch_write, small_copy),
+            let placed = match (tuning.small_copy && tuning.prefetch_write, apart) {
+                (true, false) => place_part::<false, true>(frames, chains, targets, later, tuning),
+                (true, true) => place_part::<true, true>(frames, chains, targets, later, tuning),
+                (false, _) => place_part::<false, false>(frames, chains, targets, later, tuning),
             };
             done += placed;
             if done < part || done == most {

@@ -376,7 +376,7 @@ impl Chains {
         // Lists of the same length and nothing that ends early: one counter for all of them.
         let places = places.get_mut(..count).unwrap_or_default();
         let pieces = places.iter_mut().zip(buffers).map(|(chain, buffer)| {
-            let (id, address, len) = buffer.filter(|&(_, _, len)| len > 0)?;
+            let (id, address, len) = buffer?;
             let lens = if writable { u64::from(len) << 32 } else { len.into() };
             *chain = Chain { lens, place, written: 0, id, clipped: false };
             // All three one further. They are fewer than 2^16: no carry.
