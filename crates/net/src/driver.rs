@@ -299,45 +299,45 @@ impl DriverRx {
             }
         };
         (0..LOOK_AHEAD).for_each(prefetch);
-        let (mut parts, mut many) = ([Span::empty(); BURST], Vec::new());
         for (index, &used) in used.iter().enumerate() {
             prefetch(index + LOOK_AHEAD);
             let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
-            let single;
-            let pieces = if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
-                single = [span.skip(vnet_hdr::SIZE)];
-                single.as_slice()
+            if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
+                frame(&[span.skip(vnet_hdr::SIZE)]);
             } else {
-                // Merged (5.1.6.4.1). Buffers of a frame that is not complete stay out until it is.
-                self.pieces.push(used);
-                let part = |used: &Used| spans.get(used.id as usize).map(|span| span.first(used.len as usize));
-                let Some(first) = self.pieces.first().and_then(part) else { continue };
-                // More than the ring has can only be a lie; what has come is all that will.
-                if self.pieces.len() < (num_buffers(first) as usize).min(self.size) {
-                    continue;
-                }
-                let rest = self.pieces.iter().skip(1).filter_map(part);
-                let all = std::iter::once(first.skip(vnet_hdr::SIZE)).chain(rest);
-                let count = self.pieces.len();
-                let pieces = if count <= BURST {
-                    parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
-                    parts.get(..count).unwrap_or_default()
-                } else {
-                    many.clear();
-                    many.extend(all);
-                    &many[..]
-                };
-                self.pieces.clear();
-                pieces
-            };
-            frame(pieces);
+                merge(&mut self.pieces, used, self.size, spans, &mut frame);
+            }
         }
         if count > 0 {
             self.refill();
         }
         Ok(count)
     }
+}
+
+/// One more buffer of a frame that is spread over several (5.1.6.4.1). Those of a frame that is not complete stay out until it is:
+/// then `frame` gets all of them. `size`: buffers of the ring.
+#[inline(never)]
+fn merge(pieces: &mut Vec<Used>, used: Used, size: usize, spans: &[Span<'_>], frame: &mut impl FnMut(&[Span<'_>])) {
+    pieces.push(used);
+    let part = |used: &Used| spans.get(used.id as usize).map(|span| span.first(used.len as usize));
+    let Some(first) = pieces.first().and_then(part) else { return };
+    // More than the ring has can only be a lie; what has come is all that will.
+    if pieces.len() < (num_buffers(first) as usize).min(size) {
+        return;
+    }
+    let rest = pieces.iter().skip(1).filter_map(part);
+    let all = std::iter::once(first.skip(vnet_hdr::SIZE)).chain(rest);
+    let mut parts = [Span::empty(); BURST];
+    match parts.get_mut(..pieces.len()) {
+        Some(parts) => {
+            parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
+            frame(parts);
+        }
+        None => frame(&all.collect::<Vec<_>>()),
+    }
+    pieces.clear();
 }
 
 /// The field of a virtio-net header that says how many buffers a frame takes.
