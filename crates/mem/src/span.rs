@@ -61,22 +61,9 @@ impl<'m> Span<'m> {
         unsafe { Span::new(self.start.add(n), self.len - n) }
     }
 
-    /// `len` bytes from an offset on, if it has so many.
+    /// A part that is not empty: `len` bytes at `offset`. `None` if it is empty or not within the span.
     #[inline(always)]
-    pub(crate) fn part(self, offset: u64, len: u32) -> Option<Span<'m>> {
-        // Without overflow: `len` has 32 bits, and no mapping is so long that its length plus 2^32 wraps.
-        let whole = self.len as u64;
-        if offset <= whole && offset + u64::from(len) <= whole {
-            // SAFETY: the part lies within the span.
-            Some(unsafe { Span::new(self.start.add(offset as usize), len as usize) })
-        } else {
-            None
-        }
-    }
-
-    /// The same, if it is not empty.
-    #[inline(always)]
-    fn some_part(self, offset: u64, len: u32) -> Option<Span<'m>> {
+    fn part(self, offset: u64, len: u32) -> Option<Span<'m>> {
         let end = offset.wrapping_add(len.into());
         if offset < end && end <= self.len as u64 {
             // SAFETY: `offset < end`: nothing has wrapped, and `len > 0`. `end` is within the span: so the part is.
@@ -304,7 +291,7 @@ impl Pieces {
         for (place, piece) in room.get_mut(..count).unwrap_or_default().iter_mut().zip(pieces) {
             let Some((address, len)) = piece else { break };
             let span = if CACHE {
-                whole.some_part(address.wrapping_sub(guest), len)
+                whole.part(address.wrapping_sub(guest), len)
             } else {
                 memory.search(address, len as usize).filter(|span| !span.is_empty())
             };
