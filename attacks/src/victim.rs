@@ -41,6 +41,19 @@ pub struct Figures {
     pub disorder: u64,
 }
 
+impl Figures {
+    /// The worse of two, in each figure.
+    pub fn worse(&self, other: &Figures) -> Figures {
+        Figures {
+            rate: self.rate.min(other.rate),
+            p50: self.p50.max(other.p50),
+            p99: self.p99.max(other.p99),
+            max: self.max.max(other.max),
+            disorder: self.disorder + other.disorder,
+        }
+    }
+}
+
 impl std::fmt::Display for Figures {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Figures { rate, p50, p99, max, .. } = self;

@@ -87,6 +87,7 @@ pub fn run(args: Args) -> Outcome {
     }
     logger::limit(config.log.lines);
     ringroad_host::raise_file_limit();
+    ringroad_host::keep_freed_memory();
     let sandbox = Sandbox::enter(&config, &args.config, args.json.as_deref(), args.no_sandbox)?;
     // The first threads are started here, as they have what their maker has.
     logger::start()?;

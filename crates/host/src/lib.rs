@@ -22,6 +22,8 @@ mod worker;
 
 pub use port::{Port, PortReport, PortSettings};
 pub use quota::Quota;
-pub use sys::{Signal, cpu_time, group_id, is_writable, pin_current_thread, raise_file_limit, signal, user_id};
+pub use sys::{
+    Signal, cpu_time, group_id, is_writable, keep_freed_memory, pin_current_thread, raise_file_limit, signal, user_id,
+};
 pub use tap::{Tap, TapError};
 pub use worker::{PortHandle, Worker, WorkerConfig};

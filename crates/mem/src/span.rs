@@ -127,6 +127,18 @@ impl<'m> Span<'m> {
         len
     }
 
+    /// Copies all of it to the end of a list. Nothing is allocated where the list has room, and nothing written twice.
+    pub fn append_to(self, list: &mut Vec<u8>) {
+        list.reserve(self.len);
+        let target = list.spare_capacity_mut().as_mut_ptr().cast();
+        // SAFETY: the span is readable, and the list has room for as many bytes behind its own, which are written here before they
+        // count.
+        unsafe {
+            copy::bytes(self.start.as_ptr(), target, self.len);
+            list.set_len(list.len() + self.len);
+        }
+    }
+
     /// Copies from private memory as much as both have, and says how much that was.
     #[inline(always)]
     pub fn write(self, source: &[u8]) -> usize {
@@ -357,6 +369,17 @@ mod tests {
         let table = Table::default();
         let table = table.with(Region::private(8192, 0x1000).unwrap()).unwrap();
         Arc::new(table.with(Region::private(4096, 0x3000).unwrap()).unwrap())
+    }
+
+    #[test]
+    fn appends() {
+        let region = Region::private(4096, 0).unwrap();
+        region.span(0, 5).unwrap().write(b"hello");
+        let mut list = b"say ".to_vec();
+        region.span(0, 5).unwrap().append_to(&mut list);
+        region.span(9, 0).unwrap().append_to(&mut list);
+        region.span(4, 1).unwrap().append_to(&mut list);
+        assert_eq!(list, b"say helloo");
     }
 
     #[test]

@@ -131,8 +131,18 @@ impl<'a> Payload<'a> {
 
     /// The next `len` bytes as a list of their own, which they are passed over by.
     pub fn take(&mut self, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len.min(self.len)];
-        self.read(&mut bytes);
+        let wanted = len.min(self.len);
+        let mut bytes = Vec::with_capacity(wanted);
+        bytes.extend_from_slice(self.private_part(wanted));
+        while bytes.len() < wanted {
+            let turn = self.turn().first(wanted - bytes.len());
+            if turn.is_empty() {
+                break;
+            }
+            turn.append_to(&mut bytes);
+            self.current = self.current.skip(turn.len());
+        }
+        self.len -= bytes.len();
         bytes
     }
 

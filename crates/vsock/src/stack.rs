@@ -335,7 +335,7 @@ pub struct ConnectionReport {
 /// Bursts of packets that are taken from a peer at once.
 const BURSTS: usize = 4;
 /// Bytes that are taken from a peer at once, and the burst that is more.
-const TAKEN: usize = 512 << 10;
+const TAKEN: usize = 128 << 10;
 /// Connections that are given up at once, and those that are looked at at once, whether they still need their memory.
 const DUE: usize = 256;
 const SWEPT: usize = 4096;
