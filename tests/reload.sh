@@ -56,6 +56,9 @@ connected= head='' qemu_port='' uml_port='' tap_port='' vsock_device=''
 
 write_config() {
   cat >"$state/ringroad.toml" <<TOML
+# For the forward that is added later: a confined daemon connects to no other TCP port.
+[sandbox]
+tcp = [80]
 $head
 [[port]]
 name = "qemu"
@@ -248,7 +251,8 @@ keeps() { # KEYS that must be told "in place", space between; GUESTS that must n
   [ "$lines" = "$(wc -w <<<"$1")" ] || { echo "other keys too:"; cat "$state/said"; return 1; }
   ! grep 'frontend gone' "$state/said" || return 1
   [ "$(index_of_tap)" = "$index" ] || { echo "the interface was made anew"; return 1; }
-  ip -o addr show dev rr0 | grep -q "inet $host/24" || { echo "the interface has lost its address"; return 1; }
+  # Not a pipe to grep -q: it ends at the first match, and under pipefail `ip` would fail then.
+  [[ $(ip -o addr show dev rr0) = *"inet $host/24"* ]] || { echo "the interface has lost its address"; return 1; }
   for guest in $2; do stream_goes_on "$guest" || return; done
   [ "$(frontends qemu) $(frontends uml)" = "$connected" ] || { echo "a frontend has connected again"; return 1; }
 }
@@ -324,7 +328,7 @@ again() { # GUEST: boots again and is there
 
 is_new() { # the interface is another one, without an address, and can be given one
   [ "$(index_of_tap)" != "$1" ] || { echo "it is the same"; return 1; }
-  ! ip -o addr show dev rr0 | grep -q "inet $host/24" || { echo "it has an address"; return 1; }
+  [[ $(ip -o addr show dev rr0) != *"inet $host/24"* ]] || { echo "it has an address"; return 1; }
   give_address
 }
 
