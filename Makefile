@@ -19,6 +19,7 @@ interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux
 	cargo build --release -p ringroad-host --example vsock_services
 	tests/dpdk.sh
 	tests/guests.sh
+	tests/readme.sh
 	tests/crash.sh
 	tests/reload.sh
 	tests/vsock-guests.sh
