@@ -1,9 +1,10 @@
 //! The device end of a ring against a driver that writes anything anywhere, between any two calls.
 
 use crate::input::Input;
+use ringroad_frame::{ALL, Burst, Counters};
 use ringroad_mem::{Region, Table};
-use ringroad_net::{Burst, Counters, RxQueue, TxQueue, bits};
-use ringroad_ring::{ALL, Addresses, Inflight, Journal};
+use ringroad_net::{RxQueue, TxQueue, bits};
+use ringroad_ring::{Addresses, Inflight, Journal};
 use std::{cell::RefCell, sync::Arc};
 
 const LEN: usize = 16384;

@@ -7,7 +7,8 @@ use std::{
 };
 
 /// The rooms, lower ones first. A room may import those of lower floors only.
-const FLOORS: &[&[&str]] = &[&["mem", "wire"], &["ring"], &["net", "vsock"], &["switch"], &["host"], &["ringroad"]];
+const FLOORS: &[&[&str]] =
+    &[&["mem", "wire"], &["frame", "ring"], &["net", "vsock", "switch"], &["host"], &["ringroad"]];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")

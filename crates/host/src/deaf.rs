@@ -1,7 +1,7 @@
 //! Whether a guest takes what is sent to it. The worker looks at each receive queue's counters once a second, and says once
 //! if a guest has taken nothing for a while although there was something: its ring is full, and all else is dropped.
 
-use ringroad_net::Snapshot;
+use ringroad_frame::Snapshot;
 
 /// Seconds without a frame taken, while some were dropped as the ring was full.
 const PATIENCE: u32 = 10;

@@ -6,8 +6,8 @@ use crate::{
     vhost_user::{VhostLease, VhostPort},
 };
 use parking_lot::Mutex;
+use ringroad_frame::{Burst, Counters, Sink, Snapshot, Source};
 use ringroad_mem::Span;
-use ringroad_net::{Burst, Counters, Sink, Snapshot, Source};
 use ringroad_ring::Tuning;
 use ringroad_switch::{Claim, Dropped, Limits, Mode, Poll};
 use ringroad_wire::ethernet::MacAddr;

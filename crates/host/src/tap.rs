@@ -6,9 +6,8 @@ use crate::{
     sys,
 };
 use parking_lot::MutexGuard;
+use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Sink, Source};
 use ringroad_mem::{Region, Span, Table};
-use ringroad_net::{Burst, Counters, MAX_FRAME, Sink, Source};
-use ringroad_ring::BURST;
 use ringroad_wire::{
     ethernet::{self, MacAddr},
     vnet_hdr,
@@ -60,6 +59,9 @@ pub enum TapError {
         error: io::Error,
     },
 }
+
+// The header that the kernel puts before each frame takes the place of the headroom.
+const _: () = assert!(vnet_hdr::SIZE == HEADROOM);
 
 /// Where the kernel's driver is.
 const DEVICE: &str = "/dev/net/tun";
@@ -238,7 +240,7 @@ fn is_link_local(pieces: &[Span<'_>]) -> bool {
 impl Source for TapSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
         let Queue { file, pool, .. } = &*self.queue;
-        burst.start(pool);
+        burst.start_in(pool);
         let mut taken = 0;
         for index in 0..BURST {
             let buffer = pool.regions().first().and_then(|region| region.span(index * BUFFER, BUFFER));
@@ -247,8 +249,10 @@ impl Source for TapSource<'_> {
             let Ok(len) = sys::read_message(file.as_fd(), &[buffer], &[]) else { break };
             taken += 1;
             let address = (index * BUFFER) as u64;
-            if len < vnet_hdr::SIZE + ethernet::HEADER || !burst.push_private(pool, address, len as u32) {
-                self.counters.runt.add(1);
+            match burst.push_at(address, len) {
+                Ok(_) => {}
+                Err(NotAFrame::Runt) => self.counters.runt.add(1),
+                Err(NotAFrame::Oversize) => self.counters.oversize.add(1),
             }
         }
         if taken > 0 {
@@ -319,7 +323,8 @@ impl Sink for TapSink<'_> {
         let file: BorrowedFd<'_> = self.file.as_fd();
         let counters = self.counters;
         let (mut frames, mut bytes) = (0, 0);
-        for frame in which.iter().filter_map(|&index| burst.frames().get(index as usize)) {
+        for &index in which {
+            let Some(frame) = burst.frames().get(usize::from(index)) else { continue };
             // The kernel would take what is longer than its own MTU.
             if frame.len() > self.longest.get() {
                 self.longest.ask();
@@ -328,9 +333,9 @@ impl Sink for TapSink<'_> {
                     continue;
                 }
             }
-            // num_buffers means nothing to the kernel.
+            // A virtio-net header without offloads is all zeros, as the headroom is; num_buffers means nothing to the kernel.
             let (head, head_len) = frame.head();
-            match sys::write_message(file, head.get(..head_len).unwrap_or_default(), burst.rest(frame)) {
+            match sys::write_message(file, head.get(..head_len).unwrap_or_default(), burst.rest(index.into())) {
                 Ok(_) => {
                     frames += 1;
                     bytes += frame.len();

@@ -27,6 +27,13 @@ unsafe impl Send for Span<'_> {}
 // SAFETY: as above; concurrent copies race only over bytes that nobody relies on.
 unsafe impl Sync for Span<'_> {}
 
+impl std::fmt::Debug for Span<'_> {
+    /// Where it is and how long, not what is in it.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "{:?}+{}", self.start, self.len)
+    }
+}
+
 impl<'m> Span<'m> {
     /// # Safety
     /// `start` must be valid for reads and writes of `len` bytes for all of `'m`.

@@ -5,7 +5,8 @@
 mod common;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use ringroad_net::{Burst, Driver, RxQueue, TxQueue, bits};
+use ringroad_frame::Burst;
+use ringroad_net::{Driver, RxQueue, TxQueue, bits};
 use ringroad_ring::BURST;
 use std::time::{Duration, Instant};
 

@@ -4,7 +4,8 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use ringroad_net::{Burst, Driver, RxQueue, TxQueue, bits};
+use ringroad_frame::{ALL, Burst, Frame};
+use ringroad_net::{Driver, RxQueue, TxQueue, bits};
 use ringroad_ring::BURST;
 use std::hint::black_box;
 
@@ -49,8 +50,8 @@ fn driver_send(driver: &mut Driver, number: u32) {
 #[inline(never)]
 fn device(tx: &mut TxQueue, rx: &mut RxQueue, burst: &mut Burst) {
     let taken = tx.take(burst).expect("a good driver");
-    burst.frames_mut().iter_mut().for_each(ringroad_net::Frame::reflect);
-    rx.put(burst, &ringroad_ring::ALL[..taken]).expect("a good driver");
+    burst.frames_mut().iter_mut().for_each(Frame::reflect);
+    rx.put(burst, &ALL[..taken]).expect("a good driver");
     tx.done(burst);
 }
 

@@ -1,18 +1,27 @@
 //! Device end of virtio-net: transmit queues, which frames come from, and receive queues, which they go to. Called by
 //! `host`, which has their memory, sockets and notifications.
 
-use crate::{
-    Burst, Counters, Features, MAX_FRAME,
-    burst::{FETCH, Frame, NoFrame, PIECES, vnet_header},
-    features::bits,
-};
+use crate::{Features, features::bits};
+use ringroad_frame::{ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, NotAFrame, PIECES, Rest};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
-    ALL, Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
+    Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
     SetupError, Tuning,
 };
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{ops::Range, sync::Arc};
+
+// The header takes the place of a frame's headroom; a burst of frames is one of chains.
+const _: () = assert!(vnet_hdr::SIZE == HEADROOM && ringroad_frame::BURST == BURST);
+
+/// Cache lines of a buffer that are prefetched. The CPU foresees those behind them by itself.
+const FETCH: usize = 2;
+
+/// A virtio-net header without offloads, for so many receive buffers (5.1.6).
+const fn header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
+    let [low, high] = num_buffers.to_le_bytes();
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, low, high]
+}
 
 /// Chains that one burst of receive buffers can have, so that a large frame may be merged from many small ones.
 const RX_CHAINS: usize = 256;
@@ -38,6 +47,8 @@ impl Features {
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
+    /// Of the burst that is on its way. Their pieces are the burst's until it is done.
+    chains: Chains,
     /// Taken for the next burst, so that what it needs can come while this one is carried.
     ahead: Chains,
     /// How many that are at most: fewer than a burst after frames that were long.
@@ -75,9 +86,9 @@ impl TxQueue {
     ) -> Result<(Self, Resumed), SetupError> {
         let (ring, resumed) =
             DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
-        let ahead = Chains::new(BURST, PIECES);
+        let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
         let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
-        Ok((TxQueue { ring, memory, ahead, batch, limit, tuning, counters }, resumed))
+        Ok((TxQueue { ring, memory, chains, ahead, batch, limit, tuning, counters }, resumed))
     }
 
     /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
@@ -95,41 +106,40 @@ impl TxQueue {
     /// by [`TxQueue::done`]. After a fault the queue is of no use.
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
-        burst.start(&self.memory);
-        burst.limit(self.limit);
-        std::mem::swap(&mut burst.chains, &mut self.ahead);
-        if burst.chains.list().is_empty() {
-            burst.chains.start(&self.memory);
+        burst.start(self.limit, vnet_hdr::SIZE);
+        std::mem::swap(&mut self.chains, &mut self.ahead);
+        if self.chains.list().is_empty() {
+            self.chains.start(&self.memory);
         }
-        match Self::fetch(&mut self.ring, &self.memory, &mut burst.chains, &self.tuning, self.batch) {
-            Ok(()) if !burst.chains.list().is_empty() => {}
+        match Self::fetch(&mut self.ring, &self.memory, &mut self.chains, &self.tuning, self.batch) {
+            Ok(()) if !self.chains.list().is_empty() => {}
             // The memory may be gone before there is another burst.
             nothing => {
-                burst.clear();
+                self.chains.clear();
                 self.ring.flush();
                 return nothing.map(|()| 0);
             }
         }
-        let taken = burst.chains.list().len();
-        let mut bytes = if self.tuning.fast_path { burst.read_plain(self.tuning.distance()) } else { 0 };
+        let taken = self.chains.list().len();
+        let mut bytes = if self.tuning.fast_path { self.read_plain(burst) } else { 0 };
         let (mut runts, mut oversize) = (0, 0);
         for index in burst.frames().len()..taken {
-            let Some(&chain) = burst.chains.list().get(index) else { break };
+            let Some(&chain) = self.chains.list().get(index) else { break };
             if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
                 // What came before it is good; at the next burst it comes first.
-                self.ring.untake(&mut burst.chains, index);
+                self.ring.untake(&mut self.chains, index);
                 if index == 0 {
-                    burst.clear();
+                    self.chains.clear();
                     self.ring.flush();
                     return Err(fault(&chain));
                 }
                 break;
             }
-            prefetch(&burst.chains, index + self.tuning.distance());
-            match burst.read_frame(index, &chain) {
+            prefetch(&self.chains, index + self.tuning.distance());
+            match self.read_frame(burst, &chain) {
                 Ok(len) => bytes += len as u64,
-                Err(NoFrame::Runt) => runts += 1,
-                Err(NoFrame::Oversize) => oversize += 1,
+                Err(NotAFrame::Runt) => runts += 1,
+                Err(NotAFrame::Oversize) => oversize += 1,
             }
         }
         if bytes > BURST_BYTES {
@@ -138,6 +148,7 @@ impl TxQueue {
             self.batch = (2 * self.batch).min(BURST);
         }
         burst.weigh(bytes);
+        burst.exchange(self.chains.pieces_mut());
         // Whatever becomes of this process now, these frames go out once at most.
         self.ring.consume();
         // A fault in there is the next burst's.
@@ -150,17 +161,50 @@ impl TxQueue {
         self.counters.runt.add(runts);
         self.counters.oversize.add(oversize);
         self.counters.bursts.add(1);
-        Ok(burst.chains.list().len())
+        Ok(self.chains.list().len())
+    }
+
+    /// The fast path: reads the heads of the first chains, as far as nothing is special about them. Returns how many bytes the frames
+    /// have. The rest is for `read_frame`.
+    #[inline(always)]
+    fn read_plain(&self, burst: &mut Burst) -> u64 {
+        let Some((chains, pieces)) = self.chains.plain() else { return 0 };
+        let distance = self.tuning.distance();
+        let most = (vnet_hdr::SIZE + burst.bound()) as u32;
+        let frames = chains.iter().zip(pieces).enumerate().map(|(index, (chain, piece))| {
+            if let Some(piece) = pieces.get(index + distance) {
+                piece.prefetch::<FETCH>();
+            }
+            let head = piece.read_once::<HEAD>().filter(|_| chain.is_readable(most))?;
+            Some((head, piece.len() as u32))
+        });
+        burst.extend(frames)
+    }
+
+    /// The normal path: reads the head of one chain. Returns how many bytes its frame has.
+    fn read_frame(&self, burst: &mut Burst, chain: &Chain) -> Result<usize, NotAFrame> {
+        check(burst, chain)?;
+        burst.push(self.chains.readable(chain), chain.first(), chain.readable_len() as usize)
     }
 
     /// Puts the frames back that are too much for one burst, so that others have their turn before them. Says how many bytes
     /// are left, and how many of the chains are no frames as they are too short or too long.
     #[cold]
     fn shorten(&mut self, burst: &mut Burst) -> (u64, u64, u64) {
-        let (keep, bytes) = burst.cut(BURST_BYTES);
-        self.ring.untake(&mut burst.chains, keep);
+        let end = burst.cut(BURST_BYTES);
+        let chains = self.chains.list();
+        let keep = chains.iter().position(|chain| chain.first() >= end).unwrap_or(chains.len());
+        self.ring.untake(&mut self.chains, keep);
         self.batch = keep.max(1);
-        let (runts, oversize) = burst.no_frames();
+        let (mut runts, mut oversize) = (0, 0);
+        for chain in self.chains.list() {
+            match check(burst, chain) {
+                Ok(()) => {}
+                Err(NotAFrame::Runt) => runts += 1,
+                Err(NotAFrame::Oversize) => oversize += 1,
+            }
+        }
+        let bytes = burst.bytes();
         (bytes, runts, oversize)
     }
 
@@ -188,8 +232,9 @@ impl TxQueue {
     /// Gives the burst's chains back. The driver may see them later, as long as there is more to take.
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
-        self.ring.give_late(burst.chains.list());
-        burst.finish();
+        burst.finish(self.chains.pieces_mut());
+        self.ring.give_late(self.chains.list());
+        self.chains.empty();
     }
 
     /// Whether the driver wants to be notified of what was given back and what it sees. An unsure `false` has to be asked for
@@ -253,6 +298,12 @@ fn prefetch(chains: &Chains, index: usize) {
     }
 }
 
+/// Checks that a chain is a frame.
+fn check(burst: &Burst, chain: &Chain) -> Result<(), NotAFrame> {
+    burst.check(chain.readable_len() as usize)?;
+    if chain.clipped { Err(NotAFrame::Oversize) } else { Ok(()) }
+}
+
 #[cold]
 fn fault(chain: &Chain) -> Fault {
     let id = chain.id;
@@ -281,16 +332,16 @@ fn place_part<'b, const APART: bool, const ALL: bool>(
             fetch_target(later, prefetch_write, APART);
         }
         let Some((frame, source)) = frame else { break };
-        let total = frame.total();
+        let total = frame.extent();
         if chain.readable_len() > 0 || target.len() < total {
             break;
         }
         let copied = if APART {
-            let Some((header, rest)) = frame.full_head_apart() else { break };
+            let Some(rest) = frame.full_head_apart() else { break };
             let (source, after) = (source.skip(vnet_hdr::SIZE), target.skip(vnet_hdr::SIZE));
-            target.update(header) && source.copy_under(rest, after, total - vnet_hdr::SIZE, small)
+            target.update(const { header(1) }) && source.copy_under(rest, after, total - vnet_hdr::SIZE, small)
         } else {
-            let Some(head) = frame.full_head() else { break };
+            let Some(head) = frame.full_head(const { header(1) }) else { break };
             source.copy_under(head, target, total, small)
         };
         if !copied {
@@ -398,10 +449,10 @@ impl RxQueue {
                 }
             }
             self.prefetch(used + self.tuning.distance());
-            let mut placed = self.place(burst, frame, used);
+            let mut placed = self.place(burst, index, used);
             if let Err(Refusal::Crowded) = placed {
                 self.give(&mut used);
-                placed = self.place(burst, frame, used);
+                placed = self.place(burst, index, used);
             }
             match placed {
                 Ok(count) => {
@@ -502,9 +553,9 @@ impl RxQueue {
     #[inline(always)]
     fn place_plain(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
         let frames = burst.frames();
-        let Some((chains, sources)) = burst.chains.plain() else { return (0, 0) };
-        if chains.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
-            // Each chain is a frame, and all of them go here.
+        let Some(sources) = burst.plain() else { return (0, 0) };
+        if sources.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
+            // Each piece is a frame, and all of them go here.
             return self.place_all(which.len(), |part| {
                 let sources = sources.get(part.clone()).unwrap_or_default();
                 let frames = frames.get(part).unwrap_or_default();
@@ -514,7 +565,7 @@ impl RxQueue {
         self.place_all(which.len(), |part| {
             which.get(part).unwrap_or_default().iter().map(|&index| {
                 let frame = frames.get(index as usize)?;
-                Some((frame, *sources.get(frame.chain())?))
+                Some((frame, *sources.get(burst.piece(frame))?))
             })
         })
     }
@@ -559,15 +610,16 @@ impl RxQueue {
     }
 
     /// The normal path: copies one frame into chains of any shape, as many as it needs from this one on; says how many.
-    fn place(&mut self, burst: &Burst, frame: &Frame, first: usize) -> Result<usize, Refusal> {
+    fn place(&mut self, burst: &Burst, index: u8, first: usize) -> Result<usize, Refusal> {
+        let Some(frame) = burst.frames().get(usize::from(index)) else { return Err(Refusal::Full) };
         // First see that there are enough, then copy: what is not given back must stay untouched.
-        let count = self.reserve(first, frame.total())?;
+        let count = self.reserve(first, frame.extent())?;
         let (mut head, head_len) = frame.head();
-        if let Some(header) = head.first_chunk_mut() {
-            *header = vnet_header(count as u16);
+        if let Some(headroom) = head.first_chunk_mut() {
+            *headroom = header(count as u16);
         }
         let head = head.get(..head_len).unwrap_or_default();
-        let mut source = Pieces { head, rest: burst.rest(frame), current: None };
+        let mut source = Pieces { head, rest: burst.rest(index.into()), current: None };
         for index in first..first + count {
             let Some(&chain) = self.chains.list().get(index) else { break };
             let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
@@ -679,7 +731,7 @@ impl RxQueue {
         if left > 0 {
             return None;
         }
-        let header = vnet_header(taken as u16);
+        let header = header(taken as u16);
         let mut header = &header[..];
         for piece in self.chains.writable_range(first, 1) {
             header = header.get(piece.write(header)..).unwrap_or_default();
@@ -727,7 +779,7 @@ enum Refusal {
 /// A frame as a stream of bytes: its private head, then the sender's pieces.
 struct Pieces<'a> {
     head: &'a [u8],
-    rest: crate::burst::Rest<'a>,
+    rest: Rest<'a>,
     current: Option<Span<'a>>,
 }
 

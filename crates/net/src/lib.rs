@@ -1,4 +1,4 @@
-//! virtio-net (virtio 1.3, 5.1), device and driver end, and what a switch sees of any port: bursts of frames.
+//! virtio-net (virtio 1.3, 5.1), device and driver end.
 //!
 //! State machines over rings and bytes; sockets, threads and clocks are in `host`.
 #![forbid(unsafe_code)]
@@ -14,14 +14,10 @@
     )
 )]
 
-mod burst;
-mod counters;
 mod device;
 mod driver;
 mod features;
 
-pub use burst::{Burst, Frame, HEAD, MAX_FRAME, Sink, Source};
-pub use counters::{Counter, Counters, Snapshot};
 pub use device::{RxQueue, TxQueue};
 pub use driver::{Driver, DriverConfig, DriverError, DriverRx, DriverTx};
 pub use features::{Config, Features, bits};

@@ -3,7 +3,8 @@
 mod common;
 
 use allocation_counter::measure;
-use ringroad_net::{Burst, bits};
+use ringroad_frame::Burst;
+use ringroad_net::bits;
 use ringroad_ring::BURST;
 use std::hint::black_box;
 

@@ -4,8 +4,9 @@
 mod common;
 
 use proptest::prelude::*;
+use ringroad_frame::{Burst, Counters, MAX_FRAME, Snapshot};
 use ringroad_mem::Span;
-use ringroad_net::{Burst, Counters, Driver, DriverConfig, DriverError, MAX_FRAME, RxQueue, Snapshot, TxQueue, bits};
+use ringroad_net::{Driver, DriverConfig, DriverError, RxQueue, TxQueue, bits};
 use ringroad_ring::{BURST, SetupError};
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{collections::VecDeque, sync::Arc};

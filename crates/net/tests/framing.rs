@@ -5,8 +5,9 @@ mod common;
 
 use common::acked;
 use proptest::prelude::*;
+use ringroad_frame::{Burst, Counters, MAX_FRAME, Snapshot};
 use ringroad_mem::{Region, Table};
-use ringroad_net::{Burst, Counters, MAX_FRAME, RxQueue, Snapshot, TxQueue, bits};
+use ringroad_net::{RxQueue, TxQueue, bits};
 use ringroad_ring::{
     Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used, packed, split,
 };
@@ -702,7 +703,7 @@ fn a_frame_may_be_received_where_it_was_sent_from() {
                 let there = Buffer { address: buffers[0].address + shift % GUEST, ..there };
                 let (now, expected) = (from.read(&[there]), received(&frame(len, len), 1));
                 // Where both are the same; else its first bytes, and of the rest what the guest has brought on itself.
-                let certain = if shift % GUEST == 0 { now.len() } else { now.len().min(ringroad_net::HEAD) };
+                let certain = if shift % GUEST == 0 { now.len() } else { now.len().min(ringroad_frame::HEAD) };
                 assert_eq!(now[..certain], expected[..certain], "{len} bytes, shift {shift}");
             }
         }

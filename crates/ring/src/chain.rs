@@ -8,17 +8,6 @@ use std::sync::Arc;
 /// How many frames or packets make a burst, at most. Measured: 5 to 11 % more frames of 64 bytes than with 32.
 pub const BURST: usize = 64;
 
-/// The indices of a whole burst, in order.
-pub const ALL: [u8; BURST] = {
-    let mut all = [0; BURST];
-    let (mut rest, mut index) = (all.as_mut_slice(), 0);
-    while let Some((place, after)) = rest.split_first_mut() {
-        *place = index;
-        (rest, index) = (after, index + 1);
-    }
-    all
-};
-
 /// What a driver can do wrong with a queue. The queue is of no use any more: nothing in it can be relied on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
@@ -189,8 +178,9 @@ impl Chain {
         (self.place >> 48) as u16
     }
 
+    /// The index of its first piece among those of the burst.
     #[inline(always)]
-    fn first(&self) -> usize {
+    pub fn first(&self) -> usize {
         self.place as u16 as usize
     }
 
@@ -306,6 +296,12 @@ impl Chains {
         self.pieces.list().len()
     }
 
+    /// The list of pieces, for a burst of frames to borrow: until it is back, chains have none.
+    #[inline(always)]
+    pub fn pieces_mut(&mut self) -> &mut Pieces {
+        &mut self.pieces
+    }
+
     /// How many more chains fit.
     #[inline(always)]
     pub fn room(&self) -> usize {
@@ -335,14 +331,6 @@ impl Chains {
         let chains = self.list().get(first..first + count).unwrap_or_default();
         let (Some(first), Some(last)) = (chains.first(), chains.last()) else { return &[] };
         self.pieces.list().get(first.middle()..last.end()).unwrap_or_default()
-    }
-
-    /// Adds a chain of one readable buffer that no driver made: memory of a port's own. `false`: there is no room, or the
-    /// buffer is not inside.
-    pub fn push_private(&mut self, memory: &Table, address: u64, len: u32) -> bool {
-        let mut chain = self.begin(0);
-        let buffer = Descriptor { index: 0, address, len, flags: 0, tail: 0 };
-        self.room() > 0 && self.add(&mut chain, memory, &mut Hit::default(), buffer).is_ok() && self.end(chain)
     }
 
     /// Forgets the chains from the `len`th on.

@@ -48,7 +48,7 @@ pub mod packed;
 pub mod split;
 mod tuning;
 
-pub use chain::{ALL, BURST, Chain, Chains, Fault};
+pub use chain::{BURST, Chain, Chains, Fault};
 pub use device::DeviceRing;
 #[cfg(not(loom))]
 pub use driver::IndirectTables;

@@ -4,7 +4,8 @@
 #[path = "../../net/tests/common/mod.rs"]
 mod common;
 
-use ringroad_net::{Burst, Driver, RxQueue, Sink, Source, TxQueue, bits};
+use ringroad_frame::{Burst, Sink, Source};
+use ringroad_net::{Driver, RxQueue, TxQueue, bits};
 use ringroad_ring::BURST;
 use ringroad_switch::{Fdb, Port, Switch};
 use ringroad_wire::ethernet::MacAddr;

@@ -5,13 +5,9 @@ use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
     limits::{Notices, Storm},
 };
+use ringroad_frame::{ALL, BURST, Burst, Frame, HEADROOM, Sink, Source};
 use ringroad_mem::{Region, Table};
-use ringroad_net::{Burst, Frame, Sink, Source};
-use ringroad_ring::ALL;
-use ringroad_wire::{
-    ethernet::{Addresses, MacAddr},
-    vnet_hdr,
-};
+use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     any::Any,
     cell::{Cell, RefCell},
@@ -109,12 +105,12 @@ pub fn panic_message(payload: &(dyn Any + Send)) -> &str {
 
 /// Frames of a burst by index, in order.
 struct Group {
-    which: [u8; ringroad_ring::BURST],
+    which: [u8; BURST],
     len: usize,
 }
 
 impl Group {
-    const EMPTY: Group = Group { which: [0; ringroad_ring::BURST], len: 0 };
+    const EMPTY: Group = Group { which: [0; BURST], len: 0 };
 
     #[inline(always)]
     fn push(&mut self, index: u8) {
@@ -204,13 +200,13 @@ const MADE: usize = 64;
 /// A burst of frames to everybody, of the type for experiments (IEEE 802, 0x88b5) and else zeros.
 fn made() -> Option<Burst> {
     let memory = Arc::new(Table::default().with(Region::private(4096, 0).ok()?).ok()?);
-    let mut frame = [0; vnet_hdr::SIZE + MADE];
+    let mut frame = [0; HEADROOM + MADE];
     let header = [&MacAddr::BROADCAST.0[..], &MacAddr::local(0).0, &[0x88, 0xb5]].concat();
-    frame.iter_mut().skip(vnet_hdr::SIZE).zip(header).for_each(|(place, byte)| *place = byte);
+    frame.iter_mut().skip(HEADROOM).zip(header).for_each(|(place, byte)| *place = byte);
     memory.regions().first()?.span(0, frame.len())?.write(&frame);
     let mut burst = Burst::default();
-    burst.start(&memory);
-    ALL.iter().all(|_| burst.push_private(&memory, 0, frame.len() as u32)).then_some(burst)
+    burst.start_in(&memory);
+    ALL.iter().all(|_| burst.push_at(0, frame.len()).is_ok()).then_some(burst)
 }
 
 impl<P: Port> Switch<P> {
@@ -403,7 +399,7 @@ impl<P: Port> Switch<P> {
 }
 
 /// A burst that costs as much as so many frames' copies is a turn by itself.
-const HEAVY: usize = 4 * ringroad_ring::BURST;
+const HEAVY: usize = 4 * BURST;
 
 /// Where a burst comes from.
 struct Origin<'a, P: Port> {
@@ -533,7 +529,7 @@ fn forward<'a, P: Port>(
     from: &Origin<'_, P>,
     way: &mut Way<'a, P>,
 ) {
-    let mut destinations = [NOWHERE; ringroad_ring::BURST];
+    let mut destinations = [NOWHERE; BURST];
     let frames = burst.frames();
     let Some(first) = frames.first() else { return };
     let mut flow = first.addresses();

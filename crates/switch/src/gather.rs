@@ -5,7 +5,7 @@
 //! for its frames to come back only waits longer. Which of the two it is can only be measured: so under load, now and then, each
 //! of a few pauses is tried in turn, and the shortest of the best ones holds for a while.
 
-use ringroad_ring::BURST;
+use ringroad_frame::BURST;
 use std::time::{Duration, Instant};
 
 /// For how long a queue is left alone after a burst that was not full, while it is all that its worker has to look at.

@@ -2,7 +2,7 @@
 //! epoll and the notifications, is in `host`.
 
 use crate::gather::{Gather, Pauses};
-use ringroad_ring::BURST;
+use ringroad_frame::BURST;
 use std::time::{Duration, Instant};
 
 /// How long a queue is polled after its last frame before its worker waits for a notification instead.

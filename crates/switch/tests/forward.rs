@@ -1,8 +1,8 @@
 //! A switch between ports of memory: who gets which frames, in which order, and how often. Beside it a model.
 
 use proptest::prelude::*;
+use ringroad_frame::{Burst, Sink, Source};
 use ringroad_mem::{Region, Span, Table};
-use ringroad_net::{Burst, Sink, Source};
 use ringroad_ring::BURST;
 use ringroad_switch::{Claim, Dropped, Fdb, Limits, Mode, Port, Switch};
 use ringroad_wire::{ethernet::MacAddr, vnet_hdr};
@@ -137,19 +137,19 @@ impl Source for FakeSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
         self.0.panic_at(Panics::Take);
         let frames = self.0.to_send.lock().unwrap().pop_front().unwrap_or_default();
-        burst.start(&self.0.memory);
+        burst.start_in(&self.0.memory);
         for (index, frame) in frames.iter().enumerate() {
             // A header full of promises, which nobody should see.
             let bytes = [&[0xff; vnet_hdr::SIZE][..], frame].concat();
             self.0.memory.regions()[0].span(index * BUFFER, BUFFER).unwrap().write(&bytes);
-            assert!(burst.push_private(&self.0.memory, (index * BUFFER) as u64, bytes.len() as u32));
+            assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len()), Ok(frame.len()));
         }
         frames.len()
     }
 
     fn done(&mut self, burst: &mut Burst) {
         self.0.panic_at(Panics::Done);
-        self.0.done.fetch_add(burst.chains.list().len(), Relaxed);
+        self.0.done.fetch_add(burst.frames().len(), Relaxed);
         burst.clear();
     }
 
@@ -182,13 +182,13 @@ impl Sink for FakeSink<'_> {
             let frame = &burst.frames()[index as usize];
             let (head, head_len) = frame.head();
             let mut bytes = head[..head_len].to_vec();
-            for piece in burst.rest(frame) {
+            for piece in burst.rest(index.into()) {
                 let at = bytes.len();
                 bytes.resize(at + piece.len(), 0);
                 piece.read(&mut bytes[at..]);
             }
-            assert_eq!(bytes.len(), frame.total());
-            assert_eq!(bytes[..vnet_hdr::SIZE], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+            assert_eq!(bytes.len(), frame.extent());
+            assert_eq!(bytes[..vnet_hdr::SIZE], [0; vnet_hdr::SIZE]);
             self.0.got.lock().unwrap().push(bytes.split_off(vnet_hdr::SIZE));
         }
         which.len()

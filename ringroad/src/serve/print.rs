@@ -1,8 +1,8 @@
 //! The counters of a running daemon, as a table and as JSON.
 
 use crate::report;
+use ringroad_frame::Snapshot;
 use ringroad_host::PortReport;
-use ringroad_net::Snapshot;
 
 /// How much there is.
 pub fn summary(ports: usize, vsocks: usize) -> String {

@@ -6,8 +6,9 @@ use super::{
 };
 use crate::gate::{Gate, Lease};
 use parking_lot::MutexGuard;
+use ringroad_frame::{Burst, Counters, Sink, Source};
 use ringroad_mem::{Span, Table};
-use ringroad_net::{Burst, Counters, RxQueue, Sink, Source, TxQueue};
+use ringroad_net::{RxQueue, TxQueue};
 use ringroad_ring::{Fault, Tuning};
 use std::sync::{
     Arc,

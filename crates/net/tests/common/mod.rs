@@ -1,8 +1,9 @@
 //! What tests with both ends of a queue share.
 #![allow(dead_code, reason = "each of them uses a part")]
 
+use ringroad_frame::Counters;
 use ringroad_mem::{Region, Table};
-use ringroad_net::{Counters, Driver, DriverConfig, RxQueue, TxQueue, bits};
+use ringroad_net::{Driver, DriverConfig, RxQueue, TxQueue, bits};
 use ringroad_ring::{Inflight, Journal, packed};
 use std::sync::Arc;
 
