@@ -188,7 +188,7 @@ impl TxQueue {
     /// Gives the burst's chains back. The driver may see them later, as long as there is more to take.
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
-        self.ring.give_late(burst.chains.list());
+        self.ring.give_deferred(burst.chains.list());
         burst.finish();
     }
 
@@ -222,7 +222,7 @@ impl TxQueue {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 
@@ -537,7 +537,7 @@ impl RxQueue {
         while done < most {
             // A full burst: we are behind, and the driver takes more at once the fewer parts there are. Else it waits for us,
             // and the first line of the ring is worth more to it now than all of them later.
-            let part = if count == BURST { most } else { (done + self.ring.line()).min(most) };
+            let part = if count == BURST { most } else { (done + self.ring.left_in_line()).min(most) };
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
             let targets = targets.get(done..part).unwrap_or_default();
@@ -702,7 +702,7 @@ impl RxQueue {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 
