@@ -84,7 +84,7 @@ impl Notes {
 pub(crate) fn say(name: &str, vring: usize, base: u32, resumed: Resumed) {
     match resumed {
         Resumed::Base => {}
-        Resumed::Noted { finished } => log::info!(
+        Resumed::Journal { finished } => log::info!(
             "{name} queue {vring}: goes on where it was before, not at {base:#x} as the frontend says; {finished} buffers given back that had been taken"
         ),
         Resumed::Inflight { resubmitted } => log::info!(

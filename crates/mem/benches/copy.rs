@@ -1,5 +1,5 @@
-//! Which routine copies a long frame best: from one pool of buffers, as a ring of 256 has them, to another one, in the order
-//! of the ring. What `copy.rs` does above 256 bytes was chosen by this: the platform's `memmove`, as nothing is faster.
+//! Compares routines that copy long frames from one pool of buffers to another, in the order of a ring of 256. This
+//! benchmark decided what `copy.rs` does above 256 bytes: the platform's `memmove`, as nothing is faster.
 //!
 //!     cargo bench -p ringroad-mem --bench copy
 
@@ -12,24 +12,25 @@ const STRIDE: usize = 1600;
 type Routine = unsafe fn(*const u8, *mut u8, usize);
 
 unsafe fn platform(source: *const u8, target: *mut u8, len: usize) {
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy(source, target, len) }
 }
 
-/// By blocks of `N` bytes, which the compiler makes vectors of as the caller's target features allow; the last one overlaps.
+/// Copies blocks of `N` bytes, which the compiler vectorises as the caller's target features allow; the last block
+/// overlaps.
 #[inline(always)]
 unsafe fn blocks<const N: usize>(source: *const u8, target: *mut u8, len: usize) {
     let mut at = 0;
     while at < len {
         let from = at.min(len - N);
-        // SAFETY: `from + N <= len`, as the caller says that `N <= len`.
+        // SAFETY: `from + N <= len`, as the caller guarantees `N <= len`.
         unsafe { target.add(from).cast::<[u8; N]>().write(source.add(from).cast::<[u8; N]>().read()) };
         at += N;
     }
 }
 
 unsafe fn portable(source: *const u8, target: *mut u8, len: usize) {
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { blocks::<16>(source, target, len) }
 }
 
@@ -39,25 +40,25 @@ mod x86 {
 
     #[target_feature(enable = "avx2")]
     unsafe fn avx2(source: *const u8, target: *mut u8, len: usize) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { blocks::<32>(source, target, len) }
     }
 
     #[target_feature(enable = "avx512f")]
     unsafe fn avx512(source: *const u8, target: *mut u8, len: usize) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { blocks::<64>(source, target, len) }
     }
 
     unsafe fn rep_movsb(source: *const u8, target: *mut u8, len: usize) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             std::arch::asm!("rep movsb", inout("rcx") len => _, inout("rsi") source => _, inout("rdi") target => _,
                             options(nostack, preserves_flags));
         }
     }
 
-    /// Those that this CPU has.
+    /// Returns the routines that this CPU supports.
     pub fn routines() -> Vec<(&'static str, Routine)> {
         let mut all: Vec<(&'static str, Routine)> = vec![("rep movsb", rep_movsb)];
         if is_x86_feature_detected!("avx2") {
@@ -84,7 +85,7 @@ fn copies(criterion: &mut Criterion) {
                 bencher.iter(|| {
                     for buffer in 0..BUFFERS {
                         let at = (buffer * 97 % BUFFERS) * STRIDE;
-                        // SAFETY: `len` is less than a buffer, and the pools are apart.
+                        // SAFETY: `len` is less than a buffer, and the pools do not overlap.
                         unsafe { routine(source.as_ptr().add(at), target.as_mut_ptr().add(at), black_box(len)) };
                     }
                 });

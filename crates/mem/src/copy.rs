@@ -1,22 +1,23 @@
-//! Copying between memories that somebody else may be writing to. Called by `span.rs` only.
+//! Copies to and from memory that another process may be writing to. Called only by `span.rs`.
 
 use std::ptr;
 
-/// Up to this many bytes are moved by inline 16-byte loads and stores; above, the platform's `memmove` is faster.
+/// Copies up to this many bytes use inline 16-byte loads and stores; above that the platform's `memmove` is faster.
 const INLINE: usize = 256;
 
-/// Copies `len` bytes; the ranges may overlap (a driver may pass the same buffer twice), in which case what arrives is
-/// some mixture of both, which is the driver's own loss.
+/// Copies `len` bytes. The ranges may overlap (a driver may pass the same buffer twice); the result is then a mixture of
+/// both, which only harms that driver.
 ///
 /// # Safety
 /// `source` must be readable and `target` writable for `len` bytes.
 #[inline(always)]
 pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
-    // SAFETY: every access below lies within `len` bytes of the two pointers, for which the caller vouches. Values pass
-    // through registers and any bit pattern is a valid integer, so neither overlap nor a concurrent writer matters.
+    // SAFETY: every access below lies within `len` bytes of the two pointers, which the caller guarantees to be valid.
+    // Values pass through registers and any bit pattern is a valid integer, so neither overlap nor a concurrent writer
+    // matters.
     unsafe {
         if len > INLINE {
-            long(source, target, len);
+            memmove(source, target, len);
         } else if len > 64 {
             let mut at = 0;
             while at + 32 <= len {
@@ -54,13 +55,13 @@ pub(crate) unsafe fn bytes(source: *const u8, target: *mut u8, len: usize) {
     }
 }
 
-/// The same by the platform's own routine.
+/// Copies `len` bytes with the platform's `memmove`.
 ///
 /// # Safety
-/// As for `bytes`.
+/// Same as for `bytes`.
 #[inline(always)]
-pub(crate) unsafe fn long(source: *const u8, target: *mut u8, len: usize) {
-    // SAFETY: as the caller says.
+pub(crate) unsafe fn memmove(source: *const u8, target: *mut u8, len: usize) {
+    // SAFETY: guaranteed by the caller.
     unsafe { ptr::copy(source, target, len) }
 }
 
@@ -68,11 +69,11 @@ pub(crate) unsafe fn long(source: *const u8, target: *mut u8, len: usize) {
 /// `source + at` must be readable and `target + at` writable for the size of `T`.
 #[inline(always)]
 unsafe fn unit<T>(source: *const u8, target: *mut u8, at: usize) {
-    // SAFETY: as the caller says; the unaligned forms need no alignment.
+    // SAFETY: guaranteed by the caller; the unaligned forms need no alignment.
     unsafe { ptr::write_unaligned(target.add(at).cast::<T>(), ptr::read_unaligned(source.add(at).cast::<T>())) }
 }
 
-/// Reads `N` bytes (a multiple of 16), each exactly once: what the caller then decides on cannot change any more.
+/// Reads `N` bytes (a multiple of 16), each exactly once, so that the values the caller checks are the values it uses.
 ///
 /// # Safety
 /// `source` must be readable for `N` bytes.
@@ -81,38 +82,40 @@ pub(crate) unsafe fn read_once<const N: usize>(source: *const u8) -> [u8; N] {
     const { assert!(N.is_multiple_of(16)) };
     let mut out = [0; N];
     for at in (0..N).step_by(16) {
-        // SAFETY: `at + 16 <= N`, for which the caller vouches.
+        // SAFETY: `at + 16 <= N`, which the caller guarantees to be readable.
         let bytes = unsafe { read_once_16(source.add(at)) };
         out[at..at + 16].copy_from_slice(&bytes);
     }
     out
 }
 
-/// Copies `len` bytes to private memory, each read exactly once.
+/// Copies `len` bytes to private memory, reading each exactly once.
 ///
 /// # Safety
-/// `source` must be readable and `target` writable for `len` bytes; they do not overlap.
+/// `source` must be readable and `target` writable for `len` bytes; they must not overlap.
 #[inline(always)]
 pub(crate) unsafe fn bytes_once(source: *const u8, target: *mut u8, len: usize) {
     let mut at = 0;
     while len - at >= 16 {
-        // SAFETY: 16 bytes from `at` on lie within `len`, for which the caller vouches.
+        // SAFETY: 16 bytes from `at` lie within `len`, which the caller guarantees.
         unsafe { target.add(at).cast::<[u8; 16]>().write_unaligned(read_once_16(source.add(at))) };
         at += 16;
     }
     while at < len {
-        // SAFETY: `at` is within `len`. Volatile, so that the compiler may not load it again later.
+        // SAFETY: `at` is within `len`. Volatile, so that the compiler cannot load it again later.
         unsafe { target.add(at).write(ptr::read_volatile(source.add(at))) };
         at += 1;
     }
 }
 
-/// In one load, and written by one store: two halves would make whoever reads the whole wait for both to be in the cache.
+/// Reads 16 bytes with one load and returns them for one store: a 16-byte load after two 8-byte stores would miss
+/// store-to-load forwarding and wait for both to reach the cache.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
     let value: std::arch::x86_64::__m128i;
-    // SAFETY: loads 16 bytes, of any alignment, for which the caller vouches; as assembly it is done once.
+    // SAFETY: loads 16 bytes of any alignment, which the caller guarantees to be readable; inline assembly executes exactly
+    // once.
     unsafe {
         std::arch::asm!("movdqu {}, [{}]", out(xmm_reg) value, in(reg) source, options(nostack, preserves_flags, readonly));
         std::mem::transmute(value)
@@ -122,21 +125,21 @@ unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
 #[cfg(not(target_arch = "x86_64"))]
 use read_once_16_portable as read_once_16;
 
-/// The same on any CPU. Tests compare both.
+/// Portable fallback. The tests compare the two.
 #[cfg(any(test, not(target_arch = "x86_64")))]
 #[inline(always)]
 unsafe fn read_once_16_portable(source: *const u8) -> [u8; 16] {
     #[repr(C, packed)]
     #[derive(Clone, Copy)]
     struct Unaligned([u64; 2]);
-    // SAFETY: 16 bytes, for which the caller vouches; a packed type has alignment 1. Volatile, so that the compiler may
-    // not load it again later.
+    // SAFETY: the caller guarantees 16 readable bytes; a packed type has alignment 1. Volatile, so that the compiler cannot
+    // load it again later.
     let words = unsafe { ptr::read_volatile(source.cast::<Unaligned>()) }.0;
     let value = u128::from(words[0]) | u128::from(words[1]) << 64;
     value.to_ne_bytes()
 }
 
-/// Asks the CPU to fetch a line for reading. Any address will do.
+/// Prefetches a cache line for reading. Any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -148,11 +151,11 @@ pub(crate) fn prefetch(address: *const u8) {
     let _ = address;
 }
 
-/// Asks the CPU to fetch a line for writing. Any address will do.
+/// Prefetches a cache line for writing. Any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch_write(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch is a hint and never faults; CPUs without PREFETCHW take it as a no-op.
+    // SAFETY: a prefetch is a hint and never faults; CPUs without PREFETCHW treat it as a no-op.
     unsafe {
         std::arch::asm!("prefetchw [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
     }
@@ -179,18 +182,18 @@ mod tests {
     #[test]
     fn reads_once() {
         let source: Vec<u8> = (0..64).collect();
-        // SAFETY: 1 + 32 bytes are there.
+        // SAFETY: the vector holds at least 1 + 32 bytes.
         let got: [u8; 32] = unsafe { read_once(source.as_ptr().add(1)) };
         assert_eq!(got[..], source[1..33]);
         for len in 0..63 {
             let mut target = [0xee; 64];
-            // SAFETY: both are longer than that.
+            // SAFETY: both buffers are longer than `1 + len`.
             unsafe { bytes_once(source.as_ptr().add(1), target.as_mut_ptr(), len) };
             assert_eq!(target[..len], source[1..1 + len]);
             assert!(target[len..].iter().all(|&byte| byte == 0xee), "{len}");
         }
         for at in 0..48 {
-            // SAFETY: 16 bytes are there.
+            // SAFETY: 16 bytes from `at` lie within the vector.
             let (usual, portable) =
                 unsafe { (read_once_16(source.as_ptr().add(at)), read_once_16_portable(source.as_ptr().add(at))) };
             assert_eq!((usual.as_slice(), usual), (&source[at..at + 16], portable));

@@ -1,11 +1,11 @@
-//! Guest memory: regions, checked spans, and the atomics that rings live in.
+//! Guest memory: mapped regions, bounds-checked spans, and the atomics that virtqueues are made of.
 //!
-//! A peer hands over files; a [`Region`] maps one of them, a [`Table`] holds all of a port's regions and turns guest
-//! addresses into [`Span`]s: pointer and checked length in one type, good for copying and for nothing else. Rings are
-//! resolved once into [`Words`], slices of atomics. Memory that a peer truncates under us is replaced by zeros and
-//! marked (`sigbus.rs`), so that it costs that peer's port and not the process.
+//! A frontend shares memory as files. A [`Region`] maps one of them; a [`Table`] holds all regions of a port and translates
+//! guest addresses to [`Span`]s. A span is a pointer with its checked length and supports copying only. Rings are resolved
+//! once, when a queue starts, to [`Words`], slices of atomics. If a peer truncates a mapped file, the mapping is replaced
+//! by zeros and marked (`sigbus.rs`): that peer's port stops, the process does not.
 //!
-//! This is one of the two rooms in which `unsafe` may stand; the other is `host/sys`.
+//! `unsafe` is allowed only in this crate and in `host/sys`.
 #![cfg_attr(
     not(test),
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
@@ -22,5 +22,5 @@ mod words;
 pub use region::{Error, Region};
 pub use sigbus::faults;
 pub use span::{Pieces, Span};
-pub use table::{Hit, Outside, SLOTS, Table};
+pub use table::{Hit, PushError, SLOTS, Table};
 pub use words::{Word, Words};

@@ -1,4 +1,5 @@
-//! One mapping of memory that is shared with a peer.
+//! One memory mapping shared with a peer. Created by the vhost-user session (SET_MEM_TABLE, ADD_MEM_REG), by drivers for
+//! their own memory, and for files that must outlive the process.
 
 use crate::{
     sigbus::{self, Watch},
@@ -15,70 +16,70 @@ use std::{
     sync::Arc,
 };
 
-/// What is wrong with memory that a peer wants us to map.
+/// Errors from mapping a peer's memory and from changing a [`crate::Table`].
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Size 0.
+    /// The region has size 0.
     #[error("memory region at guest address {guest:#x} is empty")]
     Empty {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
     },
-    /// An address range that does not fit into 64 bits.
+    /// The address range does not fit into 64 bits.
     #[error(
         "memory region at guest address {guest:#x}, user address {user:#x}, offset {offset:#x}: {len:#x} bytes run past the end of the address space"
     )]
     Overflow {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
-        /// Its address in the frontend.
+        /// Address of the region in the frontend.
         user: u64,
-        /// Its offset in the file.
+        /// Offset of the region in its file.
         offset: u64,
-        /// Its size.
+        /// Size of the region in bytes.
         len: u64,
     },
     /// The file is shorter than the region.
     #[error("memory region at guest address {guest:#x} needs {needed:#x} bytes of its file, which has {size:#x}")]
     BeyondFile {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
-        /// Offset and size of the region, added.
+        /// End of the region in its file: offset plus size.
         needed: u64,
-        /// Size of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
-    /// Shares guest or user addresses with another region.
+    /// The region overlaps another one in guest or user addresses.
     #[error("memory region at guest address {guest:#x} + {len:#x} overlaps the one at {other:#x} + {other_len:#x}")]
     Overlap {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
-        /// Its size.
+        /// Size of the region in bytes.
         len: u64,
-        /// The other one's guest address.
+        /// Guest address of the other region.
         other: u64,
-        /// The other one's size.
+        /// Size of the other region in bytes.
         other_len: u64,
     },
-    /// One more than a table holds.
+    /// The table already holds the maximum number of regions.
     #[error("more than {} memory regions", crate::SLOTS)]
     TooMany,
-    /// Removal of a region that is not there.
+    /// The region to remove does not exist.
     #[error("no memory region at guest address {guest:#x}, user address {user:#x} with {len:#x} bytes")]
     Unknown {
-        /// Its guest address.
+        /// Guest address of the region.
         guest: u64,
-        /// Its address in the frontend.
+        /// Address of the region in the frontend.
         user: u64,
-        /// Its size.
+        /// Size of the region in bytes.
         len: u64,
     },
-    /// The kernel refused.
+    /// A system call failed.
     #[error("cannot map memory: {0}")]
     Map(#[from] io::Error),
 }
 
-/// One mapping, known by its guest address and by the address that it has in the frontend ("user address").
+/// One mapping, with its guest address and its address in the frontend ("user address").
 pub struct Region {
     start: NonNull<u8>,
     len: usize,
@@ -87,7 +88,7 @@ pub struct Region {
     map: usize,
     map_len: usize,
     watch: Option<&'static Watch>,
-    /// Device and inode of the file that a peer has handed over.
+    /// Device and inode of the file received from the peer.
     identity: (u64, u64),
 }
 
@@ -97,7 +98,11 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Maps `len` bytes of a peer's file from `offset` on. The file must have them, hugepages or not.
+    /// Maps `len` bytes of a peer's file, starting at `offset`. The file may be on hugetlbfs.
+    ///
+    /// # Errors
+    /// [`Error::Empty`], [`Error::Overflow`], [`Error::BeyondFile`] if the file is too short, [`Error::Map`] if a system
+    /// call fails.
     pub fn map(file: &File, offset: u64, len: u64, guest: u64, user: u64) -> Result<Arc<Region>, Error> {
         if len == 0 {
             return Err(Error::Empty { guest });
@@ -112,7 +117,7 @@ impl Region {
         if end > meta.size() {
             return Err(Error::BeyondFile { guest, needed: end, size: meta.size() });
         }
-        // Hugetlbfs reports its page size as the block size, and maps whole pages only.
+        // hugetlbfs reports its page size as the block size and maps whole pages only.
         let page = meta.blksize().max(4096);
         if !page.is_power_of_two() {
             return Err(io::Error::from(io::ErrorKind::Unsupported).into());
@@ -135,8 +140,8 @@ impl Region {
         }))
     }
 
-    /// Memory of our own that can be handed to a peer by its file, as a driver does; on hugepages if `huge` and if there
-    /// are any free. Its user address is where it is mapped here.
+    /// Allocates memory in a new file that can be passed to a peer, as a driver does; on hugepages if `huge` is set and
+    /// enough are free. Its user address is its address in this process.
     pub fn create(len: usize, guest: u64, huge: bool) -> Result<(Arc<Region>, File), Error> {
         const HUGE: usize = 2 << 20;
         if huge && let Ok(made) = Self::create_with(len.next_multiple_of(HUGE), guest, libc::MFD_HUGETLB) {
@@ -146,23 +151,23 @@ impl Region {
     }
 
     fn create_with(len: usize, guest: u64, flags: libc::c_uint) -> Result<(Arc<Region>, File), Error> {
-        // SAFETY: the name is a C string; a new descriptor or -1 comes back.
+        // SAFETY: the name is a C string; the call returns a new descriptor or -1.
         let create = |flags| unsafe { libc::memfd_create(c"ringroad".as_ptr(), libc::MFD_CLOEXEC | flags) };
         let mut fd = create(flags | libc::MFD_ALLOW_SEALING);
         if fd < 0 {
-            // Hugepages cannot be sealed before Linux 4.16.
+            // Linux before 4.16 cannot seal hugepage files.
             fd = create(flags);
         }
         if fd < 0 {
             return Err(io::Error::last_os_error().into());
         }
-        // SAFETY: a fresh descriptor that nobody else owns.
+        // SAFETY: a new descriptor with no other owner.
         let file = unsafe { File::from_raw_fd(fd) };
         file.set_len(len as u64)?;
         let map_len = len.next_multiple_of(4096);
         let populate = if flags == 0 { 0 } else { libc::MAP_POPULATE };
         let start = mmap(map_len, libc::MAP_SHARED | populate, fd, 0)?;
-        // SAFETY: advice about a mapping of ours; nothing follows from its failing.
+        // SAFETY: advice about a mapping that this function owns; failure is harmless.
         unsafe { libc::madvise(start.as_ptr().cast(), map_len, libc::MADV_HUGEPAGE) };
         let map = start.as_ptr() as usize;
         Ok((
@@ -171,15 +176,15 @@ impl Region {
         ))
     }
 
-    /// Keeps a file of [`Region::create`] from being truncated by whom it is handed to, for ever.
+    /// Seals a file from [`Region::create`] so that no peer can ever truncate it.
     pub fn seal(file: &File) -> Result<(), Error> {
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
-        // SAFETY: no memory is involved.
+        // SAFETY: the call accesses no memory.
         let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error().into()) }
     }
 
-    /// Memory that no peer sees, for staging frames.
+    /// Allocates private memory that no peer sees, for staging frames.
     pub fn private(len: usize, guest: u64) -> Result<Arc<Region>, Error> {
         let map_len = len.next_multiple_of(4096);
         let start = mmap(map_len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)?;
@@ -187,53 +192,54 @@ impl Region {
         Ok(Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }))
     }
 
-    /// The bytes from `offset` on; `None` unless they all lie inside.
+    /// Returns the `len` bytes at `offset`; `None` unless all of them lie inside the region.
     #[inline(always)]
     pub fn span(&self, offset: usize, len: usize) -> Option<Span<'_>> {
         if offset > self.len || len > self.len - offset {
             return None;
         }
-        // SAFETY: checked above; the mapping lives as long as `self`.
+        // SAFETY: bounds checked above; the mapping lives as long as `self`.
         Some(unsafe { Span::new(self.start.add(offset), len) })
     }
 
-    /// All of it.
+    /// Returns the whole region.
     #[inline(always)]
     pub(crate) fn whole(&self) -> Span<'_> {
         // SAFETY: the mapping lives as long as `self`.
         unsafe { Span::new(self.start, self.len) }
     }
 
-    /// Its first guest address.
+    /// First guest address.
     #[inline(always)]
     pub fn guest(&self) -> u64 {
         self.guest
     }
 
-    /// Its first address in the frontend.
+    /// First address in the frontend.
     #[inline(always)]
     pub fn user(&self) -> u64 {
         self.user
     }
 
-    /// Its size in bytes.
+    /// Size in bytes.
     #[inline(always)]
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Device and inode of its file, if it is a peer's: what tells it from other memory at the same addresses.
+    /// Device and inode of the peer's file, which distinguish it from other memory at the same addresses. (0, 0) for memory
+    /// that did not come from a peer.
     pub fn identity(&self) -> (u64, u64) {
         self.identity
     }
 
-    /// The address space that it takes up, in bytes: whole pages of its file system.
+    /// Mapped address space in bytes: whole pages of the file system.
     pub fn mapped(&self) -> usize {
         self.map_len
     }
 
-    /// Whether the peer has truncated its file under us. What is read from here on are zeros.
+    /// Returns whether the peer has truncated the file. From then on the region reads as zeros.
     pub fn is_lost(&self) -> bool {
         self.watch.is_some_and(Watch::is_lost)
     }
@@ -244,14 +250,15 @@ impl Drop for Region {
         if let Some(watch) = self.watch {
             watch.release();
         }
-        // SAFETY: exactly the mapping made in a constructor; spans borrow the region and words hold it, so none is left.
+        // SAFETY: exactly the mapping made in a constructor. Spans borrow the region and words hold a reference to it, so
+        // none is left.
         unsafe { libc::munmap(self.map as *mut _, self.map_len) };
     }
 }
 
 fn mmap(len: usize, flags: libc::c_int, fd: libc::c_int, offset: u64) -> io::Result<NonNull<u8>> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping at an address that the kernel chooses touches no existing one.
+    // SAFETY: a new mapping at an address chosen by the kernel touches no existing one.
     let start = unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, fd, offset as libc::off_t) };
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
@@ -283,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_lies() {
+    fn rejects_invalid_regions() {
         let file = file(4096);
         assert!(matches!(Region::map(&file, 0, 0, 0, 0), Err(Error::Empty { .. })));
         assert!(matches!(Region::map(&file, 0, 4097, 0, 0), Err(Error::BeyondFile { .. })));
@@ -296,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn truncation_costs_the_region_only() {
+    fn truncation_affects_only_its_own_region() {
         let (file, other) = (file(16384), file(4096));
         let region = Region::map(&file, 0, 16384, 0, 0).unwrap();
         let neighbour = Region::map(&other, 0, 4096, 0, 0).unwrap();
@@ -313,16 +320,16 @@ mod tests {
         neighbour.span(0, 1).unwrap().read(&mut byte);
         assert_eq!(byte, [9]);
         drop(region);
-        assert!(!Region::map(&file, 0, 4096, 0, 0).unwrap().is_lost(), "a used entry starts clean");
+        assert!(!Region::map(&file, 0, 4096, 0, 0).unwrap().is_lost(), "a reused watch entry must start clean");
     }
 
     #[test]
-    fn a_file_that_is_sealed_stays_as_long_as_it_is() {
+    fn a_sealed_file_cannot_be_truncated() {
         let (region, file) = Region::create(8192, 0, false).unwrap();
         Region::seal(&file).unwrap();
         for _ in 0..2 {
             assert!(file.set_len(4096).is_err());
-            assert!(Region::seal(&file).is_err(), "nor can the seal be changed");
+            assert!(Region::seal(&file).is_err(), "the seals themselves are sealed");
         }
         region.span(8191, 1).unwrap().write(&[1]);
         assert!(!region.is_lost());

@@ -1,6 +1,6 @@
-//! What happens when a peer truncates a file that is mapped here: touching the missing pages raises SIGBUS. The handler
-//! puts private zeros in the place of the whole mapping and marks it, so that the access completes; whoever works for
-//! that peer sees the mark at its next burst and stops the port (see `Region::is_lost`).
+//! SIGBUS handling: a peer can truncate a file that is mapped here, and touching the missing pages then raises SIGBUS. The
+//! handler replaces the whole mapping with private zero pages and marks it, so that the access completes. The worker sees
+//! the mark at its next burst and stops the port (`Region::is_lost`). Called by `region.rs`.
 
 use std::{
     mem::MaybeUninit,
@@ -11,13 +11,13 @@ use std::{
     },
 };
 
-/// A mapping that the handler knows. Entries are never freed, only used again: the handler may read the list at any time.
+/// A mapping known to the handler. Entries are reused but never freed, because the handler may walk the list at any time.
 ///
-/// `state` is the one word that decides: which use of the entry this is, and what it is in. Start and length are written by whoever
-/// has claimed the entry (`SETUP`) and published by the store of `LIVE`. The handler reads state, start and length, and then
-/// moves the state it has read to `MENDING`: that fails if the entry was released, or used again, in between, so that start and
-/// length are of one use, which is alive. While it is `MENDING`, [`Watch::release`] waits, so that the mapping cannot
-/// be unmapped, nor its addresses be given to anybody else, before the handler is through.
+/// `state` holds a generation number (which use of the entry this is) and one of the states below. Start and length are
+/// written by the thread that claimed the entry (`SETUP`) and published by the store of `LIVE`. The handler reads state,
+/// start and length, then changes the state that it has read to `REPLACING` by compare-exchange. That fails if the entry
+/// was released or reused in between, so start and length belong to one generation, which is live. [`Watch::release`] waits
+/// while the state is `REPLACING`, so the mapping cannot be unmapped, nor its addresses reused, before the handler is done.
 pub(crate) struct Watch {
     state: AtomicU64,
     start: AtomicUsize,
@@ -25,36 +25,37 @@ pub(crate) struct Watch {
     next: AtomicPtr<Watch>,
 }
 
-/// Nobody's.
+/// Unused.
 const FREE: u64 = 0;
-/// Claimed for a mapping, not to be looked at yet.
+/// Claimed for a mapping; start and length are not valid yet.
 const SETUP: u64 = 1;
-/// A mapping that is there.
+/// Watches a mapping.
 const LIVE: u64 = 2;
-/// The handler is replacing it.
-const MENDING: u64 = 3;
-/// The same, replaced by zeros.
+/// A handler is replacing the mapping.
+const REPLACING: u64 = 3;
+/// The mapping was replaced by zeros.
 const LOST: u64 = 4;
 const STATES: u64 = 7;
-/// From one use of an entry to the next.
+/// Increment of the generation number.
 const USE: u64 = 8;
 
-/// What the handler has found.
+/// Result of looking up a fault address in an entry.
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
-    /// Not in this mapping.
+    /// The address is not in this mapping.
     Elsewhere,
-    /// In this mapping (start, length), which is now the caller's to replace.
-    Mine(usize, usize),
-    /// In this mapping, which another thread has replaced meanwhile: the access can be tried again.
-    Mended,
+    /// The address is in this mapping (start, length), and the caller must replace it.
+    Claimed(usize, usize),
+    /// The address is in this mapping, which another thread has just replaced: retry the access.
+    Replaced,
 }
 
 static LIST: AtomicPtr<Watch> = AtomicPtr::new(ptr::null_mut());
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// How many mappings have been lost so far, in the whole process: one load tells a worker that it need not look further.
+/// Returns how many mappings have been lost so far in the whole process. A worker checks this one counter and looks at its
+/// ports only when it has changed.
 #[inline(always)]
 pub fn faults() -> u64 {
     FAULTS.load(Ordering::Relaxed)
@@ -73,16 +74,16 @@ impl Watch {
         self.state.load(Ordering::Acquire) & STATES == LOST
     }
 
-    /// To be called before the mapping is unmapped.
+    /// Must be called before the mapping is unmapped. Waits for a handler that is replacing it.
     pub(crate) fn release(&self) {
         let mut state = self.state.load(Ordering::Acquire);
         loop {
-            if state & STATES == MENDING {
+            if state & STATES == REPLACING {
                 std::hint::spin_loop();
                 state = self.state.load(Ordering::Acquire);
                 continue;
             }
-            // The next use has another number: whoever has read this one's start and length does not mistake it.
+            // The new generation number makes the compare-exchange of a handler fail that has read this start and length.
             let free = (state & !STATES).wrapping_add(USE) | FREE;
             match self.state.compare_exchange(state, free, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return,
@@ -91,14 +92,14 @@ impl Watch {
         }
     }
 
-    /// Takes an entry that is nobody's.
+    /// Claims an unused entry.
     fn claim(&self) -> bool {
         let state = self.state.load(Ordering::Relaxed);
         state & STATES == FREE
             && self.state.compare_exchange(state, state | SETUP, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    /// Gives an entry that was claimed its mapping.
+    /// Sets the mapping of a claimed entry and makes it live.
     fn publish(&self, start: usize, len: usize) {
         self.start.store(start, Ordering::Relaxed);
         self.len.store(len, Ordering::Relaxed);
@@ -106,25 +107,26 @@ impl Watch {
         self.state.store(state & !STATES | LIVE, Ordering::Release);
     }
 
-    /// Whether an address that was touched lies in this mapping; if so, who replaces it.
+    /// Looks up a fault address; if it lies in this mapping, decides which thread replaces the mapping.
     fn find(&self, address: usize) -> Found {
         let state = self.state.load(Ordering::Acquire);
         if state & STATES < LIVE {
             return Found::Elsewhere;
         }
-        // Of this use or of a later one; of a later one, the state is not the one that was read any more. The mapping that the
-        // address lies in is in use by this very thread, so that its entry does not change: an entry that does is not it.
+        // These may belong to this generation or to a later one; if later, `state` has changed and the exchange below
+        // fails. The mapping that contains the fault address is in use by this very thread, so its entry cannot change: an
+        // entry that changes is not the right one.
         let (start, len) = (self.start.load(Ordering::Acquire), self.len.load(Ordering::Acquire));
         if address.checked_sub(start).is_none_or(|offset| offset >= len) {
             return Found::Elsewhere;
         }
         let this = state & !STATES;
-        // One that is lost already may have been touched before it was, by another thread than the one that has replaced it; or
-        // its zeros are broken (a memory error), and there are new ones.
-        if state & STATES != MENDING
-            && self.state.compare_exchange(state, this | MENDING, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        // The state may already be `LOST`: another thread touched the page before the mapping was replaced, or the zero
+        // pages themselves are broken (a memory error) and are replaced again.
+        if state & STATES != REPLACING
+            && self.state.compare_exchange(state, this | REPLACING, Ordering::AcqRel, Ordering::Acquire).is_ok()
         {
-            return Found::Mine(start, len);
+            return Found::Claimed(start, len);
         }
         loop {
             let state = self.state.load(Ordering::Acquire);
@@ -132,18 +134,18 @@ impl Watch {
                 return Found::Elsewhere;
             }
             if state & STATES == LOST {
-                return Found::Mended;
+                return Found::Replaced;
             }
             if state & STATES == LIVE {
-                // The other one could not replace it; nor will we.
+                // The other thread failed to replace it; retrying here would fail too.
                 return Found::Elsewhere;
             }
             std::hint::spin_loop();
         }
     }
 
-    /// After `Found::Mine`.
-    fn mended(&self, lost: bool) {
+    /// Ends the replacement that `Found::Claimed` began. `lost`: the mapping was replaced by zeros.
+    fn finish(&self, lost: bool) {
         let this = self.state.load(Ordering::Relaxed) & !STATES;
         self.state.store(this | if lost { LOST } else { LIVE }, Ordering::Release);
     }
@@ -175,8 +177,8 @@ fn new_entry() -> &'static Watch {
 fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: `action` is fully initialised before it is used; the handler has the signature that SA_SIGINFO asks
-        // for and uses only atomics, mmap and sigaction.
+        // SAFETY: `action` is fully initialised before use; the handler has the signature that SA_SIGINFO requires and uses
+        // only atomics, mmap and sigaction.
         unsafe {
             let mut action = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
             action.sa_sigaction = handler as *const () as usize;
@@ -196,11 +198,11 @@ extern "C" fn handler(_signal: libc::c_int, info: *mut libc::siginfo_t, _context
     for entry in entries() {
         let (start, len) = match entry.find(address) {
             Found::Elsewhere => continue,
-            Found::Mended => return,
-            Found::Mine(start, len) => (start, len),
+            Found::Replaced => return,
+            Found::Claimed(start, len) => (start, len),
         };
-        // SAFETY: [start, start + len) is exactly one mapping of ours, which is not unmapped before its entry is released, and
-        // that waits for us; MAP_FIXED replaces its pages and nothing else.
+        // SAFETY: [start, start + len) is exactly one mapping, which is not unmapped before its entry is released, and the
+        // release waits for this handler; MAP_FIXED replaces its pages and nothing else.
         let zeros = unsafe {
             libc::mmap(
                 start as *mut _,
@@ -212,14 +214,14 @@ extern "C" fn handler(_signal: libc::c_int, info: *mut libc::siginfo_t, _context
             )
         };
         let lost = zeros != libc::MAP_FAILED;
-        entry.mended(lost);
+        entry.finish(lost);
         if lost {
             FAULTS.fetch_add(1, Ordering::Relaxed);
             return;
         }
     }
-    // Not ours: let the access fault again under the disposition that was there before.
-    // SAFETY: restoring a disposition that sigaction returned, or the default one.
+    // Not one of our mappings: restore the previous disposition and let the access fault again.
+    // SAFETY: restores a disposition that sigaction returned, or the default one.
     unsafe {
         match PREVIOUS.get() {
             Some(previous) => libc::sigaction(libc::SIGBUS, previous, ptr::null_mut()),
@@ -243,56 +245,56 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_what_it_is_now() {
+    fn a_reused_entry_matches_only_its_current_mapping() {
         let entry = entry();
         assert_eq!(entry.find(0x1000), Found::Elsewhere);
         assert!(entry.claim() && !entry.claim());
-        assert_eq!(entry.find(0), Found::Elsewhere, "claimed, no mapping yet");
+        assert_eq!(entry.find(0), Found::Elsewhere, "claimed, but no mapping yet");
         entry.publish(0x1000, 0x2000);
         for outside in [0, 0xfff, 0x3000, usize::MAX] {
             assert_eq!(entry.find(outside), Found::Elsewhere);
         }
-        assert_eq!(entry.find(0x2fff), Found::Mine(0x1000, 0x2000));
-        entry.mended(true);
+        assert_eq!(entry.find(0x2fff), Found::Claimed(0x1000, 0x2000));
+        entry.finish(true);
         assert!(entry.is_lost());
         entry.release();
         assert_eq!(entry.find(0x2fff), Found::Elsewhere);
         assert!(entry.claim());
         entry.publish(0x8000, 0x1000);
         assert!(!entry.is_lost());
-        assert_eq!((entry.find(0x2fff), entry.find(0x8000)), (Found::Elsewhere, Found::Mine(0x8000, 0x1000)));
-        entry.mended(false);
+        assert_eq!((entry.find(0x2fff), entry.find(0x8000)), (Found::Elsewhere, Found::Claimed(0x8000, 0x1000)));
+        entry.finish(false);
         entry.release();
     }
 
     #[test]
-    fn a_release_waits_for_who_replaces_the_mapping() {
+    fn release_waits_until_the_mapping_is_replaced() {
         let entry = entry();
         assert!(entry.claim());
         entry.publish(0x1000, 0x1000);
-        assert_eq!(entry.find(0x1800), Found::Mine(0x1000, 0x1000));
+        assert_eq!(entry.find(0x1800), Found::Claimed(0x1000, 0x1000));
         let released = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
                 entry.release();
                 released.store(true, Ordering::Release);
             });
-            // Another thread that has touched it waits too, until it may try again.
+            // Another thread that has touched the mapping waits too, until it can retry.
             let other = scope.spawn(|| entry.find(0x1000));
             thread::sleep(std::time::Duration::from_millis(50));
-            assert!(!released.load(Ordering::Acquire), "unmapped under the handler");
+            assert!(!released.load(Ordering::Acquire), "released while the handler was replacing the mapping");
             assert!(!other.is_finished());
-            entry.mended(true);
-            assert!(matches!(other.join().unwrap(), Found::Mended | Found::Elsewhere));
+            entry.finish(true);
+            assert!(matches!(other.join().unwrap(), Found::Replaced | Found::Elsewhere));
         });
     }
 
-    /// One entry that is released and used again all the time, for mappings of different lengths one after the other; what is
-    /// found must be one of them whole, and alive until the finder is through.
+    /// Reuses one entry continuously for mappings of different lengths. Every lookup must return one whole mapping, and
+    /// that mapping must stay live until the lookup is finished.
     #[test]
-    fn a_mapping_that_is_found_is_one_that_is_there() {
+    fn a_lookup_never_mixes_two_generations() {
         let entry = entry();
-        // Were it put together from two, it would reach over addresses of others.
+        // Start of one and length of another would cover foreign addresses.
         let mappings = [(0x1000, 0x10_0000), (0x20_0000, 0x1000), (0x8_0000, 0x2000)];
         let (live, found) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let ended = AtomicBool::new(false);
@@ -302,10 +304,10 @@ mod tests {
                     scope.spawn(|| {
                         while !ended.load(Ordering::Relaxed) {
                             for address in [0x1000, 0x8_0800, 0x20_0800, 0x2f_0000] {
-                                if let Found::Mine(start, len) = entry.find(address) {
+                                if let Found::Claimed(start, len) = entry.find(address) {
                                     assert!(mappings.contains(&(start, len)), "{start:#x}, {len:#x}");
-                                    assert_eq!(live.load(Ordering::Acquire), start, "not there any more");
-                                    entry.mended(true);
+                                    assert_eq!(live.load(Ordering::Acquire), start, "the mapping is no longer live");
+                                    entry.finish(true);
                                     found.fetch_add(1, Ordering::Relaxed);
                                 }
                             }
@@ -315,7 +317,7 @@ mod tests {
                 .collect();
             let begin = std::time::Instant::now();
             for round in 0.. {
-                // A finder that has panicked leaves the entry as it is: nobody waits for it.
+                // A finder that has panicked leaves the entry in `REPLACING`; do not wait for it.
                 let done = found.load(Ordering::Relaxed) > 10_000 && round > 100_000;
                 if done || begin.elapsed().as_secs() > 20 || finders.iter().any(|finder| finder.is_finished()) {
                     break;
@@ -330,6 +332,6 @@ mod tests {
             ended.store(true, Ordering::Relaxed);
             finders.into_iter().for_each(|finder| finder.join().unwrap());
         });
-        assert!(found.into_inner() > 100, "never found while it was there");
+        assert!(found.into_inner() > 100, "no lookup ever hit a live mapping");
     }
 }

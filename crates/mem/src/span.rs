@@ -1,20 +1,21 @@
-//! Spans: checked pieces of shared memory, and lists of them that keep their memory alive.
+//! Spans: bounds-checked pieces of shared memory, and lists of them that keep the memory mapped.
 //!
-//! A span is `Copy` and `Sync`, and another process writes to the same bytes, so that two copies can overlap in time. What that
-//! rests on: no reference to the bytes ever exists, only copies through raw pointers (`copy.rs`); any bit pattern is a valid
-//! value of what is copied; and what decides anything is read by assembly, once ([`Span::read_once`]), or is an atomic
-//! ([`crate::Words`]). The other copies are plain loads and stores of a compiler that cannot know who else has the memory:
-//! it was mapped by a system call. By the letter of the language two of them at once, by two threads here, are a race; what
-//! comes of it is some mixture of both writers' bytes, in the buffer of a guest that has named it twice.
+//! A span is `Copy` and `Sync`, and another process writes to the same bytes, so two copies may overlap in time. This is
+//! sound because no reference to the bytes ever exists, only copies through raw pointers (`copy.rs`); any bit pattern is a
+//! valid value of what is copied; and every value that a decision depends on is read once, by assembly
+//! ([`Span::read_once`]), or is an atomic ([`crate::Words`]). The other copies are plain loads and stores; the compiler
+//! cannot know who else has access to the memory, as a system call mapped it. Strictly speaking, two of them at once in two
+//! threads of this process are a data race; the result is a mixture of both writers' bytes, in a buffer that the guest has
+//! posted twice.
 
 use crate::{
     copy,
-    table::{Hit, Outside, Table},
+    table::{Hit, PushError, Table},
 };
 use std::{marker::PhantomData, ptr::NonNull, sync::Arc};
 
-/// A piece of shared memory whose bounds have been checked. The other side may write to it at any time, so that nothing
-/// but copying is possible: there is no `&[u8]` of it.
+/// A bounds-checked piece of shared memory. The other side may write to it at any time, so it can only be copied: there is
+/// no `&[u8]` to it.
 #[derive(Clone, Copy)]
 pub struct Span<'m> {
     start: NonNull<u8>,
@@ -22,9 +23,9 @@ pub struct Span<'m> {
     memory: PhantomData<&'m ()>,
 }
 
-// SAFETY: a span is an address range of a mapping that outlives it; it is accessed by copying only, from any thread.
+// SAFETY: a span is an address range of a mapping that outlives it; it is accessed only by copying, from any thread.
 unsafe impl Send for Span<'_> {}
-// SAFETY: as above; concurrent copies race only over bytes that nobody relies on.
+// SAFETY: as above; concurrent copies race only over bytes that no decision depends on.
 unsafe impl Sync for Span<'_> {}
 
 impl std::fmt::Debug for Span<'_> {
@@ -41,25 +42,25 @@ impl<'m> Span<'m> {
         Span { start, len, memory: PhantomData }
     }
 
-    /// Nothing.
+    /// Returns a span of length 0.
     pub const fn empty() -> Self {
-        // No byte of it is ever read or written.
+        // It has no bytes, so the dangling pointer is never dereferenced.
         Span { start: NonNull::dangling(), len: 0, memory: PhantomData }
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     #[inline(always)]
     pub fn len(self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the length is 0.
     #[inline(always)]
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// The span without its first `n` bytes; empty if it has no more than those.
+    /// Returns the span without its first `n` bytes; empty if it has no more than `n`.
     #[inline(always)]
     #[must_use]
     pub fn skip(self, n: usize) -> Span<'m> {
@@ -68,33 +69,33 @@ impl<'m> Span<'m> {
         unsafe { Span::new(self.start.add(n), self.len - n) }
     }
 
-    /// A part that is not empty: `len` bytes at `offset`. `None` if it is empty or not within the span.
+    /// Returns the `len` bytes at `offset`; `None` if that range is empty or not within the span.
     #[inline(always)]
     fn part(self, offset: u64, len: u32) -> Option<Span<'m>> {
         let end = offset.wrapping_add(len.into());
         if offset < end && end <= self.len as u64 {
-            // SAFETY: `offset < end`: nothing has wrapped, and `len > 0`. `end` is within the span: so the part is.
+            // SAFETY: `offset < end`, so nothing has wrapped and `len > 0`; `end` is within the span, so the part is.
             Some(unsafe { Span::new(self.start.add(offset as usize), len as usize) })
         } else {
             None
         }
     }
 
-    /// At most the first `n` bytes.
+    /// Returns the first `n` bytes, or all if there are fewer.
     #[inline(always)]
     #[must_use]
     pub fn first(self, n: usize) -> Span<'m> {
         Span { len: self.len.min(n), ..self }
     }
 
-    /// Copies to private memory as much as both have, and says how much that was.
+    /// Copies to private memory as many bytes as both sides have; returns the number copied.
     #[inline(always)]
     pub fn read(self, target: &mut [u8]) -> usize {
-        // Usually there is enough, and how much is known where this is called.
+        // Usually the span is long enough and the length is a constant at the call site.
         if target.len() > self.len {
             return self.read_all(target);
         }
-        // SAFETY: as many bytes are within the span.
+        // SAFETY: the span has at least as many bytes.
         unsafe { copy::bytes(self.start.as_ptr(), target.as_mut_ptr(), target.len()) };
         target.len()
     }
@@ -102,12 +103,12 @@ impl<'m> Span<'m> {
     #[cold]
     fn read_all(self, target: &mut [u8]) -> usize {
         let target = target.get_mut(..self.len).unwrap_or_default();
-        // SAFETY: as many bytes are within the span.
+        // SAFETY: `target` was cut to the span's length.
         unsafe { copy::bytes(self.start.as_ptr(), target.as_mut_ptr(), target.len()) };
         target.len()
     }
 
-    /// `N` bytes from an offset on; `None` if there are fewer.
+    /// Returns the `N` bytes at `offset`; `None` if there are fewer.
     #[inline(always)]
     pub fn array<const N: usize>(self, offset: usize) -> Option<[u8; N]> {
         let mut bytes = [0; N];
@@ -117,15 +118,15 @@ impl<'m> Span<'m> {
         Some(bytes)
     }
 
-    /// The first `N` bytes (a multiple of 16), each read exactly once; `None` if there are fewer.
+    /// Returns the first `N` bytes (a multiple of 16), each read exactly once; `None` if there are fewer.
     #[inline(always)]
     pub fn read_once<const N: usize>(self) -> Option<[u8; N]> {
-        // SAFETY: at least `N` bytes are there.
+        // SAFETY: the span has at least `N` bytes.
         (self.len >= N).then(|| unsafe { copy::read_once(self.start.as_ptr()) })
     }
 
-    /// Copies to private memory as much as both have, each byte read exactly once, and says how much that was: for what is
-    /// checked and then used, of any length.
+    /// Copies to private memory as many bytes as both sides have, each read exactly once; returns the number copied. For
+    /// data of any length that is checked and then used.
     #[inline(always)]
     pub fn read_once_into(self, target: &mut [u8]) -> usize {
         let len = self.len.min(target.len());
@@ -146,13 +147,13 @@ impl<'m> Span<'m> {
         }
     }
 
-    /// Copies from private memory as much as both have, and says how much that was.
+    /// Copies from private memory as many bytes as both sides have; returns the number copied.
     #[inline(always)]
     pub fn write(self, source: &[u8]) -> usize {
         if source.len() > self.len {
             return self.write_all(source);
         }
-        // SAFETY: as many bytes are within the span.
+        // SAFETY: the span has at least as many bytes.
         unsafe { copy::bytes(source.as_ptr(), self.start.as_ptr(), source.len()) };
         source.len()
     }
@@ -160,12 +161,12 @@ impl<'m> Span<'m> {
     #[cold]
     fn write_all(self, source: &[u8]) -> usize {
         let source = source.get(..self.len).unwrap_or_default();
-        // SAFETY: as many bytes are within the span.
+        // SAFETY: `source` was cut to the span's length.
         unsafe { copy::bytes(source.as_ptr(), self.start.as_ptr(), source.len()) };
         source.len()
     }
 
-    /// Copies to another span as much as both have, and says how much that was.
+    /// Copies to another span as many bytes as both have; returns the number copied.
     #[inline(always)]
     pub fn copy_to(self, target: Span<'_>) -> usize {
         let len = self.len.min(target.len);
@@ -174,9 +175,9 @@ impl<'m> Span<'m> {
         len
     }
 
-    /// Copies the first `len` bytes to another span, with `head` in the place of as many at the start; `false`: one of the
-    /// three is shorter than that, and nothing was written. Without `small` it is done by the platform's `memmove`, whatever
-    /// the length.
+    /// Copies the first `len` bytes to another span, but takes the leading `N * M` bytes from `head`. Returns `false` and
+    /// writes nothing if the source, the target or `len` is too short. If `small` is not set, the platform's `memmove` is
+    /// used whatever the length.
     #[inline(always)]
     pub fn copy_under<const N: usize, const M: usize>(
         self,
@@ -189,20 +190,20 @@ impl<'m> Span<'m> {
             return false;
         }
         for (index, part) in head.iter().enumerate() {
-            // SAFETY: all parts lie within the target, as just seen.
+            // SAFETY: all parts lie within the target, as checked above.
             unsafe { copy::bytes(part.as_ptr(), target.start.as_ptr().add(index * M), M) };
         }
-        // SAFETY: `len` is within both spans, and no less than the head; overlap is allowed.
+        // SAFETY: `len` is within both spans and not less than the head; overlap is allowed.
         unsafe {
             let (source, target, rest) =
                 (self.start.as_ptr().add(N * M), target.start.as_ptr().add(N * M), len - N * M);
-            if small { copy::bytes(source, target, rest) } else { copy::long(source, target, rest) }
+            if small { copy::bytes(source, target, rest) } else { copy::memmove(source, target, rest) }
         }
         true
     }
 
-    /// Copies from private memory, unless that is what is there; `false`: there is no room, and nothing was written. A line
-    /// that nobody writes to stays in the caches of both sides.
+    /// Writes `bytes` if they differ from what is there. Returns `false` and writes nothing if the span is too short.
+    /// Skipping the store lets the line stay in the shared state in the caches of both sides.
     #[inline(always)]
     pub fn update<const N: usize>(self, bytes: [u8; N]) -> bool {
         match self.array(0) {
@@ -216,48 +217,47 @@ impl<'m> Span<'m> {
         }
     }
 
-    /// Whether its first `n` bytes are the last ones of a cache line.
+    /// Returns whether the first `n` bytes end at a cache-line boundary.
     #[inline(always)]
     pub fn ends_line(self, n: usize) -> bool {
         (self.start.as_ptr() as usize).wrapping_add(n).is_multiple_of(64)
     }
 
-    /// Asks the CPU to fetch the first `LINES` cache lines for reading.
+    /// Prefetches the first `LINES` cache lines for reading.
     #[inline(always)]
     pub fn prefetch<const LINES: usize>(self) {
         (0..LINES).for_each(|line| copy::prefetch(self.start.as_ptr().wrapping_add(64 * line)));
     }
 
-    /// Asks the CPU to fetch the first `LINES` cache lines for writing, so that the store does not wait for the other core
-    /// to give them up.
+    /// Prefetches the first `LINES` cache lines for writing, so that the store does not wait for the other core to release
+    /// them.
     #[inline(always)]
     pub fn prefetch_write<const LINES: usize>(self) {
         (0..LINES).for_each(|line| copy::prefetch_write(self.start.as_ptr().wrapping_add(64 * line)));
     }
 
-    /// The address, for system calls that read or write memory by themselves (`readv`, `writev`).
+    /// Returns the address, for system calls that access the memory themselves (`readv`, `writev`).
     pub fn as_ptr(self) -> *mut u8 {
         self.start.as_ptr()
     }
 }
 
-/// A list of spans of one [`Table`], which it keeps alive as long as the list is in use. It never allocates after it was
-/// made.
+/// A list of spans of one [`Table`], which it keeps alive while the list is in use. Allocates only when it is created.
 pub struct Pieces {
     memory: Option<Arc<Table>>,
-    // 'static only in here: every way out of this type shortens the lifetime to that of a borrow of it, and the list is
-    // emptied before `memory` is let go.
+    // 'static only inside this type: every accessor shortens the lifetime to that of a borrow of `self`, and the list is
+    // emptied before `memory` is released.
     list: Box<[Span<'static>]>,
     len: usize,
 }
 
 impl Pieces {
-    /// An empty list for at most `limit` pieces.
+    /// Returns an empty list with room for `limit` pieces.
     pub fn new(limit: usize) -> Self {
         Pieces { memory: None, list: vec![Span::empty(); limit].into(), len: 0 }
     }
 
-    /// Empties the list and makes it one of spans in `memory`.
+    /// Empties the list and makes `memory` the table that it refers to.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
         self.len = 0;
@@ -267,19 +267,22 @@ impl Pieces {
         }
     }
 
-    /// Empties the list and lets its memory go.
+    /// Empties the list and releases its memory table.
     #[inline]
     pub fn clear(&mut self) {
         self.len = 0;
         self.memory = None;
     }
 
-    /// Adds the memory at a guest address; usually one piece, more where it crosses from one region into an adjacent
-    /// one. Nothing is added if it fails.
+    /// Adds the memory at a guest address: usually one piece, more where the range crosses from one region into an adjacent
+    /// one.
+    ///
+    /// # Errors
+    /// [`PushError`] if part of the range is unmapped or the list is full; nothing is added then.
     #[inline(always)]
-    pub fn push(&mut self, address: u64, len: u32, hit: &mut Hit) -> Result<(), Outside> {
-        let Some(memory) = &self.memory else { return Err(Outside::Memory) };
-        let Some(place) = self.list.get_mut(self.len) else { return Err(Outside::List) };
+    pub fn push(&mut self, address: u64, len: u32, hit: &mut Hit) -> Result<(), PushError> {
+        let Some(memory) = &self.memory else { return Err(PushError::Unmapped) };
+        let Some(place) = self.list.get_mut(self.len) else { return Err(PushError::Full) };
         match memory.span(address, len as usize, hit) {
             Some(span) => {
                 // SAFETY: `memory` lives at least until the list is emptied, and spans leave this type only with the
@@ -292,9 +295,9 @@ impl Pieces {
         }
     }
 
-    /// The fast path of `push`: adds guest addresses and lengths, up to the first `None`, as long as each is not empty and lies in the
-    /// region that answered last, and there is room. Says how many it has added. Without `CACHE` each may lie in any region, and is
-    /// searched for.
+    /// Fast path of `push`: adds guest addresses and lengths until the first `None`, an empty or unmapped piece, or a full
+    /// list. With `CACHE` each must lie in the region that `hit` names, without it each is looked up among all regions.
+    /// Returns the number of pieces added.
     #[inline(always)]
     pub fn extend<const CACHE: bool>(
         &mut self,
@@ -324,12 +327,12 @@ impl Pieces {
     }
 
     #[cold]
-    fn push_crossing(&mut self, mut address: u64, len: u32, hit: &mut Hit) -> Result<(), Outside> {
-        let Some(memory) = &self.memory else { return Err(Outside::Memory) };
+    fn push_crossing(&mut self, mut address: u64, len: u32, hit: &mut Hit) -> Result<(), PushError> {
+        let Some(memory) = &self.memory else { return Err(PushError::Unmapped) };
         let before = self.len;
         let mut left = len as usize;
         while left > 0 {
-            let place = self.list.get_mut(self.len).ok_or(Outside::List);
+            let place = self.list.get_mut(self.len).ok_or(PushError::Full);
             match place.and_then(|place| Ok((place, memory.longest(address, left, hit)?))) {
                 Ok((place, span)) => {
                     // SAFETY: as in `push`.
@@ -339,28 +342,28 @@ impl Pieces {
                     // Cannot wrap: the span lies within a region, which ends below 2^64.
                     address += span.len as u64;
                 }
-                Err(outside) => {
+                Err(error) => {
                     self.len = before;
-                    return Err(outside);
+                    return Err(error);
                 }
             }
         }
         Ok(())
     }
 
-    /// The pieces.
+    /// Returns the pieces.
     #[inline(always)]
     pub fn list(&self) -> &[Span<'_>] {
         self.list.get(..self.len).unwrap_or_default()
     }
 
-    /// Removes all pieces from the `len`th on.
+    /// Removes all pieces from index `len` on.
     #[inline]
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// How many more pieces fit.
+    /// Returns how many more pieces fit.
     #[inline]
     pub fn room(&self) -> usize {
         self.list.len() - self.len
@@ -390,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_and_cuts() {
+    fn copies_and_slices() {
         let memory = memory();
         let mut hit = Hit::default();
         let a = memory.span(0x1000, 100, &mut hit).unwrap();
@@ -406,19 +409,19 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_that_crosses_regions_becomes_two() {
+    fn a_range_across_two_regions_becomes_two_pieces() {
         let memory = memory();
         let (mut pieces, mut hit) = (Pieces::new(4), Hit::default());
         pieces.start(&memory);
         pieces.push(0x2ff0, 64, &mut hit).unwrap();
         assert_eq!(pieces.list().iter().map(|s| s.len()).collect::<Vec<_>>(), [16, 48]);
-        assert_eq!(pieces.push(0x3ff0, 64, &mut hit), Err(Outside::Memory));
-        assert_eq!(pieces.push(u64::MAX - 4, 64, &mut hit), Err(Outside::Memory));
-        assert_eq!(pieces.list().len(), 2, "nothing stays of what failed");
+        assert_eq!(pieces.push(0x3ff0, 64, &mut hit), Err(PushError::Unmapped));
+        assert_eq!(pieces.push(u64::MAX - 4, 64, &mut hit), Err(PushError::Unmapped));
+        assert_eq!(pieces.list().len(), 2, "a failed push must add nothing");
         pieces.push(0x1000, 1, &mut hit).unwrap();
-        assert_eq!(pieces.push(0x2ff0, 64, &mut hit), Err(Outside::List));
+        assert_eq!(pieces.push(0x2ff0, 64, &mut hit), Err(PushError::Full));
         pieces.push(0x1000, 1, &mut hit).unwrap();
-        assert_eq!(pieces.push(0x1000, 1, &mut hit), Err(Outside::List));
+        assert_eq!(pieces.push(0x1000, 1, &mut hit), Err(PushError::Full));
         pieces.clear();
         assert_eq!(Arc::strong_count(&memory), 1);
     }

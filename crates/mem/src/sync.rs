@@ -1,4 +1,4 @@
-//! The atomics that rings are made of: the standard library's, or loom's when its model checker runs the ring tests.
+//! The atomics that rings consist of: the standard library's, or loom's when its model checker runs the ring tests.
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};

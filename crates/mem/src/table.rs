@@ -1,41 +1,44 @@
-//! All memory of one port: guest address → [`Span`].
+//! The memory table of a port: translates guest addresses to [`Span`]s. Built by the vhost-user session, used by the rings.
 
 use crate::{Error, Region, Span};
 #[cfg(not(loom))]
 use crate::{Word, Words};
 use std::sync::Arc;
 
-/// How many regions a table holds: what vhost-user frontends count on (QEMU's own limit for memory slots is 509).
+/// Maximum number of regions: what vhost-user frontends expect (QEMU's own limit for memory slots is 509).
 pub const SLOTS: usize = 509;
 
-/// The regions of a port, in the order of their guest addresses. A table never changes: adding and removing make a new
-/// one, so that whoever works with the old one can finish.
+/// The regions of a port, sorted by guest address. A table is immutable: adding or removing a region makes a new table, and
+/// users of the old one finish with it undisturbed.
 #[derive(Clone, Default)]
 pub struct Table {
     regions: Vec<Arc<Region>>,
 }
 
-/// Which region answered last. One for each user of a table: most have one or two regions, so that it nearly always
-/// answers again.
+/// Cache of the region that matched last. Each user of a table keeps its own; most tables have one or two regions, so it
+/// nearly always matches again.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Hit(usize);
 
 impl Hit {
-    /// None has: all are searched.
+    /// No region cached: every lookup searches the table.
     pub const NONE: Hit = Hit(usize::MAX);
 }
 
-/// Why an address range could not be used.
+/// Why a range of guest addresses could not be added to a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outside {
-    /// Not all of it lies in memory.
-    Memory,
-    /// The list that it should go to is full.
-    List,
+pub enum PushError {
+    /// Not all of it is mapped.
+    Unmapped,
+    /// The list is full.
+    Full,
 }
 
 impl Table {
-    /// This table and one more region, which may not overlap any other, neither in guest nor in user addresses.
+    /// Returns this table with one more region.
+    ///
+    /// # Errors
+    /// [`Error::TooMany`], or [`Error::Overlap`] if it overlaps another region in guest or user addresses.
     pub fn with(&self, region: Arc<Region>) -> Result<Table, Error> {
         if self.regions.len() >= SLOTS {
             return Err(Error::TooMany);
@@ -53,7 +56,10 @@ impl Table {
         Ok(Table { regions })
     }
 
-    /// This table without the region that has these addresses and size.
+    /// Returns this table without the region that has these addresses and this size.
+    ///
+    /// # Errors
+    /// [`Error::Unknown`] if there is no such region.
     pub fn without(&self, guest: u64, user: u64, len: u64) -> Result<Table, Error> {
         let is = |r: &Arc<Region>| r.guest() == guest && r.user() == user && r.len() as u64 == len;
         let at = self.regions.iter().position(is).ok_or(Error::Unknown { guest, user, len })?;
@@ -62,17 +68,18 @@ impl Table {
         Ok(Table { regions })
     }
 
-    /// The regions, by guest address.
+    /// Returns the regions, sorted by guest address.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.regions
     }
 
-    /// Whether a peer has truncated any of it.
+    /// Returns whether a peer has truncated the file of any region.
     pub fn is_lost(&self) -> bool {
         self.regions.iter().any(|r| r.is_lost())
     }
 
-    /// The memory at a guest address; `None` unless all of it lies in one region.
+    /// Translates a guest address; `None` unless the whole range lies in one region. Tries the region in `hit` first and
+    /// updates it.
     #[inline(always)]
     pub fn span(&self, address: u64, len: usize, hit: &mut Hit) -> Option<Span<'_>> {
         if let Some(region) = self.regions.get(hit.0)
@@ -87,25 +94,25 @@ impl Table {
         Some(span)
     }
 
-    /// The region that answered last.
+    /// Returns the cached region.
     #[inline(always)]
     pub(crate) fn last(&self, hit: Hit) -> Option<&Region> {
         self.regions.get(hit.0).map(|region| &**region)
     }
 
-    /// The same without a look at what answered last.
+    /// Translates a guest address without the cache.
     #[inline]
     pub fn search(&self, address: u64, len: usize) -> Option<Span<'_>> {
         let (_, region) = self.find(address)?;
         region.span((address - region.guest()) as usize, len)
     }
 
-    /// The longest piece of at most `len` bytes at a guest address.
-    pub(crate) fn longest(&self, address: u64, len: usize, hit: &mut Hit) -> Result<Span<'_>, Outside> {
-        let (index, region) = self.find(address).ok_or(Outside::Memory)?;
+    /// Translates as much of the range as lies in one region.
+    pub(crate) fn longest(&self, address: u64, len: usize, hit: &mut Hit) -> Result<Span<'_>, PushError> {
+        let (index, region) = self.find(address).ok_or(PushError::Unmapped)?;
         let offset = (address - region.guest()) as usize;
         *hit = Hit(index);
-        region.span(offset, len.min(region.len() - offset)).ok_or(Outside::Memory)
+        region.span(offset, len.min(region.len() - offset)).ok_or(PushError::Unmapped)
     }
 
     fn find(&self, address: u64) -> Option<(usize, &Arc<Region>)> {
@@ -114,8 +121,8 @@ impl Table {
         (address - region.guest() < region.len() as u64).then_some((index, region))
     }
 
-    /// The `len` words at an address of the frontend, which is what vhost-user names rings by; `None` if they do not all
-    /// lie in one region, or are not aligned.
+    /// Returns the `len` words at a frontend address, which is how vhost-user addresses rings; `None` if they do not all
+    /// lie in one region or are misaligned.
     #[cfg(not(loom))]
     pub fn user_words<T: Word>(&self, address: u64, len: usize) -> Option<Words<T>> {
         let inside = |r: &&Arc<Region>| address.checked_sub(r.user()).is_some_and(|o| o < r.len() as u64);
@@ -123,13 +130,13 @@ impl Table {
         Words::new(region, (address - region.user()) as usize, len)
     }
 
-    /// Device and inode of the file that has the byte at an address of the frontend.
+    /// Device and inode of the file that backs a frontend address.
     pub fn user_identity(&self, address: u64) -> Option<(u64, u64)> {
         let inside = |r: &&Arc<Region>| address.checked_sub(r.user()).is_some_and(|o| o < r.len() as u64);
         self.regions.iter().find(inside).map(|region| region.identity())
     }
 
-    /// Words by guest address, for indirect descriptor tables.
+    /// Returns the `len` words at a guest address; `None` as for [`Table::user_words`].
     #[cfg(not(loom))]
     pub fn guest_words<T: Word>(&self, address: u64, len: usize) -> Option<Words<T>> {
         let (_, region) = self.find(address)?;
@@ -162,7 +169,7 @@ mod tests {
         assert!(table.user_words::<AtomicU16>(0x1_0000, 2048).is_some());
         assert!(table.user_words::<AtomicU16>(0x1_0000, 2049).is_none());
         assert!(table.user_words::<AtomicU16>(0x1_0001, 1).is_none(), "misaligned");
-        assert!(table.user_words::<AtomicU16>(0x1000, 1).is_none(), "a guest address");
+        assert!(table.user_words::<AtomicU16>(0x1000, 1).is_none(), "a guest address is not a user address");
         assert!(table.user_words::<AtomicU16>(0x1_0000, usize::MAX).is_none());
         assert!(table.guest_words::<AtomicU16>(0x2ffe, 1).is_some());
     }
@@ -177,7 +184,7 @@ mod tests {
         assert!(matches!(two.without(0x2000, 0x1_1000, 4095), Err(Error::Unknown { .. })));
         let back = two.without(0x1000, 0x1_0000, 4096).unwrap();
         assert_eq!((back.regions().len(), two.regions().len()), (1, 2));
-        // A stale hit must not answer for another region.
+        // A stale cache entry must not match the wrong region.
         let mut hit = Hit(1);
         assert!(back.span(0x1000, 1, &mut hit).is_none());
         assert!(back.span(0x2000, 1, &mut hit).is_some());

@@ -1,4 +1,4 @@
-//! Rings as slices of atomics.
+//! Rings as slices of atomics. Resolved by `Table` when a queue starts, used by both ends of a ring.
 
 use crate::sync::{AtomicU16, AtomicU32, AtomicU64};
 
@@ -7,12 +7,12 @@ use crate::{Region, copy};
 #[cfg(not(loom))]
 use std::{ptr::NonNull, sync::Arc};
 
-/// The integers that rings are made of.
+/// The integers that rings consist of.
 pub trait Word: sealed::Sealed {}
 impl Word for AtomicU16 {}
 impl Word for AtomicU32 {}
 impl Word for AtomicU64 {}
-/// A cache line of them, so that none of its words need be looked for.
+/// A cache line of words, for access by pattern without bounds checks.
 impl Word for [AtomicU64; 8] {}
 
 mod sealed {
@@ -23,7 +23,7 @@ mod sealed {
     impl Sealed for [crate::sync::AtomicU64; 8] {}
 }
 
-/// An array of atomics in shared memory. It keeps its region mapped.
+/// An array of atomics in shared memory. Keeps its region mapped.
 #[cfg(not(loom))]
 pub struct Words<T: Word> {
     start: NonNull<T>,
@@ -33,7 +33,7 @@ pub struct Words<T: Word> {
 
 #[cfg(not(loom))]
 impl<T: Word> Words<T> {
-    /// The `len` words that start `offset` bytes into the region; `None` if they are not all inside or not aligned.
+    /// Returns the `len` words at byte `offset` of the region; `None` if they are not all inside or are misaligned.
     pub fn new(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
         let size = len.checked_mul(size_of::<T>())?;
         let span = region.span(offset, size)?;
@@ -41,13 +41,13 @@ impl<T: Word> Words<T> {
         start.is_aligned().then(|| Words { start, len, region: region.clone() })
     }
 
-    /// Asks the CPU to fetch the line with this word, for reading or also for writing.
+    /// Prefetches the cache line of a word, for reading or for writing.
     #[inline(always)]
     pub fn prefetch(&self, index: usize, write: bool) {
         self.prefetch_run(index, 1, write);
     }
 
-    /// The same for the lines with `count` words from this one on, if it is the first of its line.
+    /// Prefetches the cache lines of `count` words, where `index` is the first word of its line.
     #[inline(always)]
     pub fn prefetch_run(&self, index: usize, count: usize, write: bool) {
         let start = self.start.as_ptr().wrapping_add(index).cast::<u8>().cast_const();
@@ -55,7 +55,7 @@ impl<T: Word> Words<T> {
         if write { lines.for_each(copy::prefetch_write) } else { lines.for_each(copy::prefetch) }
     }
 
-    /// The region that it lies in.
+    /// Returns the region that contains the words.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
@@ -68,20 +68,20 @@ impl<T: Word> std::ops::Deref for Words<T> {
     #[inline(always)]
     fn deref(&self) -> &[T] {
         // SAFETY: `new` checked bounds and alignment within a region that `self.region` keeps mapped; the elements are
-        // atomics, for which a concurrent writer, here or in another process, is no data race, and any bit pattern is
-        // a valid value.
+        // atomics, for which a concurrent writer, here or in another process, is no data race, and any bit pattern is a
+        // valid value.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
-// SAFETY: nothing but a shared slice of atomics and a reference count.
+// SAFETY: only a shared slice of atomics and a reference count.
 #[cfg(not(loom))]
 unsafe impl<T: Word> Send for Words<T> {}
 // SAFETY: as above.
 #[cfg(not(loom))]
 unsafe impl<T: Word> Sync for Words<T> {}
 
-/// Under loom: an array of loom's atomics, shared by clones.
+/// Under loom: an array of loom's atomics, shared by its clones.
 #[cfg(loom)]
 pub struct Words<T: Word>(std::sync::Arc<Vec<T>>);
 
@@ -94,13 +94,13 @@ impl<T: Word> Clone for Words<T> {
 
 #[cfg(loom)]
 impl<T: Word> Words<T> {
-    /// Nothing that a model would notice.
+    /// No-op: a model has no caches.
     pub fn prefetch(&self, _index: usize, _write: bool) {}
 
-    /// Nor this.
+    /// No-op.
     pub fn prefetch_run(&self, _index: usize, _count: usize, _write: bool) {}
 
-    /// An array for a model.
+    /// Returns an array for a model.
     pub fn model(words: Vec<T>) -> Self {
         Words(std::sync::Arc::new(words))
     }

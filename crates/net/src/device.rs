@@ -233,7 +233,7 @@ impl TxQueue {
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
         burst.finish(self.chains.pieces_mut());
-        self.ring.give_late(self.chains.list());
+        self.ring.give_deferred(self.chains.list());
         self.chains.empty();
     }
 
@@ -267,7 +267,7 @@ impl TxQueue {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 
@@ -588,7 +588,7 @@ impl RxQueue {
         while done < most {
             // A full burst: we are behind, and the driver takes more at once the fewer parts there are. Else it waits for us,
             // and the first line of the ring is worth more to it now than all of them later.
-            let part = if count == BURST { most } else { (done + self.ring.line()).min(most) };
+            let part = if count == BURST { most } else { (done + self.ring.left_in_line()).min(most) };
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
             let targets = targets.get(done..part).unwrap_or_default();
@@ -754,7 +754,7 @@ impl RxQueue {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 

@@ -1,70 +1,71 @@
-//! Descriptor chains as the device end sees them: checked, translated, in bursts. Filled by `split::Device` and
-//! `packed::Device`, read by devices.
+//! Descriptor chains as seen by the device end: validated, translated, in bursts (virtio 1.3, 2.7.5 and 2.8.5). Filled by
+//! `split::Device` and `packed::Device`, read by the device crates.
 
 use crate::{DESCRIPTOR, INDIRECT, NEXT, WRITE};
-use ringroad_mem::{Hit, Outside, Pieces, Span, Table};
+use ringroad_mem::{Hit, Pieces, PushError, Span, Table};
 use std::sync::Arc;
 
-/// How many frames or packets make a burst, at most. Measured: 5 to 11 % more frames of 64 bytes than with 32.
+/// Maximum number of frames or packets in a burst. Measured: 5 to 11 % more 64-byte frames than with 32.
 pub const BURST: usize = 64;
 
-/// What a driver can do wrong with a queue. The queue is of no use any more: nothing in it can be relied on.
+/// A driver error on a queue, found by the device. Nothing in the queue can be trusted any more: it is unusable until
+/// reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// The available index went further than there are entries (2.7.6).
+    /// The available index is further ahead than the queue has entries (2.7.6).
     #[error("available index {index} is {ahead} ahead of {next}, more than the queue's {size} entries")]
     AvailableJump {
-        /// What the driver wrote.
+        /// The available index that the driver wrote.
         index: u16,
-        /// What we take next.
+        /// The index that the device takes next.
         next: u16,
-        /// The distance.
+        /// The distance between the two.
         ahead: u16,
         /// Entries of the queue.
         size: u16,
     },
-    /// More descriptors are available in a packed ring than it has: some of them twice.
-    #[error("more descriptors are available than the ring's {size} entries")]
+    /// More descriptors are available in a packed ring than it has, so some were made available twice.
+    #[error("more descriptors are available than the ring's {size} entries can hold")]
     Overrun {
         /// Entries of the queue.
         size: u16,
     },
-    /// The available ring or a `next` field names a descriptor that does not exist (2.7.5).
+    /// The available ring or a `next` field refers to a descriptor that does not exist (2.7.5).
     #[error("descriptor {index} does not exist in a table of {size}")]
     Index {
-        /// What was named.
+        /// The index that was used.
         index: u16,
-        /// How many there are.
+        /// Number of descriptors in the table.
         size: u16,
     },
-    /// A descriptor that refers to memory that is not the guest's.
+    /// A descriptor refers to an address outside guest memory.
     #[error("descriptor {index} at {address:#x} + {len} lies outside guest memory ({regions} regions)")]
     Outside {
-        /// Its index in the ring or table.
+        /// Index of the descriptor in the ring or table.
         index: u16,
         /// Guest address.
         address: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u32,
-        /// How many regions there are.
+        /// Number of memory regions.
         regions: u16,
     },
-    /// A buffer of no bytes.
+    /// A buffer of length 0.
     #[error("descriptor {index} has length 0")]
     ZeroLength {
-        /// Its index in the ring or table.
+        /// Index of the descriptor in the ring or table.
         index: u16,
     },
     /// A chain of more than 2³² − 1 bytes (2.7.5).
     #[error("the descriptor chain with descriptor {index} is longer than 4 GiB")]
     Length {
-        /// Index of the descriptor that was too much.
+        /// Index of the descriptor that exceeds the limit.
         index: u16,
     },
     /// A chain with a loop, or longer than the queue (2.7.5.3.1, 2.8.20).
     #[error("the descriptor chain with descriptor {index} loops or has more than {size} descriptors")]
     Loop {
-        /// Index of the descriptor that was too much.
+        /// Index of the descriptor that exceeds the limit.
         index: u16,
         /// Entries of the queue.
         size: u16,
@@ -72,50 +73,50 @@ pub enum Fault {
     /// A readable descriptor after a writable one (2.7.4.2, 2.8.17).
     #[error("descriptor {index} is device-readable but follows a device-writable one")]
     Order {
-        /// Its index in the ring or table.
+        /// Index of the descriptor in the ring or table.
         index: u16,
     },
-    /// A device-writable descriptor where the device only reads (transmit queue).
+    /// A device-writable descriptor in a queue that the device only reads (transmit queue).
     #[error("the descriptor chain with buffer {id} is device-writable in a queue that the device only reads from")]
     Writable {
-        /// The chain's head or buffer id.
+        /// The chain's head index or buffer id.
         id: u16,
     },
-    /// A device-readable descriptor where the device only writes (receive queue).
+    /// A device-readable descriptor in a queue that the device only writes (receive queue).
     #[error("the descriptor chain with buffer {id} is device-readable in a queue that the device only writes to")]
     Readable {
-        /// The chain's head or buffer id.
+        /// The chain's head index or buffer id.
         id: u16,
     },
-    /// Less than the header of the device type needs.
+    /// A chain shorter than the header of the device type.
     #[error("the descriptor chain with buffer {id} has {len} bytes, fewer than the header's {needed}")]
     Header {
-        /// The chain's head or buffer id.
+        /// The chain's head index or buffer id.
         id: u16,
-        /// Bytes that there are.
+        /// Length of the chain in bytes.
         len: u32,
-        /// Bytes that it needs.
+        /// Length of the header in bytes.
         needed: u32,
     },
     /// INDIRECT without the feature, inside an indirect table, or together with NEXT (2.7.5.3.1).
     #[error(
-        "descriptor {index} is indirect where it may not be (not negotiated, inside an indirect table, or with NEXT)"
+        "descriptor {index} must not be indirect (feature not negotiated, inside an indirect table, or together with NEXT)"
     )]
     Indirect {
-        /// Its index in the ring or table.
+        /// Index of the descriptor in the ring or table.
         index: u16,
     },
     /// An indirect table that is empty or not a multiple of 16 bytes long (2.7.5.3.2).
     #[error("descriptor {index} refers to an indirect table of {len} bytes, which is not a positive multiple of 16")]
     IndirectLength {
-        /// Its index in the ring.
+        /// Index of the descriptor in the ring.
         index: u16,
-        /// Bytes of the table.
+        /// Length of the table in bytes.
         len: u32,
     },
 }
 
-/// One descriptor, read once.
+/// A private copy of a descriptor, read once.
 #[derive(Clone, Copy)]
 pub(crate) struct Descriptor {
     pub index: u16,
@@ -126,24 +127,24 @@ pub(crate) struct Descriptor {
     pub tail: u16,
 }
 
-/// One descriptor chain that the driver made available.
+/// A descriptor chain that the driver made available.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Chain {
-    /// Readable and writable length: one word, so that the fast path writes it at once.
+    /// Readable length (low half) and writable length: one word, so that the fast path sets both with one store.
     lens: u64,
-    /// Index of the first piece, of the first writable one, and of what follows the last; and the slots.
+    /// Four 16-bit fields: index of the first piece, of the first writable piece, of the end, and the number of ring slots.
     place: u64,
-    /// How many bytes the device has written into it: to be set before it is given back.
+    /// Bytes that the device has written to the chain; must be set before the chain is returned.
     pub written: u32,
-    /// Split: index of its first descriptor. Packed: its buffer id. What goes back to the driver.
+    /// Split: index of the first descriptor. Packed: buffer id. Identifies the chain when it is returned.
     pub id: u16,
-    /// It has more pieces than a burst can hold; it can only be given back. Its lengths are at least what they say: it was
+    /// The chain has more pieces than a burst can hold and can only be returned. Its lengths are lower bounds, as it was
     /// not followed to its end.
     pub clipped: bool,
 }
 
 impl Chain {
-    /// A chain that is given back unseen.
+    /// A chain without pieces, to be returned unread.
     #[cfg(not(loom))]
     pub(crate) fn private(id: u16, slots: u16) -> Chain {
         Chain { id, place: Self::place(slots, [0; 3]), ..Chain::default() }
@@ -154,25 +155,25 @@ impl Chain {
         first as u64 | (middle as u64) << 16 | (end as u64) << 32 | (slots as u64) << 48
     }
 
-    /// Bytes for the device to read.
+    /// Bytes that the device may read.
     #[inline(always)]
     pub fn readable_len(&self) -> u32 {
         self.lens as u32
     }
 
-    /// Bytes for the device to write.
+    /// Bytes that the device may write.
     #[inline(always)]
     pub fn writable_len(&self) -> u32 {
         (self.lens >> 32) as u32
     }
 
-    /// Whether it is for the device to read only, and not longer than `most` bytes: one compare for both.
+    /// Returns whether the chain is device-readable only and not longer than `max` bytes, with one compare.
     #[inline(always)]
-    pub fn is_readable(&self, most: u32) -> bool {
-        self.lens <= u64::from(most)
+    pub fn is_readable(&self, max: u32) -> bool {
+        self.lens <= u64::from(max)
     }
 
-    /// How many entries it takes in the ring (split: always 1).
+    /// Returns how many ring entries the chain takes (split: always 1).
     #[inline(always)]
     pub fn slots(&self) -> u16 {
         (self.place >> 48) as u16
@@ -195,7 +196,7 @@ impl Chain {
     }
 }
 
-/// A chain that is being made.
+/// A chain under construction.
 pub(crate) struct Draft {
     pub id: u16,
     pub slots: u16,
@@ -203,94 +204,94 @@ pub(crate) struct Draft {
     middle: usize,
     readable_len: u32,
     writable_len: u32,
-    /// It has more pieces than there is room for. What comes then is of no use.
+    /// The chain has more pieces than there is room for; the rest is ignored.
     pub clipped: bool,
 }
 
-/// A burst of chains and the spans that they consist of. Reused for ever, so that nothing is allocated per packet.
+/// A burst of chains and the spans that they consist of. Reused for every burst, so that nothing is allocated per packet.
 pub struct Chains {
     pieces: Pieces,
     list: Box<[Chain]>,
     len: usize,
-    /// There were other chains than those of one piece.
-    long: bool,
-    /// A chain did not fit beside the others.
+    /// Some chain has no piece or more than one.
+    multi_piece: bool,
+    /// A chain did not fit in addition to the others.
     full: bool,
 }
 
 impl Chains {
-    /// Room for `chains` chains with `pieces` spans altogether.
+    /// Returns an empty burst with room for `chains` chains of `pieces` spans in total.
     pub fn new(chains: usize, pieces: u16) -> Self {
         Chains {
             pieces: Pieces::new(pieces as usize),
             list: vec![Chain::default(); chains].into(),
             len: 0,
-            long: false,
+            multi_piece: false,
             full: false,
         }
     }
 
-    /// Empties the burst for chains of this memory.
+    /// Empties the burst and sets the memory table of the next chains.
     #[inline]
     pub fn start(&mut self, memory: &Arc<Table>) {
-        (self.len, self.long, self.full) = (0, false, false);
+        (self.len, self.multi_piece, self.full) = (0, false, false);
         self.pieces.start(memory);
     }
 
     /// Empties the burst.
     #[inline]
     pub fn empty(&mut self) {
-        (self.len, self.long, self.full) = (0, false, false);
+        (self.len, self.multi_piece, self.full) = (0, false, false);
         self.pieces.truncate(0);
     }
 
-    /// Empties the burst and lets its memory go.
+    /// Empties the burst and releases its memory table.
     #[inline]
     pub fn clear(&mut self) {
-        (self.len, self.long, self.full) = (0, false, false);
+        (self.len, self.multi_piece, self.full) = (0, false, false);
         self.pieces.clear();
     }
 
-    /// The chains, oldest first.
+    /// Returns the chains, oldest first.
     #[inline(always)]
     pub fn list(&self) -> &[Chain] {
         self.list.get(..self.len).unwrap_or_default()
     }
 
-    /// The chains, to note how much was written to them.
+    /// Returns the chains, to set how many bytes were written.
     #[inline(always)]
     pub fn list_mut(&mut self) -> &mut [Chain] {
         self.list.get_mut(..self.len).unwrap_or_default()
     }
 
-    /// All chains and their pieces, if each has just one, as nearly always.
+    /// Returns all chains and their pieces if each chain has exactly one piece, as nearly always.
     #[inline(always)]
     pub fn plain(&self) -> Option<(&[Chain], &[Span<'_>])> {
-        (!self.long).then(|| (self.list(), self.pieces.list()))
+        (!self.multi_piece).then(|| (self.list(), self.pieces.list()))
     }
 
-    /// The same, to note how much was written to them.
+    /// Like `plain`, to set how many bytes were written.
     #[inline(always)]
     pub fn plain_mut(&mut self) -> Option<(&mut [Chain], &[Span<'_>])> {
-        if self.long {
+        if self.multi_piece {
             return None;
         }
         Some((self.list.get_mut(..self.len).unwrap_or_default(), self.pieces.list()))
     }
 
-    /// The first piece of a chain, to be fetched.
+    /// Returns the first piece of a chain, to prefetch it.
     #[inline(always)]
     pub fn first_piece(&self, index: usize) -> Option<Span<'_>> {
         self.pieces.list().get(self.list().get(index)?.first()).copied()
     }
 
-    /// Whether a chain that does not fit waits for the next burst, as there are others.
+    /// Returns whether a chain that does not fit must wait for the next burst: only if the burst has other chains.
     #[inline(always)]
-    pub(crate) fn is_waiting(&self, draft: &Draft) -> bool {
+    pub(crate) fn must_wait(&self, draft: &Draft) -> bool {
         draft.clipped && self.len > 0
     }
 
-    /// How many pieces all chains have.
+    /// Returns the number of pieces of all chains.
     #[inline(always)]
     pub fn pieces(&self) -> usize {
         self.pieces.list().len()
@@ -302,38 +303,38 @@ impl Chains {
         &mut self.pieces
     }
 
-    /// How many more chains fit.
+    /// Returns how many more chains fit.
     #[inline(always)]
     pub fn room(&self) -> usize {
         self.list.len() - self.len
     }
 
-    /// Whether a chain waits that has not fit beside the others, as it has too many pieces.
+    /// Returns whether a chain with too many pieces to fit in addition to the others was left for the next burst.
     #[inline(always)]
     pub fn is_full(&self) -> bool {
         self.full
     }
 
-    /// What the device reads of a chain.
+    /// Returns the pieces of a chain that the device may read.
     #[inline(always)]
     pub fn readable(&self, chain: &Chain) -> &[Span<'_>] {
         self.pieces.list().get(chain.first()..chain.middle()).unwrap_or_default()
     }
 
-    /// What the device writes of a chain.
+    /// Returns the pieces of a chain that the device may write.
     #[inline(always)]
     pub fn writable(&self, chain: &Chain) -> &[Span<'_>] {
         self.pieces.list().get(chain.middle()..chain.end()).unwrap_or_default()
     }
 
-    /// What the device writes of `count` chains in a row that have nothing to read.
+    /// Returns the writable pieces of `count` consecutive chains that have nothing to read.
     pub fn writable_range(&self, first: usize, count: usize) -> &[Span<'_>] {
         let chains = self.list().get(first..first + count).unwrap_or_default();
         let (Some(first), Some(last)) = (chains.first(), chains.last()) else { return &[] };
         self.pieces.list().get(first.middle()..last.end()).unwrap_or_default()
     }
 
-    /// Forgets the chains from the `len`th on.
+    /// Drops the chains from index `len` on.
     pub(crate) fn truncate(&mut self, len: usize) {
         if let Some(chain) = self.list().get(len) {
             self.pieces.truncate(chain.first());
@@ -346,10 +347,9 @@ impl Chains {
         Draft { id: 0, slots, first, middle: first, readable_len: 0, writable_len: 0, clipped: false }
     }
 
-    /// The fast path: adds chains of one buffer each, as nearly all are, all for the device to write or none, given by id,
-    /// guest address and length; up to the first `None`, as long as each lies in the region that answered last (without
-    /// `CACHE`: in any), and there is room. Says how many it has added; what comes then is for the normal path, right or
-    /// wrong.
+    /// Fast path: adds single-buffer chains, all writable or all readable, given by id, guest address and length. Stops at
+    /// the first `None`, at a buffer outside the region that matched last (without `CACHE`: outside all regions), or when
+    /// there is no room. Returns how many were added; the normal path handles what follows, valid or not.
     #[inline(always)]
     pub(crate) fn singles<const CACHE: bool>(
         &mut self,
@@ -361,13 +361,13 @@ impl Chains {
         let mut place = Chain::place(1, [before, before + u16::from(!writable), before + 1]);
         let places = self.list.get_mut(self.len..).unwrap_or_default();
         let count = places.len().min(buffers.len());
-        // Lists of the same length and nothing that ends early: one counter for all of them.
+        // Equal lengths and no early end: one loop counter for all iterators.
         let places = places.get_mut(..count).unwrap_or_default();
         let pieces = places.iter_mut().zip(buffers).map(|(chain, buffer)| {
             let (id, address, len) = buffer?;
             let lens = if writable { u64::from(len) << 32 } else { len.into() };
             *chain = Chain { lens, place, written: 0, id, clipped: false };
-            // All three one further. They are fewer than 2^16: no carry.
+            // Adds 1 to all three indices. They stay below 2^16: no carry.
             place = place.wrapping_add(Chain::place(0, [1; 3]));
             Some((address, len))
         });
@@ -376,7 +376,7 @@ impl Chains {
         added
     }
 
-    /// Adds one buffer to the chain that is being made.
+    /// Adds one buffer to a chain under construction.
     #[inline(always)]
     pub(crate) fn add(
         &mut self,
@@ -396,8 +396,8 @@ impl Chains {
         let total = (chain.readable_len + chain.writable_len).checked_add(len).ok_or(Fault::Length { index })?;
         match self.pieces.push(address, len, hit) {
             Ok(()) => {}
-            Err(Outside::List) => chain.clipped = true,
-            Err(Outside::Memory) => {
+            Err(PushError::Full) => chain.clipped = true,
+            Err(PushError::Unmapped) => {
                 return Err(Fault::Outside { index, address, len, regions: memory.regions().len() as u16 });
             }
         }
@@ -410,7 +410,8 @@ impl Chains {
         Ok(())
     }
 
-    /// Ends a chain, for which there is room. `false`: it did not fit beside the others and has to wait for the next burst.
+    /// Completes a chain; the caller has checked that there is room for it. Returns `false` if it does not fit in addition
+    /// to the others and must wait for the next burst.
     pub(crate) fn end(&mut self, draft: Draft) -> bool {
         let Draft { id, slots, first, middle, readable_len, writable_len, clipped } = draft;
         if clipped {
@@ -430,18 +431,18 @@ impl Chains {
             clipped,
         };
         self.len += 1;
-        self.long |= end != first + 1;
+        self.multi_piece |= end != first + 1;
         true
     }
 
-    /// Takes back what `add` did for a chain that turned out to be faulty.
+    /// Removes the pieces of a chain that turned out to be faulty.
     pub(crate) fn abandon(&mut self, chain: &Draft) {
         self.pieces.truncate(chain.first);
     }
 }
 
-/// Follows an indirect table: linked by `next` in a split ring, in sequence in a packed one. It ends where there is no more
-/// room for pieces: a table may have more entries than it takes time for.
+/// Follows an indirect table: linked by `next` in a split ring, sequential in a packed one. Stops when there is no room for
+/// more pieces, so that a table with many entries costs no more time than that.
 pub(crate) fn indirect(
     chains: &mut Chains,
     chain: &mut Draft,
@@ -461,8 +462,8 @@ pub(crate) fn indirect(
     let count = len as usize / DESCRIPTOR;
     let outside = Fault::Outside { index, address, len, regions: memory.regions().len() as u16 };
     let table = memory.span(address, len as usize, hit).ok_or(outside)?;
-    // Writable entries come last (2.8.17), so that a table with a readable one at its end has none; what says otherwise
-    // before it does not count: DPDK's driver marks the virtio-net header of a packed ring's indirect table as writable.
+    // Writable entries come last (2.8.17), so a table whose last entry is readable has no writable ones. WRITE flags before
+    // it are ignored, because DPDK's driver marks the virtio-net header in a packed ring's indirect table as writable.
     let last = table.skip((count - 1) * DESCRIPTOR).read_once::<16>().map_or(0, |words| (halves(words).1 >> 48) as u16);
     let ignored = if !linked && last & WRITE == 0 { WRITE } else { 0 };
     let mut at = 0;

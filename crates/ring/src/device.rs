@@ -1,9 +1,10 @@
-//! Device end of either layout.
+//! Device end of a virtqueue, split or packed (virtio 1.3, 2.7 and 2.8). Owned by the receive and transmit queues of the
+//! device crates.
 
 use crate::{Chain, Chains, Fault, Tuning, packed, split};
 use ringroad_mem::Table;
 
-/// Device end of a virtqueue: a split or a packed one, told apart once per burst.
+/// Device end of a virtqueue; matches on the layout once per burst.
 #[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
 pub enum DeviceRing {
     /// Virtio 1.3, 2.7.
@@ -22,61 +23,65 @@ macro_rules! either {
 }
 
 impl DeviceRing {
-    /// Takes up to `max` chains and adds them to `chains`; says how many. A fault is reported when it comes first.
+    /// Takes up to `max` chains and appends them to `chains`; returns how many.
+    ///
+    /// # Errors
+    /// The [`Fault`] if the next chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         either!(self, ring => ring.take(memory, chains, max))
     }
 
-    /// Turns off what should be off.
+    /// Sets which optimisations are used.
     pub fn tune(&mut self, tuning: Tuning) {
         either!(self, ring => ring.tune(tuning))
     }
 
-    /// Puts back the last chains taken, all from the `keep`th of the burst on.
+    /// Undoes the taking of the last chains: all from index `keep` of the burst on.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         either!(self, ring => ring.untake(chains, keep))
     }
 
-    /// Gives chains back to the driver and publishes them at once.
+    /// Returns chains to the driver and publishes them at once.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
         either!(self, ring => ring.give(chains))
     }
 
-    /// The same, but publishes them together with others, a quarter of the ring at most. Who finds nothing more to take calls
-    /// `flush`.
+    /// Returns chains to the driver but defers publishing, until about a quarter of the ring is deferred. The caller must
+    /// call `flush` when it finds no more to take.
     #[inline]
-    pub fn give_late(&mut self, chains: &[Chain]) {
-        either!(self, ring => ring.give_late(chains))
+    pub fn give_deferred(&mut self, chains: &[Chain]) {
+        either!(self, ring => ring.give_deferred(chains))
     }
 
-    /// How many used descriptors or elements from the next one on share a cache line of the ring.
+    /// Returns how many used descriptors or elements, from the next one on, share a cache line of the ring.
     #[inline]
-    pub fn line(&self) -> usize {
-        either!(self, ring => ring.line())
+    pub fn left_in_line(&self) -> usize {
+        either!(self, ring => ring.left_in_line())
     }
 
-    /// Notes that all that was taken so far is about to be carried on: should this process end now, its successor gives it back
-    /// without taking it again.
+    /// Records that everything taken so far is about to be forwarded. If this process dies now, its successor returns these
+    /// chains without taking them again.
     #[inline]
     pub fn consume(&mut self) {
         either!(self, ring => ring.consume())
     }
 
-    /// Publishes what was given late.
+    /// Publishes deferred chains.
     #[inline]
     pub fn flush(&mut self) {
         either!(self, ring => ring.flush())
     }
 
-    /// Whether the driver wants to be notified of what was given. An unsure `false` has to be asked for again.
+    /// Returns whether the driver wants to be notified of published chains. If `sure` is not set, `false` is not final: the
+    /// caller must check again before going idle.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
         either!(self, ring => ring.wants_notification(sure))
     }
 
-    /// Asks the driver to notify us of the next chain. `true`: there is one already.
+    /// Asks the driver to notify us of the next chain. Returns `true` if a chain is available already.
     pub fn enable_notification(&mut self) -> bool {
         either!(self, ring => ring.enable_notification())
     }
@@ -86,7 +91,7 @@ impl DeviceRing {
         either!(self, ring => ring.disable_notification())
     }
 
-    /// Where to go on after a stop, as vhost-user's GET_VRING_BASE carries it.
+    /// Returns where to resume after a stop, in the format of vhost-user's GET_VRING_BASE. Publishes deferred chains first.
     pub fn base(&mut self) -> u32 {
         match self {
             DeviceRing::Split(ring) => ring.base().into(),
@@ -97,13 +102,16 @@ impl DeviceRing {
 
 #[cfg(not(loom))]
 impl DeviceRing {
-    /// The ring stops: what a former process had in flight and was not taken yet goes back empty, as no base can tell of it. To be
-    /// called with nothing taken.
-    pub fn settle(&mut self) {
-        either!(self, ring => ring.settle())
+    /// Called when the ring stops, with nothing taken: returns, unused, chains that a former process had in flight and that
+    /// have not been taken again, as a base cannot express them.
+    pub fn return_resubmits(&mut self) {
+        either!(self, ring => ring.return_resubmits())
     }
 
-    /// Starts a ring where a driver has put it, at the base that SET_VRING_BASE carried.
+    /// Starts a ring at the addresses that the driver chose, at the base from SET_VRING_BASE.
+    ///
+    /// # Errors
+    /// [`SetupError`](crate::SetupError) if size, base or addresses are invalid.
     pub fn start(
         memory: &Table,
         features: crate::Features,
@@ -114,9 +122,12 @@ impl DeviceRing {
         Ok(Self::resume(memory, features, size, at, base, crate::Journal::NONE, crate::Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left the ring, if the journal knows of it, for rings that are given back in the
-    /// order in which they were taken; else if the inflight region does, for any. Says how the place was found. What is taken and
-    /// given back is noted in both from now on.
+    /// Like `start`, but continues where a former process left the ring: where the journal says, if chains are returned in
+    /// order; else where the inflight region says, in any order. Also returns how the position was found. From now on takes
+    /// and returns are recorded in both.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`](crate::SetupError::Inflight) if the inflight region is invalid.
     pub fn resume(
         memory: &Table,
         features: crate::Features,

@@ -1,65 +1,66 @@
-//! Driver end of either layout, and what both have in common.
+//! Driver end of a virtqueue, split or packed (virtio 1.3, 2.7 and 2.8), and what both layouts share. Used by the driver
+//! crates.
 
 use crate::{packed, split};
 
-/// A buffer that a driver makes available: a guest address and a length.
+/// A buffer that the driver makes available.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Buffer {
     /// Guest address.
     pub address: u64,
-    /// Bytes, more than 0.
+    /// Length in bytes, more than 0.
     pub len: u32,
 }
 
-/// A chain that the device has given back.
+/// A chain that the device has returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Used {
     /// The id that [`DriverRing::add`] returned.
     pub id: u16,
-    /// How many bytes the device wrote; never more than the chain's writable buffers have.
+    /// Bytes written by the device, never more than the size of the chain's writable buffers.
     pub len: u32,
 }
 
-/// There are not as many free descriptors, or the chain is empty or longer than the queue.
+/// Too few free descriptors, or the chain is empty or longer than the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no room for the descriptor chain")]
 pub struct Full;
 
-/// What a device can do wrong with a queue.
+/// A device error on a queue, found by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DriverFault {
-    /// The used index went further than there are chains under way (2.7.8).
-    #[error("used index {index} is {ahead} ahead of {next}, with {outstanding} chains under way")]
+    /// The used index is further ahead than there are chains in flight (2.7.8).
+    #[error("used index {index} is {ahead} ahead of {next}, with only {outstanding} chains in flight")]
     UsedJump {
-        /// What the device wrote.
+        /// The used index that the device wrote.
         index: u16,
-        /// What we take next.
+        /// The index that the driver takes next.
         next: u16,
-        /// The distance.
+        /// The distance between the two.
         ahead: u16,
-        /// Chains that the device has.
+        /// Chains in flight.
         outstanding: u16,
     },
-    /// A chain that the device does not have.
-    #[error("the device gave back buffer {id}, which it does not have")]
+    /// The device returned a chain that is not in flight.
+    #[error("the device returned buffer {id}, which is not in flight")]
     Id {
-        /// What it wrote.
+        /// The id that the device wrote.
         id: u32,
     },
-    /// More than the chain can hold.
-    #[error("the device says that it wrote {len} bytes to buffer {id}, which has {room}")]
+    /// The device reports more bytes written than the chain can hold.
+    #[error("the device reported {len} bytes written to buffer {id}, expected at most {room}")]
     Length {
-        /// The buffer.
+        /// Id of the buffer.
         id: u16,
-        /// What the device wrote.
+        /// The length that the device wrote.
         len: u32,
-        /// What the buffer holds.
+        /// Size of the chain's writable buffers.
         room: u32,
     },
 }
 
-/// What the device says that it wrote to a buffer. Where it could not write, the length means nothing (2.8.7); DPDK's
-/// devices leave there what the driver wrote.
+/// Returns the length that the device reports as written. If the chain has no writable buffers, the field is meaningless
+/// (2.8.7): DPDK's devices leave there what the driver wrote.
 #[inline(always)]
 pub(crate) fn written(id: u16, len: u32, room: u32) -> Result<u32, DriverFault> {
     match room {
@@ -69,8 +70,8 @@ pub(crate) fn written(id: u16, len: u32, room: u32) -> Result<u32, DriverFault> 
     }
 }
 
-/// The ids of a ring in a circle: the free ones, from the one that is used next on, then, oldest first, those under way.
-/// Ids that come back in order leave it as it is, so that a device that works in order finds descriptors in order.
+/// The ids of a ring in a circular list: first the free ones, starting at the one to use next, then those in flight, oldest
+/// first. Ids that return in order leave the list unchanged, so a device that works in order reads descriptors in order.
 pub(crate) struct Ids {
     ids: Box<[u16]>,
     next: usize,
@@ -78,7 +79,7 @@ pub(crate) struct Ids {
 }
 
 impl Ids {
-    /// All free.
+    /// All ids are free.
     pub(crate) fn new(size: u16) -> Ids {
         Ids { ids: (0..size).collect(), next: 0, free: size.into() }
     }
@@ -88,13 +89,13 @@ impl Ids {
         self.free
     }
 
-    /// The id that will be used after `ahead` others.
+    /// Returns the id to be used after `ahead` others.
     #[inline(always)]
     pub(crate) fn next(&self, ahead: usize) -> Option<u16> {
         (ahead < self.free).then(|| self.ids[self.wrap(self.next + ahead)])
     }
 
-    /// The ids that will be used after `ahead` others: up to `count`, as many as lie in a row.
+    /// Returns the ids to be used after `ahead` others: up to `count`, as many as are contiguous in the list.
     #[inline(always)]
     pub(crate) fn run(&self, ahead: usize, count: usize) -> &[u16] {
         let count = count.min(self.free.saturating_sub(ahead));
@@ -103,24 +104,25 @@ impl Ids {
         run.get(..count).unwrap_or(run)
     }
 
-    /// With IN_ORDER: how many ids are under way up to this one, oldest first; 0: it is not under way.
+    /// With IN_ORDER: returns how many ids are in flight up to and including this one, oldest first; 0 if it is not in
+    /// flight.
     #[inline(always)]
-    pub(crate) fn up_to(&self, id: usize) -> usize {
-        if !self.is_under_way(id) {
+    pub(crate) fn count_up_to(&self, id: usize) -> usize {
+        if !self.is_in_flight(id) {
             return 0;
         }
         let oldest = self.wrap(self.next + self.free);
         if id >= oldest { id - oldest + 1 } else { id + self.ids.len() - oldest + 1 }
     }
 
-    /// With IN_ORDER: the oldest `count` ids under way are free again.
+    /// With IN_ORDER: frees the oldest `count` ids in flight.
     #[inline(always)]
     pub(crate) fn put_back_oldest(&mut self, count: usize) {
         debug_assert!(self.free + count <= self.ids.len());
         self.free += count;
     }
 
-    /// The next `count` ids, which are free, are used.
+    /// Marks the next `count` free ids as in flight.
     #[inline(always)]
     pub(crate) fn advance(&mut self, count: usize) {
         debug_assert!(count <= self.free);
@@ -128,21 +130,21 @@ impl Ids {
         self.free -= count;
     }
 
-    /// With IN_ORDER: the id that has been under way for longest.
+    /// With IN_ORDER: returns the oldest id in flight.
     #[inline(always)]
     pub(crate) fn oldest(&self) -> Option<u16> {
         (self.free < self.ids.len()).then(|| self.ids[self.wrap(self.next + self.free)])
     }
 
-    /// With IN_ORDER: the id that has been under way for longest but for `ahead` others.
+    /// With IN_ORDER: returns the id in flight that is preceded by `ahead` older ones.
     #[cfg(not(loom))]
-    pub(crate) fn under_way(&self, ahead: usize) -> Option<u16> {
+    pub(crate) fn in_flight(&self, ahead: usize) -> Option<u16> {
         let place =
             (ahead < self.ids.len() - self.free).then(|| self.wrap(self.wrap(self.next + self.free) + ahead))?;
         self.ids.get(place).copied()
     }
 
-    /// With IN_ORDER: the ids that have been under way for longest, up to `count`, as many as lie in a row.
+    /// With IN_ORDER: returns the oldest ids in flight, up to `count`, as many as are contiguous in the list.
     #[inline(always)]
     pub(crate) fn oldest_run(&self, count: usize) -> &[u16] {
         let count = count.min(self.ids.len() - self.free);
@@ -150,16 +152,16 @@ impl Ids {
         run.get(..count).unwrap_or(run)
     }
 
-    /// With IN_ORDER: whether an id is under way.
+    /// With IN_ORDER: returns whether an id is in flight.
     #[inline(always)]
-    pub(crate) fn is_under_way(&self, id: usize) -> bool {
-        // In order, each id stays at the place of its number.
+    pub(crate) fn is_in_flight(&self, id: usize) -> bool {
+        // In order, each id stays at its own index of the list.
         let size = self.ids.len();
         let ahead = if id >= self.next { id - self.next } else { id + size - self.next };
         id < size && ahead >= self.free
     }
 
-    /// An id that was under way is free again.
+    /// Frees an id that was in flight.
     #[inline(always)]
     pub(crate) fn put_back(&mut self, id: u16) {
         debug_assert!(self.free < self.ids.len());
@@ -176,7 +178,7 @@ impl Ids {
     }
 }
 
-/// Driver end of a virtqueue: a split or a packed one, told apart once per call.
+/// Driver end of a virtqueue; matches on the layout once per call.
 #[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
 pub enum DriverRing {
     /// Virtio 1.3, 2.7.
@@ -195,71 +197,83 @@ macro_rules! either {
 }
 
 impl DriverRing {
-    /// How many descriptors are free.
+    /// Returns how many descriptors are free.
     #[inline]
     pub fn free(&self) -> usize {
         either!(self, ring => ring.free())
     }
 
-    /// The id that the chain after `ahead` more single-buffer chains will have, so that its buffer can be filled.
+    /// Returns the id of the single-buffer chain to be added after `ahead` others, so that its buffer can be filled in
+    /// advance.
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
         either!(self, ring => ring.next_id(ahead))
     }
 
-    /// Ids that single-buffer chains will have after `ahead` others: up to `count`, perhaps fewer than will follow.
+    /// Returns ids of the single-buffer chains to be added after `ahead` others: up to `count`, possibly fewer.
     #[inline(always)]
     pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
         either!(self, ring => ring.next_ids(ahead, count))
     }
 
-    /// Fetches what adding `count` chains will write to, while there is something else to do.
+    /// Prefetches the lines that adding `count` chains will write to.
     #[inline]
     pub fn prefetch(&self, count: usize) {
         either!(self, ring => ring.prefetch(count))
     }
 
-    /// Turns the fast path of taking back off, to compare. (That of adding is `add_single`, the normal one `add`.)
+    /// Turns the fast path of taking used chains on or off, for measurements. (For adding, `add_single` is the fast path
+    /// and `add` the normal one.)
     pub fn set_fast_path(&mut self, on: bool) {
         either!(self, ring => ring.set_fast_path(on))
     }
 
-    /// Adds a chain: what the device reads, then what it writes. Returns its id. The device sees it at `publish`.
+    /// Adds a chain of device-readable, then device-writable buffers; returns its id. The device sees it after `publish`.
+    ///
+    /// # Errors
+    /// [`Full`] if there are too few free descriptors, or the chain is empty or longer than the queue.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         either!(self, ring => ring.add(readable, writable))
     }
 
-    /// Adds `count` chains of one buffer each, which `buffer` tells for their ids. Says how many there was room for.
+    /// Adds up to `count` single-buffer chains; `buffer` returns the buffer for an id. Returns how many chains were added.
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, buffer: impl FnMut(u16) -> Buffer) -> usize {
         either!(self, ring => ring.add_single(count, writable, buffer))
     }
 
-    /// Makes available all that was added.
+    /// Makes all added chains available to the device.
     #[inline]
     pub fn publish(&mut self) {
         either!(self, ring => ring.publish())
     }
 
-    /// Takes back up to `out.len()` chains that the device has used; says how many.
+    /// Takes up to `out.len()` chains that the device has used; returns how many.
+    ///
+    /// # Errors
+    /// The [`DriverFault`] if the next used chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         either!(self, ring => ring.take_used(out))
     }
 
-    /// The same for up to `max` chains, where nobody needs to know which. Without a look at each, if they were used in order.
+    /// Like `take_used` for up to `max` chains, for callers that do not need their ids. Does not read each entry if the
+    /// device works in order.
+    ///
+    /// # Errors
+    /// As for `take_used`.
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
         either!(self, ring => ring.reclaim(max))
     }
 
-    /// Whether the device wants to be notified of what was published since the last call.
+    /// Returns whether the device wants to be notified of what was published since the last call.
     #[inline]
     pub fn wants_notification(&mut self) -> bool {
         either!(self, ring => ring.wants_notification())
     }
 
-    /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
+    /// Asks the device to notify us of the next chain that it uses. Returns `true` if a used chain is there already.
     pub fn enable_notification(&mut self) -> bool {
         either!(self, ring => ring.enable_notification())
     }
@@ -269,8 +283,8 @@ impl DriverRing {
         either!(self, ring => ring.disable_notification())
     }
 
-    /// Where a device that knows nothing of this ring has to go on, as vhost-user's SET_VRING_BASE carries it: behind all that
-    /// was used, whether we have taken it back or not. Meaningful while no device works on the ring.
+    /// Returns where a device without state of its own must resume, in the format of vhost-user's SET_VRING_BASE: behind
+    /// the last used chain, whether taken here or not. Only meaningful while no device works on the ring.
     #[cfg(not(loom))]
     pub fn base(&self) -> u32 {
         match self {
@@ -279,8 +293,8 @@ impl DriverRing {
         }
     }
 
-    /// How many descriptors (packed) or chains (split) a device that has stopped at this base, GET_VRING_BASE's answer, took and
-    /// never gave back.
+    /// Returns how many descriptors (packed) or chains (split) a device that stopped at this base (from GET_VRING_BASE)
+    /// took and never returned.
     #[cfg(not(loom))]
     pub fn missing(&self, base: u32) -> u32 {
         match self {
@@ -290,7 +304,7 @@ impl DriverRing {
     }
 }
 
-/// Tables of descriptors in a driver's memory, one for each id, so that a chain takes one descriptor of the ring.
+/// Indirect descriptor tables in the driver's memory, one per id, so that a chain takes one descriptor of the ring.
 #[cfg(not(loom))]
 pub struct IndirectTables {
     region: std::sync::Arc<ringroad_mem::Region>,
@@ -300,16 +314,17 @@ pub struct IndirectTables {
 
 #[cfg(not(loom))]
 impl IndirectTables {
-    /// Tables of `entries` descriptors for a ring of `size`, at an offset of the driver's memory that has
-    /// `size * entries * 16` bytes for them.
+    /// Places tables of `entries` descriptors, for a ring of `size`, at `offset` of the driver's memory; `None` unless the
+    /// region has `size * entries * 16` bytes there.
     pub fn new(region: std::sync::Arc<ringroad_mem::Region>, offset: usize, size: u32, entries: usize) -> Option<Self> {
         region.span(offset, size as usize * entries * crate::DESCRIPTOR)?;
-        // A chain may not be longer than the queue, in a table either (2.7.5.3.1).
+        // A chain may not be longer than the queue, also in an indirect table (2.7.5.3.1).
         let entries = entries.min(size as usize);
         Some(IndirectTables { region, offset, entries })
     }
 
-    /// Writes the table of `id`; returns what the ring's descriptor refers to. `linked`: as split rings have it.
+    /// Writes the table of `id` and returns the buffer for the ring's descriptor; `None` if the chain does not fit.
+    /// `linked`: with `next` fields, as split rings need them.
     pub(crate) fn write(
         &self,
         id: u16,

@@ -1,8 +1,9 @@
-//! Virtqueues (virtio 1.3, 2.7 and 2.8), split and packed, device and driver end.
+//! Virtqueues (virtio 1.3, 2.7 and 2.8): split and packed, device end and driver end. Used by the device and driver crates.
 //!
-//! Both ends work in bursts: take or add many, publish once. The device end turns what the driver wrote into [`Chain`]s of
-//! checked spans, each descriptor read once; what is wrong becomes a [`Fault`] and the queue is of no use until it is
-//! reset. The layouts are two types behind one enum ([`DeviceRing`], [`DriverRing`]), chosen once per burst.
+//! Both ends work in bursts: take or add many chains, publish once. The device end turns the driver's descriptors into
+//! [`Chain`]s of bounds-checked spans and reads each descriptor once. A driver error becomes a [`Fault`], after which the
+//! queue is unusable until it is reset. Each end has a split and a packed type behind one enum ([`DeviceRing`],
+//! [`DriverRing`]), matched once per burst.
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -20,10 +21,7 @@ mod chain;
 mod device;
 #[cfg_attr(
     not(test),
-    expect(
-        clippy::indexing_slicing,
-        reason = "places in its own list of ids, which `wrap` keeps inside; at most `free` of them"
-    )
+    expect(clippy::indexing_slicing, reason = "indices into its own list of ids, bounded by `wrap` and by `free`")
 )]
 mod driver;
 #[cfg(not(loom))]
@@ -34,7 +32,7 @@ mod notify;
     not(test),
     expect(
         clippy::indexing_slicing,
-        reason = "slots are masked by, wrapped at, or compared with the size for which a ring's areas were resolved whole"
+        reason = "slots are masked by, wrapped at, or compared with the queue size for which the ring's areas were resolved"
     )
 )]
 pub mod packed;
@@ -42,7 +40,7 @@ pub mod packed;
     not(test),
     expect(
         clippy::indexing_slicing,
-        reason = "slots are masked by, wrapped at, or compared with the size for which a ring's areas were resolved whole"
+        reason = "slots are masked by, wrapped at, or compared with the queue size for which the ring's areas were resolved"
     )
 )]
 pub mod split;
@@ -58,26 +56,26 @@ pub use inflight::Inflight;
 pub use journal::{Journal, JournalKey, Resumed};
 pub use tuning::Tuning;
 
-/// What of a ring's behaviour was negotiated. The names are those of the feature bits (virtio 1.3, 6).
+/// Negotiated features that affect the rings, named as in the specification (virtio 1.3, 6).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
     /// VIRTIO_F_RING_PACKED: the packed layout.
     pub packed: bool,
-    /// VIRTIO_F_INDIRECT_DESC: descriptors may refer to tables of descriptors.
+    /// VIRTIO_F_INDIRECT_DESC: descriptors may refer to indirect descriptor tables.
     pub indirect: bool,
-    /// VIRTIO_F_EVENT_IDX: notifications are wanted from a certain index on, not just on or off.
+    /// VIRTIO_F_EVENT_IDX: notifications are requested from an index on, not just turned on or off.
     pub event_idx: bool,
     /// VIRTIO_F_IN_ORDER: the device uses buffers in the order in which they were made available.
     pub in_order: bool,
 }
 
-/// Feature bits that all device types share, by their names in the specification (6), and the one of vhost-user.
+/// Feature bits common to all device types, named as in the specification (6), and one of vhost-user.
 pub mod bits {
-    /// Descriptors may refer to tables of descriptors.
+    /// Indirect descriptor tables.
     pub const INDIRECT_DESC: u64 = 1 << 28;
-    /// Notifications from an index on.
+    /// Notification by event index.
     pub const EVENT_IDX: u64 = 1 << 29;
-    /// vhost-user: there are protocol features (not a virtio feature).
+    /// vhost-user protocol features are supported (not a virtio feature).
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
     /// Virtio 1.0 or later.
     pub const VERSION_1: u64 = 1 << 32;
@@ -88,7 +86,7 @@ pub mod bits {
 }
 
 impl Features {
-    /// What of negotiated feature bits concerns the rings.
+    /// Selects the features that affect the rings from the negotiated bits.
     pub fn negotiated(acked: u64) -> Features {
         Features {
             packed: acked & bits::RING_PACKED != 0,
@@ -99,7 +97,7 @@ impl Features {
     }
 }
 
-/// Where a ring lies, as the frontend's addresses: what SET_VRING_ADDR carries.
+/// Frontend addresses of a ring's three areas, as SET_VRING_ADDR carries them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {
     /// Descriptor table or descriptor ring ("descriptor area").
@@ -113,56 +111,58 @@ pub struct Addresses {
 /// Why a ring cannot be set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SetupError {
-    /// Split: a power of two up to 32768. Packed: anything from 1 to 32768.
-    #[error("queue size {size} is not possible: {}", if *packed { "expected 1 to 32768" } else { "expected a power of two up to 32768" })]
+    /// Queue size not allowed. Split: a power of two up to 32768. Packed: 1 to 32768.
+    #[error("invalid queue size {size}: {}", if *packed { "expected 1 to 32768" } else { "expected a power of two up to 32768" })]
     Size {
-        /// What was asked for.
+        /// The requested size.
         size: u32,
-        /// In which layout.
+        /// Whether the packed layout was requested.
         packed: bool,
     },
-    /// A position to start at that the ring does not have.
+    /// The base lies outside the ring.
     #[error("base {base:#x} lies outside a ring of {size} entries")]
     Base {
-        /// As SET_VRING_BASE carried it.
+        /// The base as SET_VRING_BASE carried it.
         base: u32,
         /// Entries of the ring.
         size: u32,
     },
-    /// An inflight region that says what cannot be.
+    /// The inflight region contains invalid data.
     #[error(
-        "the {what} in the inflight region is {said}, expected {most} at most; hand over what GET_INFLIGHT_FD answered"
+        "invalid inflight region: {what}: expected at most {max}, found {found}; hand back the GET_INFLIGHT_FD region unchanged"
     )]
     Inflight {
-        /// Which field, or what it leads to.
+        /// The invalid field or what it refers to.
         what: &'static str,
-        /// As it stands there.
-        said: u64,
-        /// What was possible.
-        most: u64,
+        /// The value found.
+        found: u64,
+        /// The highest valid value.
+        max: u64,
     },
-    /// One of its three areas.
-    #[error("the {area} area at {address:#x} ({len} bytes, aligned to {align}) does not lie in one memory region")]
+    /// One of the ring's areas is not mapped or misaligned.
+    #[error(
+        "the {area} area at {address:#x} ({len} bytes) does not lie in one memory region or is not aligned to {align} bytes"
+    )]
     Area {
         /// "descriptor", "driver" or "device".
         area: &'static str,
-        /// Where it should be.
+        /// Frontend address of the area.
         address: u64,
-        /// Its length in bytes.
+        /// Length in bytes.
         len: usize,
-        /// Its alignment in bytes.
+        /// Required alignment in bytes.
         align: usize,
     },
 }
 
-/// The largest queue there is (virtio 1.3, 2.7 and 2.8.10.1).
+/// The largest queue size (virtio 1.3, 2.7 and 2.8.10.1).
 pub const MAX_SIZE: u32 = 32768;
 
-/// A descriptor flag: the chain goes on.
+/// Descriptor flag VIRTQ_DESC_F_NEXT: the chain continues.
 pub(crate) const NEXT: u16 = 1;
-/// A descriptor flag: the device writes to this buffer.
+/// Descriptor flag VIRTQ_DESC_F_WRITE: the device writes to this buffer.
 pub(crate) const WRITE: u16 = 2;
-/// A descriptor flag: the buffer is a table of descriptors.
+/// Descriptor flag VIRTQ_DESC_F_INDIRECT: the buffer is a table of descriptors.
 pub(crate) const INDIRECT: u16 = 4;
-/// Bytes of a descriptor, in both layouts.
+/// Size of a descriptor in bytes, in both layouts.
 pub(crate) const DESCRIPTOR: usize = 16;

@@ -1,8 +1,9 @@
-//! Whether the other side wants to be notified. Called by both ends of both layouts.
+//! Notification suppression: decides whether the other side wants to be notified. Called by both ends of both layouts.
 
-/// Split rings with EVENT_IDX (2.7.7.2, 2.7.10.1): is `event` among the entries that were added between `old` and `new`?
+/// Split rings with EVENT_IDX (2.7.7.2, 2.7.10.1): returns whether `event` is among the entries added between `old` and
+/// `new`.
 #[inline(always)]
-pub(crate) fn passed(event: u16, new: u16, old: u16) -> bool {
+pub(crate) fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
@@ -18,7 +19,7 @@ impl Event {
     pub(crate) const ENABLED: Event = Event(ENABLE << 16);
     pub(crate) const DISABLED: Event = Event(DISABLE << 16);
 
-    /// Notify when this ring position has been passed.
+    /// Requests a notification when this ring position is passed.
     pub(crate) fn at(slot: u16, wrap: bool) -> Event {
         Event(u32::from(slot & 0x7fff) | u32::from(wrap) << 15 | DESC << 16)
     }
@@ -31,19 +32,20 @@ impl Event {
         self.0.to_le()
     }
 
-    /// Whether to notify now that `added` entries (none: never) end just before `next` with wrap counter `wrap`.
+    /// Returns whether to notify after adding `added` entries that end just before `next` with wrap counter `wrap`; never
+    /// if `added` is 0.
     #[inline(always)]
     pub(crate) fn wanted(self, next: u16, wrap: bool, added: u32, size: u16) -> bool {
         match self.0 >> 16 & 3 {
             ENABLE => added > 0,
             DISABLE => false,
-            // Anything else that a peer writes there counts as a position; at worst it is notified too often or, by its
-            // own fault, too rarely.
+            // Any other value that the peer writes is treated as a position. At worst the peer gets too many notifications
+            // or, by its own fault, too few.
             _ if added >= u32::from(size) => true,
             _ => {
                 let (slot, event_wrap) = (self.0 as u16 & 0x7fff, self.0 & 0x8000 != 0);
                 let slot = if event_wrap == wrap { slot } else { slot.wrapping_sub(size) };
-                passed(slot, next, next.wrapping_sub(added as u16))
+                need_event(slot, next, next.wrapping_sub(added as u16))
             }
         }
     }
@@ -55,25 +57,25 @@ mod tests {
 
     #[test]
     fn split_event_index() {
-        assert!(passed(5, 6, 5));
-        assert!(!passed(6, 6, 5));
-        assert!(!passed(4, 6, 5));
-        assert!(passed(65535, 2, 65530));
-        assert!(!passed(2, 2, 65530));
-        assert!(!passed(0, 7, 7), "nothing added");
+        assert!(need_event(5, 6, 5));
+        assert!(!need_event(6, 6, 5));
+        assert!(!need_event(4, 6, 5));
+        assert!(need_event(65535, 2, 65530));
+        assert!(!need_event(2, 2, 65530));
+        assert!(!need_event(0, 7, 7), "nothing added");
     }
 
     #[test]
     fn packed_events() {
         assert!(Event::ENABLED.wanted(5, true, 1, 8) && !Event::ENABLED.wanted(5, true, 0, 8));
         assert!(!Event::DISABLED.wanted(5, true, 5, 8));
-        // Whoever has not asked for long has passed every position, however often.
+        // After a full pass of the ring every position has been passed.
         assert!([8, 65536, 65537].iter().all(|&added| Event::at(5, true).wanted(5, true, added, 8)));
         // Positions 0..8 of a ring of 8, both wraps: entries [next - added, next) contain the position or not.
         for next in 0..8u16 {
             for added in 0..8u32 {
                 for back in 0..8u32 {
-                    // The position `back` entries before `next`, 0 being the one that is added next.
+                    // The position `back` entries before `next`; 0 is the entry that is added next.
                     let slot = (i32::from(next) - back as i32).rem_euclid(8) as u16;
                     let wrap = back <= u32::from(next);
                     let wanted = Event::at(slot, wrap).wanted(next, true, added, 8);

@@ -1,24 +1,24 @@
-//! What can be turned off to see what it is worth.
+//! Switches that turn off single optimisations, to measure what each is worth. Set by the benchmarks.
 
-/// Each of them is on by default. What a queue does is the same without; only how long it takes changes.
+/// All optimisations are on by default. Turning one off changes only how long the work takes, not the behaviour of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Chains of one buffer are taken, read, copied and taken back in plain loops.
+    /// Handle single-buffer chains in plain loops: take, read, copy, reclaim.
     pub fast_path: bool,
-    /// The used descriptors of a burst are published together, the first one last; else one after the other.
+    /// Publish the used descriptors of a burst together, the first one last; else one by one.
     pub shadow_used: bool,
-    /// How many frames before its turn the first lines of a buffer are fetched, and whether descriptors are; 0: neither.
+    /// How many frames ahead the first lines of a buffer are prefetched; 0 turns off all prefetching, descriptors included.
     pub prefetch: u16,
-    /// What will be written is fetched for writing; else as if it were to be read.
+    /// Prefetch lines that will be written for writing; else for reading.
     pub prefetch_write: bool,
-    /// The region that answered last is asked first.
+    /// Try the memory region that matched last before searching the table.
     pub translation_cache: bool,
-    /// Up to 256 bytes are copied by inline 16-byte moves; else all is left to the platform's `memmove`.
+    /// Copy up to 256 bytes with inline 16-byte moves; else always call the platform's `memmove`.
     pub small_copy: bool,
 }
 
 impl Tuning {
-    /// All off.
+    /// Everything off.
     pub const NONE: Tuning = Tuning {
         fast_path: false,
         shadow_used: false,
@@ -28,13 +28,13 @@ impl Tuning {
         small_copy: false,
     };
 
-    /// Whether anything is fetched before its turn.
+    /// Returns whether anything is prefetched.
     #[inline(always)]
     pub fn fetches(&self) -> bool {
         self.prefetch > 0
     }
 
-    /// How many indices ahead of its turn something is fetched: past the end of any list, if nothing is.
+    /// Returns how many indices ahead to prefetch; past the end of any list if prefetching is off.
     #[inline(always)]
     pub fn distance(&self) -> usize {
         if self.prefetch > 0 { self.prefetch.into() } else { usize::MAX / 2 }
@@ -42,8 +42,8 @@ impl Tuning {
 }
 
 impl Default for Tuning {
-    /// All on. Eight frames are long enough before for a line to come from another core, and not so many at once that the
-    /// CPU drops some: it has room for 24 requests on what we measured.
+    /// Everything on. Eight frames ahead is enough for a line to arrive from another core, and few enough that the CPU
+    /// drops no prefetch: the CPUs that we measured can have 24 misses outstanding.
     fn default() -> Tuning {
         Tuning {
             fast_path: true,

@@ -1,6 +1,6 @@
-//! Device end and driver end against each other over one shared memory, on random schedules. A model beside them knows
-//! what each has to see: every chain once, in order, with its bytes; every used one back once with its length and bytes;
-//! nobody asleep while there is work.
+//! Device end against driver end over one shared memory, on random schedules. A model checks what each must see: every
+//! chain once, in order, with its bytes; every used chain back once with its length and bytes; and no side asleep while it
+//! has work.
 #![cfg(not(loom))]
 
 #[allow(dead_code, reason = "shared with other tests")]
@@ -17,24 +17,24 @@ use std::{
     time::Duration,
 };
 
-/// The longest chain that is sent, in buffers.
+/// The longest chain, in buffers.
 const LONGEST: usize = 6;
-/// The longest buffer.
+/// The longest buffer, in bytes.
 const BUFFER: usize = 128;
 
 #[derive(Clone, Debug)]
 struct Config {
     features: Features,
     size: u32,
-    /// Entries of each indirect table, if there are any.
+    /// Entries of each indirect table, if tables are used.
     tables: Option<usize>,
-    /// Chains and pieces of a burst.
+    /// Capacity of a burst in chains and pieces.
     burst: (usize, u16),
-    /// Where in the arena one of the device's regions ends and the next one begins.
+    /// Offset in the arena where one of the device's regions ends and the next begins.
     cut: usize,
 }
 
-/// What happens next. `ask`: and the other side is notified if it wants to be.
+/// The next step. `ask`: then notify the other side if it wants to be notified.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Add { readable: usize, writable: usize },
@@ -42,12 +42,12 @@ enum Op {
     Publish { ask: bool },
     DriverAsk,
     TakeUsed { max: usize },
-    DriverSleep { only_look: bool },
+    DriverSleep { poll: bool },
     Take { max: usize },
     Untake { count: usize },
-    Give { count: usize, order: usize, ask: bool, late: bool },
+    Give { count: usize, order: usize, ask: bool, deferred: bool },
     DeviceAsk,
-    DeviceSleep { only_look: bool },
+    DeviceSleep { poll: bool },
     Restart,
 }
 
@@ -64,18 +64,18 @@ impl Op {
             8..=11 => Op::Publish { ask: flag },
             12 => Op::DriverAsk,
             13..=15 => Op::TakeUsed { max: a % 40 },
-            16 => Op::DriverSleep { only_look: flag },
+            16 => Op::DriverSleep { poll: flag },
             17..=21 => Op::Take { max: a % 40 },
             22..=23 => Op::Untake { count: a % 4 },
-            24..=27 => Op::Give { count: a % 40, order: b, ask: flag, late: word >> 30 & 1 != 0 },
+            24..=27 => Op::Give { count: a % 40, order: b, ask: flag, deferred: word >> 30 & 1 != 0 },
             28 => Op::DeviceAsk,
-            29 => Op::DeviceSleep { only_look: flag },
+            29 => Op::DeviceSleep { poll: flag },
             _ => Op::Restart,
         }
     }
 }
 
-/// A chain that the driver has added and not got back.
+/// A chain in flight, or added but not published.
 struct Sent {
     serial: u64,
     cell: usize,
@@ -90,11 +90,11 @@ impl Sent {
     }
 }
 
-/// One side as the other one's notifications see it.
+/// What one side has requested in the way of notifications.
 #[derive(Default)]
 struct Sleeper {
     asleep: bool,
-    /// It has said that it wants no notification, and nothing else since.
+    /// It has turned notifications off, and not on again since.
     disabled: bool,
 }
 
@@ -104,19 +104,19 @@ struct Pair {
     driver: DriverRing,
     device: DeviceRing,
     burst: Chains,
-    /// How many chains were added so far.
+    /// Number of chains added so far.
     serial: u64,
-    /// How many ring entries they took.
+    /// Number of ring entries that they took.
     entries: usize,
     cells: Vec<usize>,
     sent: HashMap<u16, Sent>,
-    /// Ids that the device has not taken, oldest first; the first `visible` are published.
+    /// Ids that the device has not taken, oldest first; the first `visible` of them are published.
     waiting: VecDeque<u16>,
     visible: usize,
     held: Vec<Chain>,
     given: VecDeque<Used>,
-    /// How many ring entries each of the last of those takes that the driver need not see yet.
-    late: VecDeque<usize>,
+    /// Ring entries of each of the last returned chains that the driver need not see yet.
+    deferred: VecDeque<usize>,
     returned: u64,
     driver_state: Sleeper,
     device_state: Sleeper,
@@ -158,7 +158,7 @@ impl Pair {
             visible: 0,
             held: Vec::new(),
             given: VecDeque::new(),
-            late: VecDeque::new(),
+            deferred: VecDeque::new(),
             returned: 0,
             driver_state: Sleeper::default(),
             device_state: Sleeper::default(),
@@ -180,17 +180,17 @@ impl Pair {
             }
             Op::DriverAsk => self.driver_ask(),
             Op::TakeUsed { max } => self.take_used(max),
-            Op::DriverSleep { only_look } => self.driver_sleep(only_look),
+            Op::DriverSleep { poll } => self.driver_sleep(poll),
             Op::Take { max } => self.take(max),
             Op::Untake { count } => self.untake(count),
-            Op::Give { count, order, ask, late } => {
-                self.give(count, order, late);
+            Op::Give { count, order, ask, deferred } => {
+                self.give(count, order, deferred);
                 if ask {
                     self.device_ask();
                 }
             }
             Op::DeviceAsk => self.device_ask(),
-            Op::DeviceSleep { only_look } => self.device_sleep(only_look),
+            Op::DeviceSleep { poll } => self.device_sleep(poll),
             Op::Restart => self.restart(),
         }
         let used: usize = self.sent.values().map(|sent| sent.slots).sum();
@@ -224,7 +224,7 @@ impl Pair {
         }
         self.serial += 1;
         self.entries += sent.slots;
-        assert!(self.sent.insert(id, sent).is_none(), "id {id} was under way already");
+        assert!(self.sent.insert(id, sent).is_none(), "id {id} was already in flight");
         self.waiting.push_back(id);
     }
 
@@ -273,34 +273,34 @@ impl Pair {
         let wanted = self.driver.wants_notification();
         check_suppressed(&self.config, &self.device_state, wanted);
         self.device_state.asleep &= !wanted;
-        assert!(!self.device_state.asleep || self.visible == 0, "the device sleeps, {} chains wait", self.visible);
+        assert!(!self.device_state.asleep || self.visible == 0, "asleep with {} chains pending", self.visible);
     }
 
     fn device_ask(&mut self) {
         self.device.flush();
-        self.late.clear();
+        self.deferred.clear();
         let wanted = self.device.wants_notification(true);
         check_suppressed(&self.config, &self.driver_state, wanted);
         self.driver_state.asleep &= !wanted;
         let given = self.given.len();
-        assert!(!self.driver_state.asleep || given == 0, "the driver sleeps, {given} used chains wait");
+        assert!(!self.driver_state.asleep || given == 0, "asleep with {given} used chains pending");
     }
 
-    fn driver_sleep(&mut self, only_look: bool) {
-        if only_look {
+    fn driver_sleep(&mut self, poll: bool) {
+        if poll {
             self.driver.disable_notification();
             self.driver_state = Sleeper { asleep: false, disabled: true };
         } else {
             let ready = self.driver.enable_notification();
             assert!(!ready || !self.given.is_empty());
-            assert!(ready || self.given.len() <= self.late.len());
+            assert!(ready || self.given.len() <= self.deferred.len());
             self.driver_state = Sleeper { asleep: !ready, disabled: false };
         }
     }
 
-    fn device_sleep(&mut self, only_look: bool) {
+    fn device_sleep(&mut self, poll: bool) {
         self.process(0);
-        if only_look {
+        if poll {
             self.device.disable_notification();
             self.device_state = Sleeper { asleep: false, disabled: true };
         } else {
@@ -310,7 +310,7 @@ impl Pair {
         }
     }
 
-    /// How many pieces a chain becomes: one more for each buffer that crosses into the other region.
+    /// Number of pieces of a chain: one more for each buffer that crosses into the other region.
     fn pieces(&self, id: u16) -> usize {
         let regions = self.memory.device.regions();
         let crosses = |buffer: &&Buffer| {
@@ -333,8 +333,8 @@ impl Pair {
             room = left.unwrap_or(0);
             left.is_some()
         };
-        let most = max.min(self.visible).min(self.burst.room());
-        let expected = self.waiting.iter().take(most).take_while(fits).count();
+        let limit = max.min(self.visible).min(self.burst.room());
+        let expected = self.waiting.iter().take(limit).take_while(fits).count();
         assert_eq!(self.device.take(&self.memory.device, &mut self.burst, max), Ok(expected));
         assert_eq!(self.burst.list().len(), before + expected);
         for chain in &self.burst.list()[before..] {
@@ -363,7 +363,7 @@ impl Pair {
         assert_eq!(self.burst.list().len(), keep);
     }
 
-    /// Reads and writes what the burst holds, and empties it.
+    /// Reads and writes all chains of the burst, and empties it.
     fn process(&mut self, how: usize) {
         for i in 0..self.burst.list().len() {
             let chain = self.burst.list()[i];
@@ -392,7 +392,7 @@ impl Pair {
         self.burst.start(&self.memory.device);
     }
 
-    fn give(&mut self, count: usize, order: usize, late: bool) {
+    fn give(&mut self, count: usize, order: usize, deferred: bool) {
         self.process(order);
         let count = count.min(self.held.len());
         if !self.config.features.in_order && !order.is_multiple_of(3) {
@@ -400,18 +400,18 @@ impl Pair {
             self.held.rotate_left(order % len);
             self.held[..count].reverse();
         }
-        if late {
-            self.device.give_late(&self.held[..count]);
+        if deferred {
+            self.device.give_deferred(&self.held[..count]);
             let slots = |chain: &Chain| if self.config.features.packed { chain.slots().into() } else { 1 };
-            self.late.extend(self.held[..count].iter().map(slots));
-            // A driver never waits for a quarter of its ring or more.
-            while self.late.iter().sum::<usize>() >= (self.config.size as usize / 4).max(1) {
-                self.late.pop_front();
+            self.deferred.extend(self.held[..count].iter().map(slots));
+            // At most a quarter of the ring is deferred.
+            while self.deferred.iter().sum::<usize>() >= (self.config.size as usize / 4).max(1) {
+                self.deferred.pop_front();
             }
         } else {
             self.device.give(&self.held[..count]);
             if count > 0 {
-                self.late.clear();
+                self.deferred.clear();
             }
         }
         self.given.extend(self.held.drain(..count).map(|chain| Used { id: chain.id, len: chain.written }));
@@ -424,8 +424,8 @@ impl Pair {
         let mut out = vec![Used::default(); max];
         let count = self.driver.take_used(&mut out).unwrap();
         assert!(count <= max.min(self.given.len()));
-        assert!(count >= max.min(self.given.len() - self.late.len()), "the driver waits for what it should have");
-        self.late.drain(..(self.late.len() + count).saturating_sub(self.given.len()));
+        assert!(count >= max.min(self.given.len() - self.deferred.len()), "fewer used chains than published");
+        self.deferred.drain(..(self.deferred.len() + count).saturating_sub(self.given.len()));
         for used in &out[..count] {
             assert_eq!(Some(*used), self.given.pop_front());
             let sent = self.sent.remove(&used.id).unwrap();
@@ -446,30 +446,30 @@ impl Pair {
         if !self.burst.list().is_empty() || !self.held.is_empty() {
             return;
         }
-        // A device that stops tells the driver of what it gave before.
+        // A device that stops publishes what it has returned.
         self.device_ask();
-        // The driver knows where that is, as far as it has taken buffers back or not: for a device that forgets it.
+        // The driver can compute the same base, whether it has taken the used chains or not, for a device without state.
         let base = self.device.base();
         assert_eq!((self.driver.base(), self.driver.missing(base)), (base, 0));
         self.device = self.memory.device_at(self.driver.base());
         self.device_state.asleep = false;
     }
 
-    /// Until all is back; only those that are awake do anything.
+    /// Runs until all chains are back; only a side that is awake acts.
     fn drain(&mut self) {
         let mut rounds = 0;
         loop {
             rounds += 1;
-            assert!(rounds < 100_000, "no end");
+            assert!(rounds < 100_000, "does not terminate");
             self.step(Op::Publish { ask: true });
             self.step(Op::Take { max: usize::MAX });
-            self.step(Op::Give { count: usize::MAX, order: rounds, ask: true, late: rounds % 2 == 0 });
+            self.step(Op::Give { count: usize::MAX, order: rounds, ask: true, deferred: rounds % 2 == 0 });
             if !self.device_state.asleep && self.visible == 0 {
-                self.step(Op::DeviceSleep { only_look: false });
+                self.step(Op::DeviceSleep { poll: false });
             }
             self.step(Op::TakeUsed { max: 100 });
             if !self.driver_state.asleep && self.given.is_empty() {
-                self.step(Op::DriverSleep { only_look: false });
+                self.step(Op::DriverSleep { poll: false });
             }
             if self.driver_state.asleep && self.device_state.asleep {
                 break;
@@ -482,10 +482,10 @@ impl Pair {
     }
 }
 
-/// Flags and packed event structures can say that no notification is wanted; a split ring's event index cannot quite.
+/// Flags and packed event structures can turn notifications off completely; a split ring's event index cannot quite.
 fn check_suppressed(config: &Config, other: &Sleeper, wanted: bool) {
     if config.features.packed || !config.features.event_idx {
-        assert!(!(other.disabled && wanted), "a notification that nobody wants");
+        assert!(!(other.disabled && wanted), "a notification although they are turned off");
     }
 }
 
@@ -519,7 +519,7 @@ proptest! {
     }
 }
 
-/// Long enough for a split ring's 16-bit indices to wrap, and for packed rings to go round in every alignment.
+/// Long enough for the 16-bit indices of a split ring to wrap, and for packed rings to wrap at every alignment.
 #[test]
 fn long_schedules() {
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
@@ -537,7 +537,7 @@ fn long_schedules() {
             let chains = if size == 64 { 80_000 } else { 5_000 };
             while pair.serial < chains {
                 pair.step(Op::from_word(next()));
-                // The random schedule alone spends most of its time asleep.
+                // The random schedule alone leaves both sides asleep most of the time.
                 if next() % 16 == 0 {
                     pair.drain();
                     pair.driver_state.asleep = false;
@@ -549,9 +549,9 @@ fn long_schedules() {
     }
 }
 
-/// With EVENT_IDX one sleep costs one notification, however many chains come.
+/// With EVENT_IDX each sleep costs one notification, however many chains follow.
 #[test]
-fn one_notification_for_one_sleep() {
+fn one_notification_per_sleep() {
     for features in all_features().filter(|features| features.event_idx) {
         let memory = Memory::new(features, 64, 4096, None);
         let (mut driver, mut device) = (memory.driver(), memory.device());
@@ -573,9 +573,9 @@ fn one_notification_for_one_sleep() {
     }
 }
 
-/// Who has said that it looks by itself is left alone.
+/// A side that polls is not notified.
 #[test]
-fn no_notification_for_one_that_looks() {
+fn no_notification_while_polling() {
     for features in all_features() {
         let memory = Memory::new(features, 8, 4096, None);
         let (mut driver, mut device) = (memory.driver(), memory.device());
@@ -585,7 +585,7 @@ fn no_notification_for_one_that_looks() {
         for round in 0..1000 {
             assert_eq!(driver.add_single(1, false, |_| buffer), 1);
             driver.publish();
-            // The first ones are those that both have asked for.
+            // Only the first notifications were requested.
             assert_eq!(driver.wants_notification(), round == 0, "{features:?}, round {round}");
             burst.start(&memory.device);
             assert_eq!(device.take(&memory.device, &mut burst, 1), Ok(1));
@@ -598,7 +598,7 @@ fn no_notification_for_one_that_looks() {
     }
 }
 
-/// In order and with nothing to write, a packed ring's device writes one descriptor for a whole burst (2.8.7).
+/// In order and with nothing to write, the device of a packed ring writes one descriptor for a whole batch (2.8.7).
 #[test]
 fn in_order_batches_take_one_descriptor() {
     let features = Features { packed: true, in_order: true, ..Features::default() };
@@ -629,15 +629,15 @@ fn in_order_batches_take_one_descriptor() {
         let mut used = [Used::default(); 2];
         assert_eq!(driver.take_used(&mut used), Ok(2));
         assert_eq!(used.map(|used| used.id), ids[..2]);
-        assert!(driver.enable_notification(), "the rest of the batch");
+        assert!(driver.enable_notification(), "the rest of the batch is pending");
         assert_eq!(driver.take_used(&mut used), Ok(1));
         assert_eq!(used[0].id, ids[2]);
         assert_eq!(driver.free(), 7);
     }
 }
 
-/// What a driver has to assume of buffers that an in-order device skips is that they were used completely (2.7.9), so
-/// that a device must not skip one that it has not written.
+/// The driver must assume that buffers skipped by an in-order device were written in full (2.7.9), so a device must not
+/// skip writable ones.
 #[test]
 fn in_order_batches_have_nothing_writable() {
     let features = Features { packed: true, in_order: true, ..Features::default() };
@@ -656,9 +656,9 @@ fn in_order_batches_have_nothing_writable() {
     }
 }
 
-/// A device of another make may skip buffers in order; they count as written in full.
+/// A foreign device may skip buffers in order; they count as written in full.
 #[test]
-fn drivers_understand_in_order_batches() {
+fn drivers_accept_in_order_batches() {
     for packed in [false, true] {
         let features = Features { packed, in_order: true, ..Features::default() };
         let memory = Memory::new(features, 8, 4096, None);
@@ -671,7 +671,7 @@ fn drivers_understand_in_order_batches() {
                 driver.add(&[], &[buffer]).unwrap(),
             ];
             driver.publish();
-            // Two batches: the first two chains, and the third one alone.
+            // Two batches: the first two chains, and the third alone.
             if packed {
                 let put = |position: u16, id: u16, len: u32| {
                     let flags: u16 = if (position / 8).is_multiple_of(2) { 0x8082 } else { 2 };
@@ -704,7 +704,7 @@ fn drivers_understand_in_order_batches() {
     }
 }
 
-/// A bell that one thread rings and the other one sleeps by.
+/// A bell that wakes the other thread.
 #[derive(Default)]
 struct Bell {
     rung: Mutex<bool>,
@@ -721,14 +721,14 @@ impl Bell {
         let rung = self.rung.lock().unwrap();
         let (mut rung, timeout) =
             self.changed.wait_timeout_while(rung, Duration::from_secs(10), |rung| !*rung).unwrap();
-        assert!(!timeout.timed_out(), "slept for ever");
+        assert!(!timeout.timed_out(), "never woken up");
         *rung = false;
     }
 }
 
-/// On two real threads: nothing is lost or reordered, and nobody sleeps for ever.
+/// On two real threads: nothing is lost or reordered, and no side sleeps forever.
 #[test]
-fn in_threads() {
+fn on_two_threads() {
     const COUNT: u64 = 20_000;
     for features in all_features().filter(|features| !features.indirect) {
         let memory = Memory::new(features, 16, 16 * 8, None);
@@ -785,9 +785,9 @@ fn in_threads() {
     }
 }
 
-/// What a device took and never gave back is counted, wherever in the ring that is.
+/// Chains that a device took and never returned are counted, wherever in the ring they are.
 #[test]
-fn what_is_missing() {
+fn missing_chains_are_counted() {
     for features in all_features() {
         let size = 8;
         let memory = Memory::new(features, size, 4096, None);

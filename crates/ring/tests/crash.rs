@@ -1,7 +1,7 @@
-//! A device that is killed at any instruction, again and again, and goes on where it was: no buffer is lost, none is given back
-//! twice, none of those that were carried on is carried on twice. The device is a process of its own, this program once
-//! more, which maps ring and journal from its parent's files. With an inflight region in the place of the journal it gives them back
-//! out of order; then some may be carried on twice, as nothing says that they were.
+//! Kills a device at random instructions, many times, and checks that its successor continues correctly: no buffer is lost,
+//! none is returned twice, and none is forwarded twice. The device is a separate process running this program, which maps
+//! the ring and the journal from its parent's files. With an inflight region instead of the journal the device returns
+//! buffers out of order; some may then be forwarded twice, as the region does not record what was forwarded.
 #![cfg(not(loom))]
 
 #[allow(dead_code, reason = "shared with other tests")]
@@ -22,25 +22,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often each ring's device is killed.
+/// Kills per ring.
 const KILLS: u32 = 30;
-/// Chains that may be sent to one ring, each with a number of its own.
+/// Chains that can be sent through one ring, each with its own serial number.
 const SERIALS: usize = 4 << 20;
 /// Bytes of a buffer.
 const BUFFER: usize = 32;
 /// The longest chain, in buffers.
 const LONGEST: usize = 3;
 
-/// What the device process is told.
+/// Arguments of the device process.
 #[derive(Clone, Copy, Debug)]
 struct Config {
     features: Features,
     size: u32,
-    /// The device reads and carries on (a transmit queue), or it writes (a receive queue).
+    /// The device reads and forwards (a transmit queue); else it writes (a receive queue).
     transmits: bool,
-    /// Chains of several buffers, and of tables.
-    long: bool,
-    /// An inflight region in the place of the journal.
+    /// Use chains of several buffers and indirect tables.
+    multi_buffer: bool,
+    /// Use an inflight region instead of the journal.
     tracked: bool,
 }
 
@@ -51,32 +51,32 @@ fn main() {
     }
 }
 
-/// The files that both processes map: the driver's memory, the journal, what was carried on.
+/// The files that both processes map: the driver's memory, the journal, and the counts of forwarded chains.
 struct Files {
     memory: Memory,
     file: File,
     journal: (Arc<Region>, File),
-    carried: (Arc<Region>, File),
+    forwarded: (Arc<Region>, File),
 }
 
 fn test() {
-    let (mut rings, mut kills, mut noted, mut finished, mut resubmitted) = (0, 0, 0, 0, 0);
+    let (mut rings, mut kills, mut recovered, mut finished, mut resubmitted) = (0, 0, 0, 0, 0);
     for features in all_features() {
         for bits in 0..8 {
-            let [transmits, long, tracked] = [1, 2, 4].map(|bit| bits & bit != 0);
+            let [transmits, multi_buffer, tracked] = [1, 2, 4].map(|bit| bits & bit != 0);
             let size = if features.packed { 21 } else { 32 };
-            let outcome = run(Config { features, size, transmits, long, tracked });
+            let outcome = run(Config { features, size, transmits, multi_buffer, tracked });
             resubmitted += outcome.resubmitted;
             rings += 1;
             kills += outcome.kills;
-            noted += outcome.noted;
+            recovered += outcome.recovered;
             finished += outcome.finished;
         }
     }
-    assert!(noted > 0 && finished > 0, "devices have gone on by their notes");
-    assert!(resubmitted > u64::from(kills), "devices have gone on by the region: {resubmitted}");
+    assert!(recovered > 0 && finished > 0, "no device has resumed from its journal");
+    assert!(resubmitted > u64::from(kills), "few devices have resumed from the region: {resubmitted} buffers");
     println!(
-        "{rings} rings, {kills} kills: {noted} times gone on by notes, {finished} buffers given back that were carried on, {resubmitted} resubmitted"
+        "{rings} rings, {kills} kills: {recovered} journals used, {finished} buffers finished, {resubmitted} resubmitted"
     );
     println!("{rings} passed, 0 failed");
 }
@@ -84,13 +84,13 @@ fn test() {
 #[derive(Default)]
 struct Outcome {
     kills: u32,
-    noted: u32,
+    recovered: u32,
     finished: u64,
     resubmitted: u64,
 }
 
 fn run(config: Config) -> Outcome {
-    let Config { features, size, transmits, long, tracked } = config;
+    let Config { features, size, transmits, multi_buffer, tracked } = config;
     let tables = size as usize * LONGEST * 16;
     let arena = size as usize * LONGEST * BUFFER;
     let start = common_start(features, size);
@@ -100,17 +100,17 @@ fn run(config: Config) -> Outcome {
         memory,
         file,
         journal: Region::create(4096, 0, false).unwrap(),
-        carried: Region::create(8 * SERIALS, 0, false).unwrap(),
+        forwarded: Region::create(8 * SERIALS, 0, false).unwrap(),
     };
     let mut driver = files.memory.driver();
-    if long {
+    if multi_buffer {
         let tables = IndirectTables::new(files.memory.driver.clone(), start + arena, size, LONGEST).unwrap();
         match &mut driver {
             DriverRing::Split(ring) => ring.set_indirect(tables),
             DriverRing::Packed(ring) => ring.set_indirect(tables),
         }
     }
-    let carried: Words<AtomicU64> = Words::new(&files.carried.0, 0, SERIALS).unwrap();
+    let forwarded: Words<AtomicU64> = Words::new(&files.forwarded.0, 0, SERIALS).unwrap();
     let mut guest = Guest {
         config,
         memory: &files.memory,
@@ -137,33 +137,33 @@ fn run(config: Config) -> Outcome {
         }
         child.kill().unwrap();
         let out = child.wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&out.stdout).into_owned();
+        let output = String::from_utf8_lossy(&out.stdout).into_owned();
         assert!(out.stderr.is_empty(), "{config:?}: {}", String::from_utf8_lossy(&out.stderr));
-        if let Some(count) = said.strip_prefix("noted ").and_then(|rest| rest.trim().parse::<u64>().ok()) {
-            outcome.noted += 1;
+        if let Some(count) = output.strip_prefix("recovered ").and_then(|rest| rest.trim().parse::<u64>().ok()) {
+            outcome.recovered += 1;
             outcome.finished += count;
         }
-        if let Some(count) = said.strip_prefix("resubmitted ").and_then(|rest| rest.trim().parse::<u64>().ok()) {
+        if let Some(count) = output.strip_prefix("resubmitted ").and_then(|rest| rest.trim().parse::<u64>().ok()) {
             outcome.resubmitted += count;
         }
-        assert!(!said.contains("lost"), "{config:?}: the place was lost");
+        assert!(!output.contains("lost"), "{config:?}: the position was lost");
     }
     assert_eq!(guest.driver.free(), size as usize);
     if transmits {
         let mut missing = 0;
-        for (serial, count) in carried.iter().take(guest.serial as usize).enumerate() {
+        for (serial, count) in forwarded.iter().take(guest.serial as usize).enumerate() {
             match count.load(Ordering::Relaxed) {
                 0 => missing += 1,
                 1 => {}
                 2.. if tracked => {}
-                count => panic!("{config:?}: chain {serial} of {} was carried on {count} times", guest.serial),
+                count => panic!("{config:?}: chain {serial} of {} was forwarded {count} times", guest.serial),
             }
         }
-        // What is in flight is carried on by a successor.
-        let most = if tracked { 0 } else { u64::from(KILLS) * u64::from(size) };
-        assert!(missing <= most, "{config:?}: {missing} of {} not carried on", guest.serial);
+        // A killed device may have consumed chains without forwarding them; its successor only returns those.
+        let limit = if tracked { 0 } else { u64::from(KILLS) * u64::from(size) };
+        assert!(missing <= limit, "{config:?}: {missing} of {} not forwarded", guest.serial);
     }
-    assert!(guest.serial > u64::from(KILLS), "{config:?}: {} chains only", guest.serial);
+    assert!(guest.serial > u64::from(KILLS), "{config:?}: only {} chains", guest.serial);
     outcome
 }
 
@@ -172,10 +172,15 @@ fn common_start(features: Features, size: u32) -> usize {
 }
 
 fn spawn(config: Config, files: &Files, patient: bool) -> Child {
-    let Config { features: Features { packed, indirect, event_idx, in_order }, size, transmits, long: _, tracked } =
-        config;
+    let Config {
+        features: Features { packed, indirect, event_idx, in_order },
+        size,
+        transmits,
+        multi_buffer: _,
+        tracked,
+    } = config;
     let Addresses { descriptor, driver, device } = files.memory.at;
-    let paths = [&files.file, &files.journal.1, &files.carried.1]
+    let paths = [&files.file, &files.journal.1, &files.forwarded.1]
         .map(|file| format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
     let bits = [packed, indirect, event_idx, in_order, transmits, patient, tracked]
         .map(|bit| u8::from(bit).to_string())
@@ -199,18 +204,18 @@ struct Guest<'a> {
     serial: u64,
     back: u64,
     cells: Vec<usize>,
-    /// By id: the cell of a chain that the device has.
+    /// Cell of each chain in flight, by id.
     sent: std::collections::HashMap<u16, usize>,
 }
 
 impl Guest<'_> {
     fn step(&mut self, sends: bool) {
-        let Config { transmits, long, .. } = self.config;
+        let Config { transmits, multi_buffer, .. } = self.config;
         while sends && (self.serial as usize) < SERIALS && !self.cells.is_empty() {
             let cell = self.cells[self.cells.len() - 1];
             let address = self.memory.address(cell * LONGEST * BUFFER);
             self.memory.write(address, &self.serial.to_le_bytes());
-            let count = if long { 1 + (self.serial % LONGEST as u64) as usize } else { 1 };
+            let count = if multi_buffer { 1 + (self.serial % LONGEST as u64) as usize } else { 1 };
             let buffers: Vec<_> = (0..count)
                 .map(|index| Buffer { address: address + (index * BUFFER) as u64, len: BUFFER as u32 })
                 .collect();
@@ -224,14 +229,14 @@ impl Guest<'_> {
         let mut used = [Used::default(); 8];
         let count = self.driver.take_used(&mut used).unwrap_or_else(|fault| panic!("{:?}: {fault}", self.config));
         for used in &used[..count] {
-            let cell = self.sent.remove(&used.id).expect("given back once");
+            let cell = self.sent.remove(&used.id).expect("returned only once");
             if !transmits && used.len > 0 {
-                // The device says in the buffer what it has said of its length.
-                let mut said = [0; 8];
+                // The device writes to the buffer the length that it reports.
+                let mut reported = [0; 8];
                 let offset = (self.memory.address(cell * LONGEST * BUFFER) - GUEST) as usize;
-                self.memory.driver.span(offset, 8).unwrap().read(&mut said);
+                self.memory.driver.span(offset, 8).unwrap().read(&mut reported);
                 assert_eq!(
-                    u64::from_le_bytes(said) >> 32,
+                    u64::from_le_bytes(reported) >> 32,
                     u64::from(used.len),
                     "{:?}: another buffer's length",
                     self.config
@@ -258,17 +263,17 @@ fn device(arguments: &str) {
     let open = |index: usize| OpenOptions::new().read(true).write(true).open(words[index]).unwrap();
     let map = |file: &File, guest, user| Region::map(file, 0, file.metadata().unwrap().len(), guest, user).unwrap();
     let memory = Arc::new(Table::default().with(map(&open(12), GUEST, user)).unwrap());
-    let notes = map(&open(13), 0, 0);
+    let region = map(&open(13), 0, 0);
     let (journal, inflight) = match tracked {
-        true => (Journal::NONE, Inflight::new(&notes, 0, size as u16, packed).unwrap()),
-        false => (Journal::new(&notes, 0), Inflight::NONE),
+        true => (Journal::NONE, Inflight::new(&region, 0, size as u16, packed).unwrap()),
+        false => (Journal::new(&region, 0), Inflight::NONE),
     };
-    let carried: Words<AtomicU64> = Words::new(&map(&open(14), 0, 0), 0, SERIALS).unwrap();
-    // What a frontend says that knows nothing.
+    let forwarded: Words<AtomicU64> = Words::new(&map(&open(14), 0, 0), 0, SERIALS).unwrap();
+    // The base from a frontend that has no state.
     let base = if packed { ringroad_ring::packed::Base::FRESH.0 } else { 0 };
     let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight).unwrap();
     match resumed {
-        Resumed::Noted { finished } => println!("noted {finished}"),
+        Resumed::Journal { finished } => println!("recovered {finished}"),
         Resumed::Lost => println!("lost"),
         Resumed::Inflight { resubmitted } => println!("resubmitted {resubmitted}"),
         Resumed::Base | Resumed::UsedIndex => println!("base"),
@@ -281,7 +286,7 @@ fn device(arguments: &str) {
         burst.start(&memory);
         let count = ring.take(&memory, &mut burst, 1 + (random >> 20) % 20).unwrap();
         if count == 0 {
-            // Half a ring stays in flight, if it may be out of order.
+            // Half a ring stays in flight, if it may be returned out of order.
             let keep = if patient { 0 } else { held.len().min(size as usize / 2) };
             let given: Vec<_> = held.drain(..held.len() - keep).collect();
             ring.give(&given);
@@ -296,7 +301,7 @@ fn device(arguments: &str) {
             for chain in burst.list() {
                 let mut serial = [0; 8];
                 burst.readable(chain)[0].read(&mut serial);
-                carried[u64::from_le_bytes(serial) as usize].fetch_add(1, Ordering::Relaxed);
+                forwarded[u64::from_le_bytes(serial) as usize].fetch_add(1, Ordering::Relaxed);
             }
         } else {
             for index in 0..count {
@@ -309,7 +314,7 @@ fn device(arguments: &str) {
         held.extend_from_slice(burst.list());
         let mut given = Vec::new();
         if tracked {
-            // Some of them, the newest first unless they have to be in order.
+            // Return some of them, newest first unless they must be in order.
             let count = (random >> 34) % (held.len() + 1);
             let from = if in_order { 0 } else { held.len() - count };
             given.extend(held.drain(from..from + count));
@@ -320,7 +325,7 @@ fn device(arguments: &str) {
             given.append(&mut held);
         }
         if random >> 30 & 1 == 0 {
-            ring.give_late(&given)
+            ring.give_deferred(&given)
         } else {
             ring.give(&given)
         }

@@ -1,5 +1,5 @@
-//! Rings that lie: each end has to answer with exactly the fault that fits, and never with a panic, a hang or more work
-//! than the ring has entries.
+//! Malformed rings: each end must report exactly the right fault, and must never panic, hang or do more work than the ring
+//! has entries.
 #![cfg(not(loom))]
 
 #[allow(dead_code, reason = "shared with other tests")]
@@ -33,7 +33,7 @@ const ARENA: usize = 65536;
 const SPLIT: Features = Features { packed: false, indirect: true, event_idx: false, in_order: false };
 const PACKED: Features = Features { packed: true, ..SPLIT };
 
-/// A ring that a test writes by hand.
+/// A ring whose contents a test writes directly.
 struct Raw(Memory);
 
 impl Raw {
@@ -41,7 +41,7 @@ impl Raw {
         Raw(Memory::new(features, size.into(), ARENA, None))
     }
 
-    /// Descriptor `index` of the ring; in a packed one it is available in the first pass. `tail`: `next` or the id.
+    /// Writes descriptor `index` of the ring; in a packed ring it is available in the first pass. `tail`: `next` or the id.
     fn descriptor(&self, index: u16, address: u64, len: u32, flags: u16, tail: u16) {
         let at = self.0.at.descriptor + u64::from(index) * 16;
         if self.0.features.packed {
@@ -51,7 +51,7 @@ impl Raw {
         }
     }
 
-    /// A chain of descriptors from `index` on, which follow each other; the last one as it is, the others with NEXT.
+    /// Writes a chain of consecutive descriptors from `index` on; sets NEXT in all but the last.
     fn chain(&self, index: u16, descriptors: &[(u64, u32, u16)]) {
         for (i, &(address, len, flags)) in (0..).zip(descriptors) {
             let more = if i as usize + 1 < descriptors.len() { NEXT } else { 0 };
@@ -60,7 +60,7 @@ impl Raw {
         }
     }
 
-    /// A table in the arena at `offset`; returns its address. Like `chain` otherwise.
+    /// Writes an indirect table at `offset` of the arena; returns its address. Otherwise like `chain`.
     fn table(&self, offset: usize, descriptors: &[(u64, u32, u16)]) -> u64 {
         let address = self.0.address(offset);
         for (i, &(buffer, len, flags)) in (0..).zip(descriptors) {
@@ -75,7 +75,7 @@ impl Raw {
         address
     }
 
-    /// Makes heads available (split; a packed ring's descriptors say it themselves).
+    /// Makes heads available (split only; the descriptors of a packed ring contain that information).
     fn publish(&self, heads: &[u16]) {
         if !self.0.features.packed {
             for (slot, head) in (0..).zip(heads) {
@@ -102,8 +102,8 @@ fn packed_bytes(address: u64, len: u32, flags: u16, id: u16) -> [u8; 16] {
     (u128::from(address) | u128::from(len) << 64 | u128::from(id) << 96 | u128::from(flags) << 112).to_le_bytes()
 }
 
-/// Descriptor 0 is a good chain, descriptor 1 the head of what `write` makes. The good one must come, then the fault, again
-/// and again.
+/// Descriptor 0 is a valid chain, descriptor 1 the head of what `write` makes. The valid chain must be taken, then the
+/// fault must be reported repeatedly.
 #[track_caller]
 fn expect(features: Features, write: impl FnOnce(&Raw), fault: Fault, text: &str) {
     let raw = Raw::new(features, SIZE);
@@ -113,7 +113,7 @@ fn expect(features: Features, write: impl FnOnce(&Raw), fault: Fault, text: &str
     faults_after(&raw, 1, fault, text);
 }
 
-/// `good` chains come, then the fault.
+/// Expects `good` chains, then the fault.
 #[track_caller]
 fn faults_after(raw: &Raw, good: usize, fault: Fault, text: &str) {
     let mut ring = vec![0; raw.0.arena];
@@ -122,12 +122,12 @@ fn faults_after(raw: &Raw, good: usize, fault: Fault, text: &str) {
     let mut burst = Chains::new(BURST, 64);
     burst.start(&raw.0.device);
     if good > 0 {
-        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(good), "what comes before the fault");
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(good), "chains before the fault");
     }
-    // So often that the burst would be full if something of it stayed.
+    // Often enough to fill the burst if a faulty chain left anything behind.
     for _ in 0..70 {
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
-        assert!(device.enable_notification(), "a driver that is at fault must not be waited for");
+        assert!(device.enable_notification(), "must not wait for a faulty driver");
     }
     assert_eq!(burst.list().len(), good);
     if let Some(chain) = burst.list().first() {
@@ -135,7 +135,7 @@ fn faults_after(raw: &Raw, good: usize, fault: Fault, text: &str) {
     }
     device.give(burst.list());
     assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(fault));
-    // Without the chains beside it the fault is the same. (Giving wrote to the ring.)
+    // Taken separately, the fault is the same. (Restore the ring, which returning the chains has changed.)
     raw.0.driver.span(0, ring.len()).unwrap().write(&ring);
     if good > 0 {
         let mut device = raw.0.device();
@@ -169,7 +169,7 @@ fn addresses_outside_memory() {
             for flags in [0, WRITE] {
                 expect(features, |raw| raw.chain(1, &[(address, len, flags)]), fault(1), &text);
                 if len == u32::MAX {
-                    // Behind another buffer it would be too long for a chain anyway.
+                    // Behind another buffer the chain would be too long anyway.
                     continue;
                 }
                 let chained = |raw: &Raw| raw.chain(1, &[(raw.data(), 1, 0), (address, len, flags)]);
@@ -188,7 +188,7 @@ fn addresses_outside_memory() {
 fn chains_of_more_than_4_gib() {
     const HALF: u32 = 1 << 31;
     for features in [SPLIT, PACKED] {
-        // Sparse: nothing of it is touched.
+        // Sparse memory, never touched.
         let raw = Raw(Memory::new(features, SIZE.into(), HALF as usize, None));
         raw.descriptor(0, raw.data(), 77, 0, 0);
         raw.chain(1, &[(raw.data(), HALF, 0), (raw.data(), HALF - 1, WRITE), (raw.data(), 1, WRITE)]);
@@ -197,7 +197,7 @@ fn chains_of_more_than_4_gib() {
         let table = raw.table(4096, &[(raw.data(), HALF, 0), (raw.data(), HALF, 0)]);
         raw.descriptor(1, table, 32, INDIRECT, 1);
         faults_after(&raw, 1, Fault::Length { index: 1 }, "descriptor 1 is longer than 4 GiB");
-        // One byte less is allowed.
+        // One byte less is valid.
         raw.chain(1, &[(raw.data(), HALF, 0), (raw.data(), HALF - 1, WRITE)]);
         let mut burst = Chains::new(BURST, 64);
         burst.start(&raw.0.device);
@@ -209,7 +209,7 @@ fn chains_of_more_than_4_gib() {
 #[test]
 fn loops_and_chains_longer_than_the_queue() {
     let text = "loops or has more than 8 descriptors";
-    // A descriptor that is its own next, two that are each other's, and one that leads back to the good chain.
+    // A descriptor linked to itself, two linked to each other, and one that leads back to the valid chain.
     for nexts in [[1, 1], [2, 1], [2, 2], [0, 0]] {
         let write = |raw: &Raw| {
             raw.descriptor(1, raw.data(), 10, NEXT, nexts[0]);
@@ -230,7 +230,7 @@ fn loops_and_chains_longer_than_the_queue() {
             assert!(fault.to_string().contains(text));
         }
     }
-    // All descriptors of a packed ring belong to one chain that does not end; and those of a ring of one.
+    // All descriptors of a packed ring in one endless chain; also in a ring of one.
     for size in [1, SIZE] {
         let raw = Raw::new(PACKED, size);
         (0..size).for_each(|index| raw.descriptor(index, raw.data(), 10, NEXT, 3));
@@ -242,7 +242,7 @@ fn loops_and_chains_longer_than_the_queue() {
     raw.publish(&[0]);
     faults_after(&raw, 0, Fault::Loop { index: 0, size: 1 }, "more than 1 descriptors");
     for features in [SPLIT, PACKED] {
-        // As long as the queue is as long as it gets, directly and in a table.
+        // The longest valid chain has as many descriptors as the queue, directly or in a table.
         for (count, good) in [(8, true), (9, false)] {
             let raw = Raw::new(features, SIZE);
             let table = raw.table(4096, &vec![(raw.data(), 1, 0); count]);
@@ -261,7 +261,7 @@ fn loops_and_chains_longer_than_the_queue() {
             }
         }
     }
-    // A loop within a table (split; packed tables have no links).
+    // A loop within an indirect table (split; packed tables have no links).
     let looped = |raw: &Raw| {
         let table = raw.table(4096, &[(raw.data(), 1, NEXT); 2]);
         raw.0.write(table + 16, &split_bytes(raw.data(), 1, NEXT, 1));
@@ -271,27 +271,27 @@ fn loops_and_chains_longer_than_the_queue() {
 }
 
 #[test]
-fn indirect_where_it_may_not_be() {
+fn indirect_where_not_allowed() {
     for features in [SPLIT, PACKED] {
         let (one, two) = (Fault::Indirect { index: 1 }, Fault::Indirect { index: 2 });
         let good = |raw: &Raw| raw.table(4096, &[(raw.data(), 1, 0)]);
         let with_next = |raw: &Raw| raw.descriptor(1, good(raw), 16, INDIRECT | NEXT, 2);
-        expect(features, with_next, one, "descriptor 1 is indirect where it may not be");
+        expect(features, with_next, one, "descriptor 1 must not be indirect");
         let chained = |raw: &Raw| raw.chain(1, &[(raw.data(), 1, 0), (good(raw), 16, INDIRECT | NEXT)]);
-        expect(features, chained, two, "descriptor 2 is indirect");
+        expect(features, chained, two, "descriptor 2 must not be indirect");
         let nested = |raw: &Raw| {
             let table = raw.table(8192, &[(raw.data(), 1, 0), (raw.data(), 1, 0), (good(raw), 16, INDIRECT)]);
             raw.descriptor(1, table, 48, INDIRECT, 0);
         };
-        expect(features, nested, two, "descriptor 2 is indirect");
+        expect(features, nested, two, "descriptor 2 must not be indirect");
         let plain = Features { indirect: false, ..features };
-        expect(plain, |raw| raw.descriptor(1, good(raw), 16, INDIRECT, 1), one, "not negotiated");
+        expect(plain, |raw| raw.descriptor(1, good(raw), 16, INDIRECT, 1), one, "feature not negotiated");
         expect(plain, |raw| raw.chain(1, &[(raw.data(), 1, 0), (good(raw), 16, INDIRECT)]), two, "descriptor 2");
     }
 }
 
 #[test]
-fn indirect_tables_of_odd_lengths_and_places() {
+fn indirect_tables_of_odd_lengths_and_addresses() {
     for features in [SPLIT, PACKED] {
         for len in [0, 1, 15, 17, 31, 127, u32::MAX] {
             let fault = Fault::IndirectLength { index: 1, len };
@@ -306,7 +306,7 @@ fn indirect_tables_of_odd_lengths_and_places() {
             let text = format!("descriptor 1 at {address:#x} + {len} lies outside");
             expect(features, |raw| raw.descriptor(1, address, len, INDIRECT, 0), fault, &text);
         }
-        // At any alignment a table is read.
+        // A table may have any alignment.
         let raw = Raw::new(features, SIZE);
         for shift in 0..16 {
             let table = raw.table(4096 + shift, &[(raw.data(), 3, 0), (raw.data(), 4, WRITE)]);
@@ -336,7 +336,7 @@ fn indirect_tables_of_odd_lengths_and_places() {
 }
 
 #[test]
-fn buffers_of_no_bytes() {
+fn buffers_of_length_zero() {
     for features in [SPLIT, PACKED] {
         for flags in [0, WRITE] {
             let fault = |index| Fault::ZeroLength { index };
@@ -350,7 +350,7 @@ fn buffers_of_no_bytes() {
                 raw.descriptor(1, table, 32, INDIRECT, 0);
             };
             expect(features, in_table, fault(1), "descriptor 1 has length 0");
-            // A chain that goes on into a part of the packed ring where nothing was written yet.
+            // A chain that continues into an unwritten part of the packed ring.
             if features.packed {
                 expect(features, |raw| raw.descriptor(1, raw.data(), 1, NEXT | flags, 0), fault(2), "descriptor 2");
             }
@@ -367,7 +367,7 @@ fn readable_after_writable() {
         expect(features, direct, Fault::Order { index: 3 }, &format!("descriptor 3 {text}"));
         let in_table = |raw: &Raw| raw.descriptor(1, raw.table(4096, &order(raw)), 48, INDIRECT, 0);
         if features.packed {
-            // As DPDK's driver writes them: what comes before a readable entry is taken for readable.
+            // As DPDK's driver writes them: entries before a readable one are treated as readable.
             let raw = Raw::new(features, SIZE);
             in_table(&raw);
             let mut burst = Chains::new(BURST, 64);
@@ -419,7 +419,7 @@ fn available_index_jumps() {
         let text = format!("available index {index} is {index} ahead of 0, more than the queue's 8 entries");
         faults_after(&raw, 0, fault, &text);
     }
-    // Backwards is a jump too, and so is one that comes later.
+    // A step backwards is a jump too, and so is a jump after valid chains.
     let raw = Raw::new(SPLIT, SIZE);
     (0..SIZE).for_each(|at| raw.descriptor(at, raw.data(), 77, 0, 0));
     raw.publish(&[0, 1]);
@@ -444,7 +444,7 @@ fn packed_overruns() {
         burst.start(&raw.0.device);
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(size.into()));
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
-        // The second pass, although nothing was given back yet.
+        // Descriptors of the second pass, although nothing was returned yet.
         raw.0.write_user(raw.0.at.descriptor, &packed_bytes(raw.data(), 77, USED, 0));
         for _ in 0..3 {
             let fault = Fault::Overrun { size };
@@ -453,7 +453,7 @@ fn packed_overruns() {
         }
         assert_eq!(burst.list().len(), size as usize);
     }
-    // A chain that begins in this pass and goes on over descriptors that were not given back.
+    // A chain that begins in this pass and continues into descriptors that were not returned.
     let raw = Raw::new(PACKED, SIZE);
     (0..SIZE).for_each(|index| raw.descriptor(index, raw.data(), 77, 0, index));
     let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 64));
@@ -464,7 +464,7 @@ fn packed_overruns() {
     assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Err(Fault::Overrun { size: SIZE }));
 }
 
-/// Every value that the flags of a head, and of a second descriptor, can have, in both passes of the ring.
+/// All values of the flags of a head and of a second descriptor, in both passes of the ring.
 #[test]
 fn all_packed_flags() {
     for indirect in [false, true] {
@@ -512,7 +512,7 @@ fn all_packed_flags() {
             }
             raw.0.write_user(place(0), &packed_bytes(raw.data(), 3, this_pass | NEXT, 0));
             for flags in 0..=u16::MAX {
-                // Of a descriptor that is not a head nothing but NEXT, WRITE and INDIRECT counts (2.8.6).
+                // In a descriptor that is not a head only NEXT, WRITE and INDIRECT count (2.8.6).
                 raw.0.write_user(place(1), &packed_bytes(table, 32, flags, 9));
                 check(&mut burst, flags, slot + 1, 3);
             }
@@ -532,7 +532,7 @@ fn faults_of_device_types() {
 }
 
 #[test]
-fn more_pieces_than_a_burst_holds() {
+fn chains_with_more_pieces_than_a_burst_holds() {
     for features in [SPLIT, PACKED] {
         let raw = Raw::new(features, SIZE);
         raw.chain(0, &[(raw.data(), 1, 0)]);
@@ -541,7 +541,7 @@ fn more_pieces_than_a_burst_holds() {
         raw.publish(&[0, 1, 5]);
         let (mut device, mut burst) = (raw.0.device(), Chains::new(BURST, 3));
         burst.start(&raw.0.device);
-        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(1), "it waits for a burst of its own");
+        assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(1), "it must wait for a burst of its own");
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
         device.give(burst.list());
         burst.start(&raw.0.device);
@@ -549,7 +549,7 @@ fn more_pieces_than_a_burst_holds() {
         let chain = burst.list()[0];
         assert!(chain.clipped && burst.readable(&chain).is_empty() && burst.writable(&chain).is_empty());
         assert_eq!((chain.readable_len(), chain.writable_len()), (3, 7));
-        // It can be put back and taken again like any other.
+        // It can be untaken and taken again like any other chain.
         device.untake(&mut burst, 0);
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(2));
         let (chain, after) = (burst.list()[0], burst.list()[1]);
@@ -558,7 +558,7 @@ fn more_pieces_than_a_burst_holds() {
         device.give(burst.list());
         burst.start(&raw.0.device);
         assert_eq!(device.take(&raw.0.device, &mut burst, BURST), Ok(0));
-        // What is wrong with it counts up to where it is too much.
+        // A fault in the chain is reported if it comes before the piece that does not fit.
         for (wrong, expected) in [(3, Err(Fault::ZeroLength { index: 3 })), (4, Ok(1))] {
             let raw = Raw::new(features, SIZE);
             let mut chain = [(raw.data(), 1, 0); 5];
@@ -575,7 +575,7 @@ fn more_pieces_than_a_burst_holds() {
 #[test]
 fn a_chain_of_too_many_pieces_is_not_followed_to_its_end() {
     for features in [SPLIT, PACKED] {
-        // Entries without a length say how far the device has read: where it looks at one of them, there is a fault.
+        // Entries of length 0 behind the limit: reading one of them would be a fault.
         let raw = Raw::new(features, SIZE);
         let mut entries = vec![(raw.data(), 0, 0); 2000];
         entries[..5].fill((raw.data(), 1, 0));
@@ -598,25 +598,25 @@ fn a_chain_of_too_many_pieces_is_not_followed_to_its_end() {
 }
 
 #[test]
-fn sizes_that_are_not_possible() {
+fn invalid_queue_sizes() {
     let memory = Table::default();
     let at = Addresses::default();
     for size in [0, 3, 5, 6, 100, 32769, 65535, 65536, 1 << 31, u32::MAX] {
         let error = split::Layout::resolve(&memory, size, at).err().unwrap();
         assert_eq!(error, SetupError::Size { size, packed: false });
-        assert!(error.to_string().contains(&format!("queue size {size} is not possible: expected a power of two")));
+        assert!(error.to_string().contains(&format!("invalid queue size {size}: expected a power of two")));
         assert_eq!(DeviceRing::start(&memory, SPLIT, size, at, 0).err(), Some(error));
     }
     for size in [0, 32769, 65535, 65536, 1 << 31, u32::MAX] {
         let error = packed::Layout::resolve(&memory, size, at).err().unwrap();
         assert_eq!(error, SetupError::Size { size, packed: true });
-        assert!(error.to_string().contains(&format!("queue size {size} is not possible: expected 1 to 32768")));
+        assert!(error.to_string().contains(&format!("invalid queue size {size}: expected 1 to 32768")));
         assert_eq!(DeviceRing::start(&memory, PACKED, size, at, 0).err(), Some(error));
     }
 }
 
 #[test]
-fn areas_that_are_not_in_memory() {
+fn areas_outside_memory() {
     for features in [SPLIT, PACKED] {
         for size in [1, SIZE, 32768] {
             let memory = Memory::new(features, size.into(), 64, None);
@@ -641,12 +641,12 @@ fn areas_that_are_not_in_memory() {
                 assert_eq!(with(start), None, "{area}");
                 assert_eq!(with(last), None, "{area}");
                 let misaligned = (1..align).map(|shift| start + shift);
-                // 0x1_0000_0000 is where it lies in the guest, which is not what rings are named by.
+                // GUEST is the ring's guest address, but rings are addressed by user address.
                 let outside = [0, start - align, last + align, end, GUEST, u64::MAX, u64::MAX - 15, !(len - 1) & !15];
                 for address in misaligned.chain(outside) {
                     let error = SetupError::Area { area, address, len: len as usize, align: align as usize };
                     assert_eq!(with(address), Some(error));
-                    let text = format!("the {area} area at {address:#x} ({len} bytes, aligned to {align})");
+                    let text = format!("the {area} area at {address:#x} ({len} bytes)");
                     assert!(error.to_string().contains(&text));
                 }
             }
@@ -654,7 +654,7 @@ fn areas_that_are_not_in_memory() {
     }
 }
 
-/// The user addresses go on from one region to the next, but an area has to lie in one of them.
+/// User addresses are contiguous across the regions, but an area must lie within one of them.
 #[test]
 fn areas_that_cross_regions() {
     for features in [SPLIT, PACKED] {
@@ -693,7 +693,7 @@ fn split_bases_have_sixteen_bits() {
     assert_eq!((start(0), start(0xffff)), (None, None));
 }
 
-/// What frontends carry as the base of a fresh ring, and what our own device leaves.
+/// The bases that frontends send for a fresh ring, and the ones that our own device leaves.
 #[test]
 fn packed_bases() {
     for base in [0, 0x8000, 0x8000_8000, 0x8000_0000] {
@@ -709,8 +709,8 @@ fn packed_bases() {
     }
 }
 
-/// A driver that has added four chains of 100 writable bytes each (ids 0 to 3) and three of which the device has taken.
-fn under_way(features: Features) -> (Memory, DriverRing) {
+/// Returns a driver with four chains of 100 writable bytes in flight: ids 0 to 3 (packed) or 0, 2, 4, 6 (split).
+fn in_flight(features: Features) -> (Memory, DriverRing) {
     let memory = Memory::new(features, SIZE.into(), ARENA, None);
     let mut driver = memory.driver();
     let buffer = Buffer { address: memory.address(0), len: 50 };
@@ -723,7 +723,7 @@ fn under_way(features: Features) -> (Memory, DriverRing) {
     (memory, driver)
 }
 
-/// The device says that it used a chain: its `at`th one, each of two descriptors.
+/// Marks a chain as used, as a device does: the `at`th one, each of two descriptors.
 fn put_used(memory: &Memory, at: u16, id: u32, len: u32) {
     if memory.features.packed {
         let slot = memory.at.descriptor + 2 * u64::from(at) * 16 + 8;
@@ -740,7 +740,7 @@ fn put_used(memory: &Memory, at: u16, id: u32, len: u32) {
 fn expect_driver(memory: &Memory, driver: &mut DriverRing, good: &[Used], fault: DriverFault, text: &str) {
     let mut out = [Used::default(); 16];
     if !good.is_empty() {
-        assert_eq!(driver.take_used(&mut out), Ok(good.len()), "what comes before the fault");
+        assert_eq!(driver.take_used(&mut out), Ok(good.len()), "chains before the fault");
         assert_eq!(&out[..good.len()], good);
     }
     for _ in 0..3 {
@@ -752,44 +752,44 @@ fn expect_driver(memory: &Memory, driver: &mut DriverRing, good: &[Used], fault:
 }
 
 #[test]
-fn used_ids_that_the_device_does_not_have() {
+fn used_ids_that_are_not_in_flight() {
     for features in [SPLIT, PACKED].into_iter().chain([SPLIT, PACKED].map(|f| Features { in_order: true, ..f })) {
         let ids: [u32; 4] = if features.packed { [0, 1, 2, 3] } else { [0, 2, 4, 6] };
         let mut bad = vec![5, 7, 8, 9, 0x7fff, 0x8000, 0xffff];
-        // Descriptors in the middle of a chain are no heads; split ids have 32 bits.
+        // Descriptors in the middle of a chain are not heads; split ids have 32 bits.
         bad.extend(if features.packed { vec![4, 6] } else { vec![1, 3, 0x1_0000, 0x8000_0000, u32::MAX] });
         for id in bad {
-            let (memory, mut driver) = under_way(features);
+            let (memory, mut driver) = in_flight(features);
             put_used(&memory, 0, ids[0], 100);
             put_used(&memory, 1, id, 0);
             let good = [Used { id: ids[0] as u16, len: 100 }];
-            let text = format!("gave back buffer {id}, which it does not have");
+            let text = format!("returned buffer {id}, which is not in flight");
             expect_driver(&memory, &mut driver, &good, DriverFault::Id { id }, &text);
         }
-        // Twice.
-        let (memory, mut driver) = under_way(features);
+        // The same id twice.
+        let (memory, mut driver) = in_flight(features);
         put_used(&memory, 0, ids[0], 1);
         put_used(&memory, 1, ids[1], 2);
         put_used(&memory, 2, ids[1], 2);
         let good = [(ids[0], 1), (ids[1], 2)].map(|(id, len)| Used { id: id as u16, len });
-        let text = format!("gave back buffer {}", ids[1]);
+        let text = format!("returned buffer {}", ids[1]);
         expect_driver(&memory, &mut driver, &good, DriverFault::Id { id: ids[1] }, &text);
     }
 }
 
 #[test]
-fn used_lengths_that_do_not_fit() {
+fn used_lengths_beyond_the_buffers() {
     for features in [SPLIT, PACKED] {
         let id: u16 = if features.packed { 1 } else { 2 };
         for len in [101, 1 << 16, 1 << 31, u32::MAX] {
-            let (memory, mut driver) = under_way(features);
+            let (memory, mut driver) = in_flight(features);
             put_used(&memory, 0, 0, 100);
             put_used(&memory, 1, id.into(), len);
             let fault = DriverFault::Length { id, len, room: 100 };
-            let text = format!("wrote {len} bytes to buffer {id}, which has 100");
+            let text = format!("reported {len} bytes written to buffer {id}, expected at most 100");
             expect_driver(&memory, &mut driver, &[Used { id: 0, len: 100 }], fault, &text);
         }
-        // Of a chain that is only read from, the length means nothing.
+        // If a chain has no writable buffers, its length is ignored.
         let memory = Memory::new(features, SIZE.into(), ARENA, None);
         let mut driver = memory.driver();
         driver.add_single(1, false, |_| Buffer { address: memory.address(0), len: 50 });
@@ -804,14 +804,14 @@ fn used_lengths_that_do_not_fit() {
 #[test]
 fn used_index_jumps() {
     for index in [5, 6, 8, 9, 0x7fff, 0x8000, 0xffff] {
-        let (memory, mut driver) = under_way(SPLIT);
+        let (memory, mut driver) = in_flight(SPLIT);
         put_used(&memory, 0, 0, 0);
         memory.write_user(memory.at.device + 2, &u16::to_le_bytes(index));
         let fault = DriverFault::UsedJump { index, next: 0, ahead: index, outstanding: 4 };
-        let text = format!("used index {index} is {index} ahead of 0, with 4 chains under way");
+        let text = format!("used index {index} is {index} ahead of 0, with only 4 chains in flight");
         expect_driver(&memory, &mut driver, &[], fault, &text);
     }
-    let (memory, mut driver) = under_way(SPLIT);
+    let (memory, mut driver) = in_flight(SPLIT);
     put_used(&memory, 0, 2, 0);
     put_used(&memory, 1, 0, 0);
     assert_eq!(driver.take_used(&mut [Used::default(); 16]), Ok(2));
@@ -822,9 +822,9 @@ fn used_index_jumps() {
     }
 }
 
-/// A packed driver with nothing under way believes in nothing that looks used.
+/// A packed driver with nothing in flight ignores descriptors that look used.
 #[test]
-fn packed_used_descriptors_out_of_nowhere() {
+fn packed_used_descriptors_with_nothing_in_flight() {
     for size in [1, 4] {
         let memory = Memory::new(PACKED, size, ARENA, None);
         let mut driver = memory.driver();
@@ -840,7 +840,7 @@ fn packed_used_descriptors_out_of_nowhere() {
     }
 }
 
-/// What fills a ring: noise, and things that are nearly right, which get further.
+/// Contents of a ring: random bytes, and nearly valid descriptors, which get further.
 #[derive(Clone, Debug)]
 enum Spoil {
     Bytes(usize, Vec<u8>),
@@ -870,7 +870,7 @@ impl Spoil {
         match self {
             Spoil::Bytes(at, bytes) => put(at % ring, bytes),
             &Spoil::Descriptor { slot, address, len, flags, tail } => {
-                // Into the ring itself now and then, so that tables and descriptors are the same memory.
+                // Sometimes inside the ring itself, so that tables and descriptors share memory.
                 let address = GUEST + u64::from(address) % (memory.driver.len() as u64 + 64);
                 let at = slot % memory.size as usize * 16;
                 let bytes = if memory.features.packed {
@@ -881,7 +881,7 @@ impl Spoil {
                 put(at, &bytes);
             }
             Spoil::Word(at, word) => {
-                // The flags and indices of the driver's and the device's area, and the entries behind them.
+                // Flags and indices of the driver and device areas, and the entries behind them.
                 let area = if at % 2 == 0 { memory.at.driver } else { memory.at.device };
                 let within = (at >> 1) % (if memory.features.packed { 2 } else { 3 + memory.size as usize });
                 memory.write_user(area + 2 * within as u64, &word.to_le_bytes());
@@ -894,7 +894,7 @@ fn any_features() -> impl Strategy<Value = Features> {
     prop::sample::select(all_features().collect::<Vec<_>>())
 }
 
-/// A ring of any features with noise in it.
+/// A ring with these features, filled with `fill`.
 fn noise(features: Features, size: u32, fill: &[u8]) -> Memory {
     let size = if features.packed { size } else { size.next_power_of_two() };
     let memory = Memory::new(features, size, 4096, None);
@@ -958,7 +958,7 @@ proptest! {
                 _ => device.disable_notification(),
             }
         }
-        // Without what was taken and not given back it starts again where it says.
+        // A device can start again at the base that it reports, without the chains that it took and did not return.
         if DeviceRing::start(&memory.device, features, memory.size, memory.at, device.base()).is_err() {
             prop_assert!(false, "its own base {:#x}", device.base());
         }
@@ -973,7 +973,7 @@ proptest! {
     ) {
         let memory = noise(features, size, &fill);
         let mut driver = memory.driver();
-        let mut under_way = std::collections::HashMap::new();
+        let mut in_flight = std::collections::HashMap::new();
         let buffer = Buffer { address: memory.address(0), len: 100 };
         for (spoil, what, count) in steps {
             spoil.apply(&memory);
@@ -982,12 +982,12 @@ proptest! {
                 0 => {
                     let writable = count % 4;
                     if let Ok(id) = driver.add(&[buffer; 3][..count / 4 % 4], &[buffer; 3][..writable.min(3)]) {
-                        prop_assert!(under_way.insert(id, 100 * writable.min(3) as u32).is_none());
+                        prop_assert!(in_flight.insert(id, 100 * writable.min(3) as u32).is_none());
                     }
                 }
                 1 => {
                     driver.add_single(count % 9, true, |id| {
-                        assert!(under_way.insert(id, 100).is_none());
+                        assert!(in_flight.insert(id, 100).is_none());
                         buffer
                     });
                 }
@@ -996,8 +996,9 @@ proptest! {
                     let mut out = vec![Used::default(); count % 50];
                     let taken = driver.take_used(&mut out).unwrap_or(0);
                     for used in &out[..taken] {
-                        // Whatever the device says, an id comes back only if it was away, and no buffer grows.
-                        let room = under_way.remove(&used.id);
+                        // Whatever the device writes, an id returns only if it was in flight, and no length exceeds its
+                        // buffers.
+                        let room = in_flight.remove(&used.id);
                         prop_assert!(room.is_some_and(|room| used.len <= room), "{:?} of {:?}", used, room);
                     }
                 }
@@ -1005,15 +1006,15 @@ proptest! {
                 6 => { driver.enable_notification(); }
                 _ => driver.disable_notification(),
             }
-            prop_assert!(driver.free() <= memory.size as usize && driver.free() + under_way.len() <= memory.size as usize);
+            prop_assert!(driver.free() <= memory.size as usize && driver.free() + in_flight.len() <= memory.size as usize);
         }
     }
 }
 
-/// A driver that rewrites its descriptors while the device reads them: what comes out is a fault or a chain of which all
-/// parts fit each other, as nothing that decides is read twice.
+/// A driver rewrites its descriptors while the device reads them: the result must be a fault or a consistent chain, as no
+/// value that a decision depends on is read twice.
 #[test]
-fn descriptors_that_change_meanwhile() {
+fn descriptors_that_change_while_being_read() {
     for features in [SPLIT, PACKED] {
         let raw = Raw::new(features, SIZE);
         let stop = AtomicBool::new(false);
@@ -1053,9 +1054,9 @@ fn descriptors_that_change_meanwhile() {
     }
 }
 
-/// Memory that the peer takes away reads as zeros, which no ring end minds.
+/// Memory truncated by the peer reads as zeros, which both ends must survive.
 #[test]
-fn rings_that_vanish() {
+fn rings_in_truncated_memory() {
     for features in [SPLIT, PACKED] {
         let (driver, file) = Region::create(1 << 16, GUEST, false).unwrap();
         let at = if features.packed {

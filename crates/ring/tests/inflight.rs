@@ -1,14 +1,14 @@
-//! Devices that die with buffers in flight, and successors that know of them from the inflight region only: of our own make and of
-//! another. Every buffer comes back exactly once, in whatever order they are given back, and they are taken once more in the order in
-//! which they were taken before.
+//! Devices that die with buffers in flight and are succeeded by devices, our own or another implementation, that know only
+//! the inflight region. Every buffer must be returned exactly once, in any order, and buffers must be resubmitted in the
+//! order in which they were taken.
 #![cfg(not(loom))]
 
 #[allow(dead_code, reason = "shared with other tests")]
 mod common;
 #[path = "inflight/foreign.rs"]
 mod foreign;
-#[path = "inflight/nonsense.rs"]
-mod nonsense;
+#[path = "inflight/malformed.rs"]
+mod malformed;
 
 use common::{GUEST, Memory, all_features};
 use foreign::{Bytes, Stop};
@@ -24,11 +24,11 @@ use std::{
 
 /// The longest chain, in buffers.
 const LONGEST: usize = 3;
-/// Bytes of a buffer, and from one to the next, so that they do not join.
+/// Size of a buffer in bytes, and the distance from one to the next, so that they are not adjacent.
 const BUFFER: usize = 32;
 const STEP: usize = 64;
 
-/// Numbers that look random.
+/// Pseudo-random numbers.
 #[derive(Debug)]
 struct Random(u64);
 
@@ -46,32 +46,32 @@ struct Sent {
     buffers: usize,
 }
 
-/// A driver that outlives its devices, and the region.
+/// A driver that outlives its devices, and the inflight region.
 struct Rig {
     memory: Memory,
     region: Arc<Region>,
     driver: DriverRing,
-    long: bool,
+    multi_buffer: bool,
     serial: u64,
     back: u64,
     cells: Vec<usize>,
     sent: HashMap<u16, Sent>,
-    /// Chains that were taken and are not back, oldest first.
+    /// Serial numbers of chains in flight, oldest first.
     order: Vec<u64>,
-    /// Of these, what the device takes next.
+    /// Those of them that the next device must take first.
     expected: VecDeque<u64>,
-    /// What it takes from the ring after that.
+    /// The first serial number to be taken from the ring after that.
     fresh: u64,
 }
 
 impl Rig {
-    fn new(features: Features, size: u32, long: bool) -> Rig {
+    fn new(features: Features, size: u32, multi_buffer: bool) -> Rig {
         let start = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
         let arena = size as usize * LONGEST * STEP;
         let (driver, file) = Region::create(start + arena + size as usize * LONGEST * 16, GUEST, false).unwrap();
         let memory = Memory::over(features, size, driver, &file);
         let mut driver = memory.driver();
-        if long {
+        if multi_buffer {
             let tables = IndirectTables::new(memory.driver.clone(), start + arena, size, LONGEST).unwrap();
             match &mut driver {
                 DriverRing::Split(ring) => ring.set_indirect(tables),
@@ -84,7 +84,7 @@ impl Rig {
             memory,
             region,
             driver,
-            long,
+            multi_buffer,
             serial: 0,
             back: 0,
             cells: (0..size as usize).collect(),
@@ -103,7 +103,7 @@ impl Rig {
         Bytes::new(&self.region, Inflight::bytes(self.packed(), self.memory.size as u16))
     }
 
-    /// A frontend that knows nothing of the base.
+    /// Starts a device with a frontend that does not know the base.
     fn resume(&self) -> Result<(DeviceRing, Resumed), SetupError> {
         let Memory { device, features, size, at, .. } = &self.memory;
         let inflight = Inflight::new(&self.region, 1, *size as u16, features.packed).unwrap();
@@ -111,11 +111,11 @@ impl Rig {
         DeviceRing::resume(device, *features, *size, *at, base, Journal::NONE, inflight)
     }
 
-    /// Makes up to so many chains available.
+    /// Makes up to `count` chains available.
     fn add(&mut self, count: usize) {
         for _ in 0..count {
             let Some(&cell) = self.cells.last() else { break };
-            let buffers = if self.long { 1 + self.serial as usize % LONGEST } else { 1 };
+            let buffers = if self.multi_buffer { 1 + self.serial as usize % LONGEST } else { 1 };
             let address = |index: usize| self.memory.address((cell * LONGEST + index) * STEP);
             let list: Vec<_> =
                 (0..buffers).map(|index| Buffer { address: address(index), len: BUFFER as u32 }).collect();
@@ -128,7 +128,7 @@ impl Rig {
         self.driver.publish();
     }
 
-    /// Takes back what the device has used.
+    /// Takes all chains that the device has used.
     fn collect(&mut self) {
         let mut used = [Used::default(); 8];
         loop {
@@ -137,14 +137,14 @@ impl Rig {
                 return;
             }
             for used in &used[..count] {
-                let Sent { serial, cell, buffers } = self.sent.remove(&used.id).expect("given back once");
+                let Sent { serial, cell, buffers } = self.sent.remove(&used.id).expect("returned only once");
                 for index in (1..buffers).filter(|_| used.len > 0) {
                     let mut wrote = [0; 8];
                     let at = self.memory.arena + (cell * LONGEST + index) * STEP;
                     self.memory.driver.span(at, 8).unwrap().read(&mut wrote);
-                    assert_eq!(u64::from_le_bytes(wrote), serial, "another chain's buffer was written to");
+                    assert_eq!(u64::from_le_bytes(wrote), serial, "the buffer of another chain was written");
                 }
-                let at = self.order.iter().position(|&taken| taken == serial).expect("was taken");
+                let at = self.order.iter().position(|&taken| taken == serial).expect("not in flight");
                 self.order.remove(at);
                 self.cells.push(cell);
                 self.back += 1;
@@ -152,7 +152,7 @@ impl Rig {
         }
     }
 
-    /// A device takes this one.
+    /// Checks a chain that a device takes.
     fn took(&mut self, serial: u64) {
         let expected = self.expected.pop_front().unwrap_or_else(|| {
             self.fresh += 1;
@@ -162,12 +162,12 @@ impl Rig {
         assert_eq!(serial, expected, "in flight: {:?}", self.order);
     }
 
-    /// And puts it back.
+    /// Notes that the device has untaken it.
     fn untook(&mut self, serial: u64) {
         self.expected.push_front(serial);
     }
 
-    /// The device is no more.
+    /// The device has died.
     fn died(&mut self) {
         self.collect();
         self.expected = self.order.iter().copied().collect();
@@ -178,7 +178,7 @@ impl Rig {
     }
 }
 
-/// One of our devices.
+/// A device of this crate.
 struct Ours {
     ring: DeviceRing,
     burst: Chains,
@@ -190,7 +190,7 @@ impl Ours {
         Ours { ring, burst: Chains::new(BURST, 200), held: Vec::new() }
     }
 
-    /// Takes some, and puts some of them back.
+    /// Takes some chains and untakes some of them.
     fn take(&mut self, rig: &mut Rig, random: &mut Random) {
         self.burst.start(&rig.memory.device);
         for _ in 0..1 + random.below(2) {
@@ -212,14 +212,18 @@ impl Ours {
         for (index, &serial) in taken[..keep].iter().enumerate() {
             let chain = self.burst.list()[index];
             let spans = self.burst.writable(&chain);
-            assert_eq!(spans.len(), if rig.long { serial as usize % LONGEST } else { 0 }, "buffers of chain {serial}");
+            assert_eq!(
+                spans.len(),
+                if rig.multi_buffer { serial as usize % LONGEST } else { 0 },
+                "buffers of chain {serial}"
+            );
             spans.iter().for_each(|span| assert_eq!(span.write(&serial.to_le_bytes()), 8));
             self.burst.list_mut()[index].written = chain.writable_len();
             self.held.push((self.burst.list()[index], serial));
         }
     }
 
-    /// Gives some back, in order or not.
+    /// Returns some chains, in order or not.
     fn give(&mut self, in_order: bool, random: &mut Random) {
         let mut list = Vec::new();
         for _ in 0..random.below(5).min(self.held.len()) {
@@ -229,7 +233,7 @@ impl Ours {
         if random.below(2) == 0 {
             self.ring.give(&list)
         } else {
-            self.ring.give_late(&list)
+            self.ring.give_deferred(&list)
         }
         if random.below(4) == 0 {
             self.ring.flush();
@@ -238,7 +242,7 @@ impl Ours {
 }
 
 impl Ours {
-    /// Gives some back and is killed meanwhile: what it would not have come to is undone.
+    /// Dies while returning chains: rolls back the stores that would not have been executed.
     fn die(mut self, rig: &Rig, stop: Stop, in_order: bool, random: &mut Random) {
         if self.held.is_empty() || stop == Stop::Never {
             return;
@@ -248,13 +252,13 @@ impl Ours {
         let user = rig.memory.driver.user();
         let area = |at: u64| Bytes::new(&rig.memory.driver, (at - user) as usize);
         if packed {
-            // Each for itself.
+            // Chains are published one by one.
             let (free, used, wrap) = (region.u16(14), region.u16(18), region.u8(21));
             let descriptor = area(rig.memory.at.descriptor + 16 * u64::from(used) + 8);
             let before = descriptor.u64(0);
             let at = if in_order { 0 } else { random.below(self.held.len()) };
             self.ring.give(&[self.held[at].0]);
-            if stop != Stop::HalfStruck {
+            if stop != Stop::HalfCleared {
                 region.set_u8(32 + 32 * usize::from(region.u16(12)), 1);
             }
             region.set_u16(14, free);
@@ -272,8 +276,8 @@ impl Ours {
             list.push(self.held.remove(at).0);
         }
         self.ring.give(&list);
-        let struck = usize::from(stop == Stop::HalfStruck);
-        list[struck..].iter().for_each(|chain| region.set_u8(16 + 16 * usize::from(chain.id), 1));
+        let cleared = usize::from(stop == Stop::HalfCleared);
+        list[cleared..].iter().for_each(|chain| region.set_u8(16 + 16 * usize::from(chain.id), 1));
         region.set_u16(14, used);
         if stop == Stop::BeforePublish {
             index.set_u16(2, used);
@@ -281,7 +285,7 @@ impl Ours {
     }
 }
 
-/// A device of either make. The other one knows its chains by head, or by entry and id.
+/// A device of either implementation. The foreign one identifies chains by head (split) or by entry and id (packed).
 enum Device {
     Ours(Ours),
     Split(foreign::Split, Vec<u16>, VecDeque<u16>),
@@ -294,8 +298,8 @@ impl Device {
         match self {
             Device::Ours(device) if random.below(2) == 0 => device.take(rig, random),
             Device::Ours(device) => device.give(in_order, random),
-            Device::Split(device, held, again) => {
-                if let Some(head) = again.pop_front().or_else(|| device.take()) {
+            Device::Split(device, held, resubmits) => {
+                if let Some(head) = resubmits.pop_front().or_else(|| device.take()) {
                     rig.took(rig.serial_of(head));
                     held.push(head);
                 }
@@ -304,8 +308,8 @@ impl Device {
                     device.give(&[head], Stop::Never);
                 }
             }
-            Device::Packed(device, held, again) => {
-                if let Some(chain) = again.pop_front().or_else(|| device.take()) {
+            Device::Packed(device, held, resubmits) => {
+                if let Some(chain) = resubmits.pop_front().or_else(|| device.take()) {
                     rig.took(rig.serial_of(chain.1));
                     held.push(chain);
                 }
@@ -317,9 +321,10 @@ impl Device {
         }
     }
 
-    /// Dies, perhaps while it gives some back. Says whether the driver may see used descriptors too early, which only ours mends.
+    /// Dies, perhaps while returning chains. Returns whether the driver may see used descriptors too early, which only our
+    /// devices can repair.
     fn die(self, rig: &Rig, in_order: bool, random: &mut Random) -> bool {
-        let stop = [Stop::Never, Stop::BeforePublish, Stop::AfterPublish, Stop::HalfStruck][random.below(4)];
+        let stop = [Stop::Never, Stop::BeforePublish, Stop::AfterPublish, Stop::HalfCleared][random.below(4)];
         match self {
             Device::Ours(device) => {
                 device.die(rig, stop, in_order, random);
@@ -345,10 +350,10 @@ impl Device {
     }
 }
 
-/// Devices one after the other on one ring. With `others`, some of them of the other make. Says how often something was resubmitted.
-fn succession(features: Features, long: bool, others: bool, seed: u64) -> u32 {
+/// Runs a succession of devices on one ring; with `others` some are foreign. Returns how often buffers were resubmitted.
+fn succession(features: Features, multi_buffer: bool, others: bool, seed: u64) -> u32 {
     let size = if features.packed { 13 } else { 16 };
-    let (mut rig, mut random, mut resubmitted) = (Rig::new(features, size, long), Random(seed), 0);
+    let (mut rig, mut random, mut resubmitted) = (Rig::new(features, size, multi_buffer), Random(seed), 0);
     let mut only_ours = false;
     for _ in 0..30 {
         let mut device = if others && !only_ours && random.below(2) == 0 {
@@ -378,7 +383,7 @@ fn succession(features: Features, long: bool, others: bool, seed: u64) -> u32 {
         only_ours = device.die(&rig, features.in_order, &mut random);
         rig.died();
     }
-    // The last one gives back everything, and stops in an orderly way.
+    // The last device returns everything and stops in an orderly way.
     let mut device = Ours::new(rig.resume().unwrap().0);
     for _ in 0..500 {
         device.take(&mut rig, &mut random);
@@ -396,20 +401,20 @@ fn succession(features: Features, long: bool, others: bool, seed: u64) -> u32 {
 
 fn all(others: bool) {
     for features in all_features() {
-        for long in [false, true] {
-            let resubmitted: u32 = (0..40).map(|seed| succession(features, long, others, seed)).sum();
-            assert!(resubmitted > 40, "{features:?}: only {resubmitted} times was anything in flight");
+        for multi_buffer in [false, true] {
+            let resubmitted: u32 = (0..40).map(|seed| succession(features, multi_buffer, others, seed)).sum();
+            assert!(resubmitted > 40, "{features:?}: buffers were in flight only {resubmitted} times");
         }
     }
 }
 
 #[test]
-fn a_successor_of_ours_goes_on() {
+fn our_successor_resumes() {
     all(false);
 }
 
 #[test]
-fn ours_and_another_make_go_on_after_each_other() {
+fn our_and_foreign_devices_resume_from_each_other() {
     all(true);
 }
 
@@ -423,12 +428,12 @@ fn an_orderly_stop_leaves_nothing_in_flight() {
         while device.held.len() < 5 {
             device.take(&mut rig, &mut random);
         }
-        // The second and fourth go back; the others are in flight when it dies.
+        // The second and fourth are returned; the others are in flight when the device dies.
         let given = [device.held[3].0, device.held[1].0];
         device.ring.give(&given);
         rig.died();
         let before = rig.back;
-        // Its successor takes one of them, needs it not, and stops.
+        // Its successor takes one of them, untakes it, and stops.
         let (mut ring, resumed) = rig.resume().unwrap();
         let count = device.held.len() as u32 - 2;
         assert_eq!(resumed, Resumed::Inflight { resubmitted: count });
@@ -436,11 +441,11 @@ fn an_orderly_stop_leaves_nothing_in_flight() {
         burst.start(&rig.memory.device);
         assert_eq!(ring.take(&rig.memory.device, &mut burst, 1), Ok(1));
         ring.untake(&mut burst, 0);
-        ring.settle();
+        ring.return_resubmits();
         let base = ring.base();
         rig.died();
-        assert_eq!(rig.back, before + u64::from(count), "what no base can tell of goes back");
-        // So that a device that knows of nothing but the base goes on with what is in the ring.
+        assert_eq!(rig.back, before + u64::from(count), "buffers that a base cannot express must be returned");
+        // A device that knows only the base continues with what is in the ring.
         let mut next = Ours::new(rig.memory.device_at(base));
         while rig.back < rig.serial {
             next.take(&mut rig, &mut random);
@@ -448,15 +453,15 @@ fn an_orderly_stop_leaves_nothing_in_flight() {
             next.ring.flush();
             rig.collect();
         }
-        // And one that looks into the region too.
+        // The region must not offer anything to a later device either.
         let inflight = Inflight::new(&rig.region, 1, 16, features.packed).unwrap();
         inflight.end();
-        assert_eq!(rig.bytes().u16(8), 0, "nothing is said after GET_VRING_BASE");
+        assert_eq!(rig.bytes().u16(8), 0, "the region must be invalid after GET_VRING_BASE");
     }
 }
 
 #[test]
-fn a_region_has_the_size_that_the_structures_have() {
+fn region_size_matches_the_structures() {
     // 16 + 16 n, and 32 + 32 n, in whole cache lines.
     assert_eq!([1, 3, 4, 256].map(|size| Inflight::bytes(false, size)), [64, 64, 128, 4160]);
     assert_eq!([1, 3, 4, 256].map(|size| Inflight::bytes(true, size)), [64, 128, 192, 8256]);

@@ -1,8 +1,8 @@
 //! The fences and orderings of both ends, checked by loom in every interleaving and with every value that a load may
 //! return. Run with `RUSTFLAGS="--cfg loom" cargo test -p ringroad-ring --test loom --release`.
 //!
-//! Each `store` and `load` of the rings is loom's here; the buffers' bytes are stood for by an atomic each that is
-//! written and read relaxed, so that only the ring's own ordering can make them arrive.
+//! All loads and stores of the rings are loom's. An atomic per buffer, accessed relaxed, stands for the buffer's bytes, so
+//! that only the ordering of the ring itself can make them visible.
 #![cfg(loom)]
 
 use loom::{
@@ -35,20 +35,20 @@ fn ends(features: Features) -> (DriverRing, DeviceRing) {
     }
 }
 
-/// Memory for the addresses of the descriptors; nobody writes to it.
+/// Memory for the descriptors' addresses; never written.
 fn memory() -> StdArc<Table> {
     StdArc::new(Table::default().with(Region::private(4096, GUEST).unwrap()).unwrap())
 }
 
-/// The buffer of the `serial`th chain: address and length tell them all apart.
+/// The buffer of the `serial`th chain; both address and length are unique.
 fn buffer(serial: u32) -> Buffer {
     Buffer { address: GUEST + 64 * u64::from(serial), len: 10 + serial }
 }
 
-/// Takes one chain, gives it back with `written` bytes; the serial of what came.
+/// Takes one chain; returns its serial number.
 fn take_one(device: &mut DeviceRing, memory: &StdArc<Table>, burst: &mut Chains, writable: bool) -> Option<u32> {
     burst.start(memory);
-    if device.take(memory, burst, 1).expect("a fault of a good driver") == 0 {
+    if device.take(memory, burst, 1).expect("no fault from a correct driver") == 0 {
         return None;
     }
     let chain = burst.list()[0];
@@ -56,7 +56,7 @@ fn take_one(device: &mut DeviceRing, memory: &StdArc<Table>, burst: &mut Chains,
     assert_eq!(spans.len(), 1);
     let offset = spans[0].as_ptr() as usize - memory.regions()[0].span(0, 1).unwrap().as_ptr() as usize;
     let serial = offset as u32 / 64;
-    assert_eq!((spans[0].len(), offset % 64), (10 + serial as usize, 0), "address and length of one descriptor");
+    assert_eq!((spans[0].len(), offset % 64), (10 + serial as usize, 0), "address and length of the same descriptor");
     assert_eq!(chain.readable_len() + chain.writable_len(), 10 + serial);
     Some(serial)
 }
@@ -66,7 +66,7 @@ fn give_one(device: &mut DeviceRing, burst: &mut Chains, written: u32) {
     device.give(burst.list());
 }
 
-/// One buffer there and back, before the threads start: what memory holds then is not what it held at first.
+/// Passes one buffer around before the threads start, so that the ring's memory is not in its initial state.
 fn once_around(driver: &mut DriverRing, device: &mut DeviceRing, memory: &StdArc<Table>, burst: &mut Chains) {
     assert_eq!(driver.add_single(1, false, |_| buffer(0)), 1);
     driver.publish();
@@ -87,23 +87,23 @@ fn layouts(event_idx: bool) -> [Features; 2] {
     [false, true].map(|packed| Features { packed, event_idx, ..Features::default() })
 }
 
-/// What the device takes is what the driver wrote: descriptors, and the bytes behind them. What the driver gets back is
-/// what the device wrote: ids, lengths, bytes. With more buffers than the ring has entries. In order the buffers are
-/// readable, so that a packed ring's device gives them back in batches.
+/// The device takes what the driver wrote: descriptors and the bytes behind them. The driver gets back what the device
+/// wrote: ids, lengths, bytes. Uses more buffers than the ring has entries. With IN_ORDER the buffers are readable, so that
+/// the device of a packed ring returns them in batches.
 fn publish(features: Features) {
     let writable = !features.in_order;
     const CHAINS: u32 = 3;
     let memory = memory();
-    let most = StdArc::new(StdAtomicU32::new(0));
-    let most_in = most.clone();
+    let returned = StdArc::new(StdAtomicU32::new(0));
+    let returned_in = returned.clone();
     check(Some(4), move || {
-        let most = &most_in;
+        let returned = &returned_in;
         let (mut driver, mut device) = ends(features);
         let bytes = || Arc::new((0..CHAINS).map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
         let (sent, replied) = (bytes(), bytes());
-        // Loom tries other orders of accesses that depend on each other, but of a location it remembers the last access
-        // only, which in a packed ring is mostly the same thread's. All threads touch this one, which synchronizes
-        // nothing, so that every order of the calls is tried.
+        // Loom explores other orders of dependent accesses, but remembers only the last access to a location, which in a
+        // packed ring is mostly by the same thread. All threads access this counter, which synchronises nothing, so that
+        // every order of the calls is explored.
         let turn = Arc::new(AtomicU32::new(0));
         let device_thread = {
             let (sent, replied, memory, turn) = (sent.clone(), replied.clone(), memory.clone(), turn.clone());
@@ -115,7 +115,7 @@ fn publish(features: Features) {
                     if let Some(serial) = take_one(&mut device, &memory, &mut burst, writable) {
                         assert_eq!(serial, next);
                         next += 1;
-                        assert_eq!(sent[serial as usize].load(Relaxed), 100 + serial, "bytes for the device");
+                        assert_eq!(sent[serial as usize].load(Relaxed), 100 + serial, "device sees stale bytes");
                         replied[serial as usize].store(200 + serial, Relaxed);
                         turn.fetch_add(1, Relaxed);
                         give_one(&mut device, &mut burst, if writable { 1 + serial } else { 0 });
@@ -127,7 +127,7 @@ fn publish(features: Features) {
         let (mut next, mut back) = (0, 0);
         let mut serials = [None; SIZE as usize];
         for _ in 0..3 {
-            // Two at once the first time; in a packed ring the first one of them publishes the second one as well.
+            // The first time two at once; in a packed ring the first of them also publishes the second.
             driver.add_single((CHAINS - next) as usize, writable, |id| {
                 sent[next as usize].store(100 + next, Relaxed);
                 serials[id as usize] = Some(next);
@@ -138,19 +138,19 @@ fn publish(features: Features) {
             driver.publish();
             turn.fetch_add(1, Relaxed);
             let mut used = [Used::default(); 2];
-            let count = driver.take_used(&mut used).expect("a fault of a good device");
+            let count = driver.take_used(&mut used).expect("no fault from a correct device");
             for used in &used[..count] {
-                let serial = serials[used.id as usize].take().expect("an id that is under way");
+                let serial = serials[used.id as usize].take().expect("an id in flight");
                 assert_eq!((serial, used.len), (back, if writable { 1 + back } else { 0 }));
-                assert_eq!(replied[serial as usize].load(Relaxed), 200 + serial, "bytes for the driver");
+                assert_eq!(replied[serial as usize].load(Relaxed), 200 + serial, "driver sees stale bytes");
                 back += 1;
             }
         }
         let taken = device_thread.join().unwrap();
         assert!(back <= taken && taken <= next);
-        most.fetch_max(back, Relaxed);
+        returned.fetch_max(back, Relaxed);
     });
-    assert_eq!(most.load(Relaxed), CHAINS, "not all of it was tried");
+    assert_eq!(returned.load(Relaxed), CHAINS, "no execution returned all chains");
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn packed_publish_in_order() {
     publish(Features { in_order: true, ..layouts(false)[1] });
 }
 
-/// What one side rings and the other one sleeps by: an eventfd.
+/// Notification from one side to the other: stands for an eventfd.
 #[derive(Clone)]
 struct Bell(Arc<AtomicBool>);
 
@@ -187,13 +187,13 @@ impl Bell {
         self.0.swap(true, AcqRel);
     }
 
-    /// Whether it had been rung.
+    /// Resets the bell; returns whether it had been rung.
     fn clear(&self) -> bool {
         self.0.swap(false, AcqRel)
     }
 }
 
-/// A device that sleeps is woken, or has nothing to do. `rounds`: how many buffers the driver publishes, one at a time.
+/// A sleeping device is woken or has nothing to do. `rounds`: number of buffers that the driver publishes, one at a time.
 fn device_wakes(features: Features, rounds: u32) {
     let memory = memory();
     let slept = StdArc::new(StdAtomicU32::new(0));
@@ -213,7 +213,7 @@ fn device_wakes(features: Features, rounds: u32) {
                         taken += 1;
                     } else if !device.enable_notification() {
                         if !bell.clear() {
-                            // Asleep, until the bell rings again.
+                            // Asleep until the bell rings again.
                             break;
                         }
                         device.disable_notification();
@@ -230,17 +230,17 @@ fn device_wakes(features: Features, rounds: u32) {
             }
         }
         let taken = device_thread.join().unwrap();
-        assert!(taken == rounds || bell.clear(), "the device sleeps, {} buffers wait", rounds - taken);
+        assert!(taken == rounds || bell.clear(), "the device sleeps with {} buffers pending", rounds - taken);
         slept_in.fetch_or(1 << taken, Relaxed);
     });
     assert_eq!(
         slept.load(Relaxed),
         (2 << rounds) - 1,
-        "it has to fall asleep after any number of buffers, and after none"
+        "must fall asleep after every possible number of buffers, including none"
     );
 }
 
-/// A driver that sleeps is woken, or has nothing to do.
+/// A sleeping driver is woken or has nothing to do.
 fn driver_wakes(features: Features, rounds: u32) {
     let memory = memory();
     let slept = StdArc::new(StdAtomicU32::new(0));
@@ -258,7 +258,7 @@ fn driver_wakes(features: Features, rounds: u32) {
             thread::spawn(move || {
                 let mut back = 0;
                 while back < rounds {
-                    if driver.take_used(&mut [Used::default()]).expect("a fault of a good device") == 1 {
+                    if driver.take_used(&mut [Used::default()]).expect("no fault from a correct device") == 1 {
                         back += 1;
                     } else if !driver.enable_notification() {
                         if !bell.clear() {
@@ -278,13 +278,13 @@ fn driver_wakes(features: Features, rounds: u32) {
             }
         }
         let back = driver_thread.join().unwrap();
-        assert!(back == rounds || bell.clear(), "the driver sleeps, {} used buffers wait", rounds - back);
+        assert!(back == rounds || bell.clear(), "the driver sleeps with {} used buffers pending", rounds - back);
         slept_in.fetch_or(1 << back, Relaxed);
     });
     assert_eq!(
         slept.load(Relaxed),
         (2 << rounds) - 1,
-        "it has to fall asleep after any number of buffers, and after none"
+        "must fall asleep after every possible number of buffers, including none"
     );
 }
 

@@ -1,5 +1,5 @@
-//! Fast path and normal path do the same: each input goes through both, and what comes out is compared, the memory of the
-//! ring included. So it is with everything else that can be turned off.
+//! Fast path and normal path must give the same results: each input goes through both, and the results and the ring's
+//! memory are compared. The same holds for every other optimisation that can be turned off.
 
 use proptest::prelude::*;
 use ringroad_mem::{Region, Span, Table};
@@ -10,11 +10,11 @@ use std::sync::Arc;
 
 const GUEST: u64 = 0x10_0000;
 const SIZE: u32 = 16;
-/// Where buffers and indirect tables lie; the ring is before.
+/// Offset of buffers and indirect tables; the ring comes before.
 const BUFFERS: u64 = 4096;
 const BYTES: usize = 16384;
 
-/// A ring and its buffers in two regions, so that translation has something to miss.
+/// A ring and its buffers in two regions, so that the translation cache can miss.
 struct Memory {
     table: Arc<Table>,
     at: Addresses,
@@ -46,7 +46,7 @@ impl Memory {
     }
 }
 
-/// What a chain looks like from outside, without the addresses, which differ from memory to memory.
+/// A chain as the device sees it, without the addresses, which differ from memory to memory.
 type Seen = (u16, u16, u32, u32, bool, Vec<usize>);
 
 fn seen(chains: &Chains) -> Vec<Seen> {
@@ -57,15 +57,15 @@ fn seen(chains: &Chains) -> Vec<Seen> {
     chains.list().iter().map(see).collect()
 }
 
-/// What each `take` gave and saw, where the ring would go on, and its memory.
+/// Result of each `take` with the chains seen, the final base, and the ring's memory.
 type Trace = (Vec<(Result<usize, Fault>, Vec<Seen>)>, u32, Vec<u8>);
 
 #[derive(Clone, Debug)]
 enum Op {
     Take(usize),
-    /// Gives so many of what was taken, with so many bytes each; the rest is put back.
+    /// Returns this many of the taken chains, with this many bytes written to each; untakes the rest.
     Give(usize, u32),
-    /// A driver's write to the ring.
+    /// A write to the ring by the driver.
     Poke(u64, Vec<u8>),
 }
 
@@ -78,7 +78,7 @@ fn op(packed: bool) -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A descriptor that is good, mostly.
+/// A descriptor that is mostly valid.
 fn descriptor(packed: bool) -> impl Strategy<Value = Vec<u8>> {
     let address = prop_oneof![
         8 => (BUFFERS..BYTES as u64 - 200).prop_map(|offset| GUEST + offset),
@@ -100,7 +100,7 @@ fn descriptor(packed: bool) -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// The start of the memory: descriptors and, in a split ring, an available ring behind them.
+/// The start of the memory: descriptors and, in a split ring, the available ring behind them.
 fn content(packed: bool) -> impl Strategy<Value = Vec<u8>> {
     let descriptors = prop::collection::vec(descriptor(packed), SIZE as usize);
     let available = (
@@ -139,7 +139,7 @@ fn tunings() -> [Tuning; 7] {
     ]
 }
 
-/// All that a device sees and leaves behind in the course of these operations.
+/// Runs the operations; returns everything that the device sees and leaves behind.
 fn device(features: Features, start: u16, content: &[u8], ops: &[Op], tuning: Tuning) -> Trace {
     let memory = Memory::new(features.packed, content);
     let start = u32::from(start);
@@ -183,13 +183,13 @@ enum DriverOp {
     Publish,
     TakeUsed(usize),
     Reclaim(usize),
-    /// The device uses the oldest chains: so many, the last id standing for all or each for itself, with so many bytes.
+    /// The device uses this many of the oldest chains, as a batch or one by one, with this many bytes written to each.
     Use {
         count: usize,
         batch: bool,
         written: u32,
     },
-    /// Something else is written where the device writes.
+    /// A stray write to where the device writes.
     Poke(u64, Vec<u8>),
 }
 
@@ -259,7 +259,7 @@ fn driver(features: Features, ops: &[DriverOp], fast: bool) -> (Vec<Event>, Vec<
                     break;
                 }
                 chains.list_mut().iter_mut().for_each(|chain| chain.written = written.min(chain.writable_len()));
-                // Without `batch` each for itself, in order all the same.
+                // Without `batch` one by one, but still in order.
                 let list = chains.list();
                 if batch { device.give(list) } else { list.chunks(1).for_each(|one| device.give(one)) }
             }
@@ -291,14 +291,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     #[test]
-    fn devices_do_the_same(
+    fn device_results_do_not_depend_on_tuning(
         (features, mut content, ops) in features().prop_flat_map(|features| {
             (Just(features), content(features.packed), prop::collection::vec(op(features.packed), 1..12))
         }),
         start in 0..SIZE as u16,
     ) {
         if features.packed {
-            // The ring starts in the middle: what is before that belongs to the next pass.
+            // The ring starts in the middle: slots before that belong to the next pass.
             for slot in 0..usize::from(start) {
                 content[16 * slot + 14] ^= 0x80;
                 content[16 * slot + 15] ^= 0x80;
@@ -308,7 +308,7 @@ proptest! {
         for tuning in tunings() {
             let (mut events, base, ring) = device(features, start, &content, &ops, tuning);
             if !tuning.shadow_used && features.in_order && features.packed {
-                // Each used descriptor is written, not just that of a batch.
+                // Each used descriptor is written, not only one per batch.
                 prop_assert_eq!((&events, base), (&expected.0, expected.1), "{:?}", tuning);
                 continue;
             }
@@ -318,7 +318,7 @@ proptest! {
     }
 
     #[test]
-    fn drivers_do_the_same(features in features(), ops in prop::collection::vec(driver_op(), 1..40)) {
+    fn driver_fast_path_matches_normal_path(features in features(), ops in prop::collection::vec(driver_op(), 1..40)) {
         let (fast, normal) = (driver(features, &ops, true), driver(features, &ops, false));
         prop_assert_eq!(fast, normal);
     }

@@ -78,7 +78,7 @@ impl RxQueue {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 
@@ -300,7 +300,7 @@ impl TxQueue {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 
@@ -497,7 +497,7 @@ impl Events {
     /// The same for good: what a former process had in flight and has not been taken since goes back empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
-        self.ring.settle();
+        self.ring.return_resubmits();
         self.ring.base()
     }
 

@@ -1,71 +1,71 @@
-//! Ethernet addresses and the first 14 bytes of a frame: what the switch decides by.
+//! Ethernet addresses and the 14-byte Ethernet II header, which the switch forwards by.
 //!
-//! The switch calls [`Addresses::read`] once for each frame, a reflecting port also [`swap_addresses`].
+//! The switch calls [`Addresses::read`] once per frame; a reflecting port also calls [`swap_addresses`].
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Bytes of an Ethernet II header: destination, source, EtherType.
+/// Size of an Ethernet II header in bytes: destination, source, EtherType.
 pub const HEADER: usize = 14;
 
-/// Bytes of the smallest frame, without its check sequence.
+/// Size of the smallest frame in bytes, without its frame check sequence.
 pub const ZLEN: usize = 60;
 
-/// Bytes of two VLAN tags.
+/// Size of two VLAN tags in bytes.
 pub const TAGS: usize = 8;
 
-/// Bytes of the longest frame on a link whose packets have `mtu` bytes at most, from the destination address to the end of
-/// the payload. Two VLAN tags do not count as payload.
+/// Returns the size in bytes of the longest frame on a link with this MTU, from the destination address to the end of the
+/// payload. Up to two VLAN tags do not count towards the MTU.
 #[inline]
 pub const fn longest_frame(mtu: u16) -> usize {
     mtu as usize + HEADER + TAGS
 }
 
-/// An Ethernet address, in the order of the wire.
+/// An Ethernet address, in wire order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MacAddr(pub [u8; 6]);
 
-/// A text that is no Ethernet address.
+/// Error from parsing an Ethernet address.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("expected six pairs of hexadecimal digits, such as 52:54:00:12:34:56, found {found:?}")]
 pub struct MacAddrError {
-    /// The text in question.
+    /// The text that was parsed.
     pub found: String,
 }
 
 impl MacAddr {
-    /// The address of every station: ff:ff:ff:ff:ff:ff.
+    /// The broadcast address, ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: MacAddr = MacAddr([0xff; 6]);
 
-    /// A locally administered unicast address that holds `number`: 02:00, then its four bytes.
+    /// Returns the locally administered unicast address 02:00 followed by the four bytes of `number`.
     #[inline]
     pub const fn local(number: u32) -> MacAddr {
         let [a, b, c, d] = number.to_be_bytes();
         MacAddr([0x02, 0x00, a, b, c, d])
     }
 
-    /// Whether the group bit is set; so it is for the broadcast address too.
+    /// Returns whether the group bit is set, as it is in multicast and broadcast addresses.
     #[inline]
     pub const fn is_multicast(self) -> bool {
         self.0[0] & 1 != 0
     }
 
-    /// Whether it is one of the sixteen group addresses 01-80-C2-00-00-00 to -0F, for protocols between neighbours on a link:
-    /// no bridge forwards their frames (IEEE 802.1Q, 8.6.3).
+    /// Returns whether it is one of the sixteen link-local group addresses 01-80-C2-00-00-00 to -0F, whose frames bridges
+    /// never forward (IEEE 802.1Q, 8.6.3).
     #[inline]
     pub const fn is_link_local(self) -> bool {
         matches!(self.0, [0x01, 0x80, 0xc2, 0, 0, 0..=0x0f])
     }
 
-    /// Whether all bytes are zero, which is no station's address.
+    /// Returns whether all bytes are zero, which is not a valid station address.
     #[inline]
     pub const fn is_zero(self) -> bool {
         self.to_u64() == 0
     }
 
-    /// The address as a number: the first byte of the wire is the highest of the low 48 bits.
+    /// Returns the address as a number; the first byte on the wire is the highest of the low 48 bits.
     #[inline]
     pub const fn to_u64(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
@@ -89,26 +89,27 @@ impl fmt::Debug for MacAddr {
 impl FromStr for MacAddr {
     type Err = MacAddrError;
 
-    /// Reads `52:54:00:12:34:56`: exactly six pairs, digits of either case.
+    /// Parses `52:54:00:12:34:56`: exactly six pairs of hexadecimal digits, upper or lower case.
     ///
     /// # Errors
-    /// [`MacAddrError`] on any other text.
+    /// [`MacAddrError`] for any other text.
     fn from_str(text: &str) -> Result<MacAddr, MacAddrError> {
         parse(text).ok_or_else(|| MacAddrError { found: text.to_owned() })
     }
 }
 
-/// The two addresses of a frame.
+/// Destination and source address of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Addresses {
-    /// Who it is for.
+    /// Address of the receiver.
     pub destination: MacAddr,
-    /// Who sent it.
+    /// Address of the sender.
     pub source: MacAddr,
 }
 
 impl Addresses {
-    /// The addresses from their twelve bytes, the first eight and the last four as little-endian numbers.
+    /// Builds the addresses from the first twelve bytes of a frame, passed as two little-endian numbers of eight and four
+    /// bytes.
     #[inline]
     pub const fn from_words(words: (u64, u32)) -> Addresses {
         let [a, b, c, d, e, f, u, v] = words.0.to_le_bytes();
@@ -116,7 +117,7 @@ impl Addresses {
         Addresses { destination: MacAddr([a, b, c, d, e, f]), source: MacAddr([u, v, w, x, y, z]) }
     }
 
-    /// The addresses of the frame that begins with `head`; `None` if that is less than an Ethernet header.
+    /// Reads the addresses of the frame that starts with `head`; `None` if `head` is shorter than an Ethernet header.
     #[inline]
     pub fn read(head: &[u8]) -> Option<Addresses> {
         let &[a, b, c, d, e, f, u, v, w, x, y, z, _, _] = head.first_chunk::<HEADER>()?;
@@ -124,7 +125,7 @@ impl Addresses {
     }
 }
 
-/// Swaps destination and source of the frame that begins with `head`; nothing happens to less than 12 bytes.
+/// Swaps destination and source of the frame that starts with `head`; does nothing if `head` is shorter than 12 bytes.
 #[inline]
 pub fn swap_addresses(head: &mut [u8]) {
     if let Some(addresses) = head.first_chunk_mut::<12>() {
@@ -138,7 +139,7 @@ fn parse(text: &str) -> Option<MacAddr> {
     let mut pairs = text.split(':');
     for byte in &mut bytes {
         let pair = pairs.next()?;
-        // from_str_radix would take a sign, and one digit.
+        // from_str_radix alone would accept a sign and a single digit.
         if pair.len() != 2 || !pair.bytes().all(|digit| digit.is_ascii_hexdigit()) {
             return None;
         }
@@ -154,7 +155,7 @@ mod tests {
     const GUEST: MacAddr = MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0xab]);
 
     #[test]
-    fn frames_of_an_mtu() {
+    fn longest_frame_for_an_mtu() {
         assert_eq!([68, 1500, 65535].map(longest_frame), [90, 1522, 65557]);
     }
 
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_is_no_address() {
+    fn invalid_text_is_rejected() {
         let broken = [
             "",
             ":",
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers() {
+    fn addresses_as_numbers() {
         assert_eq!(GUEST.to_u64(), 0x5254_0012_34ab);
         assert_eq!(MacAddr::BROADCAST.to_u64(), 0xffff_ffff_ffff);
         assert_eq!(MacAddr::local(0x0102_0304).to_string(), "02:00:01:02:03:04");

@@ -1,6 +1,7 @@
-//! Frame formats, without I/O: Ethernet addresses, the headers of virtio-net and virtio-vsock, and the generator's test frames.
+//! Frame formats, without I/O: Ethernet addresses, the headers of virtio-net and virtio-vsock, and the traffic generator's
+//! test frames. Used by the device and driver crates and by the switch.
 //!
-//! Everything takes bytes and gives bytes. No input panics: what is too short or damaged is a `None` or a small error.
+//! Everything works on byte slices. No input panics: short or damaged input gives `None` or a small error.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(

@@ -1,33 +1,33 @@
-//! The test frames that `ringroad blast` sends: who reads one knows its flow, its place in it, when it left, and
-//! whether a byte of it was damaged.
+//! The test frames that `ringroad blast` sends. A receiver can tell a probe's flow, its sequence number, when it was sent,
+//! and whether any byte was damaged.
 //!
-//! | bytes  | what                                                                             |
+//! | bytes  | contents                                                                         |
 //! |--------|----------------------------------------------------------------------------------|
 //! | 0..14  | Ethernet II, EtherType IPv4                                                      |
-//! | 14..34 | IPv4, 198.18.0.1 to 198.18.0.2 (the range for benchmarks, RFC 2544), its checksum |
+//! | 14..34 | IPv4 with checksum, 198.18.0.1 to 198.18.0.2 (the benchmark range of RFC 2544)   |
 //! | 34..42 | UDP: source port [`FLOW_PORT`] + flow, destination port [`MAGIC`], checksum 0     |
 //! | 42..50 | sequence                                                                         |
 //! | 50..58 | sent_ns                                                                          |
 //! | 58..60 | check over flow, sequence and sent_ns                                            |
-//! | 60..   | body: a pattern of (sequence, offset)                                            |
+//! | 60..   | body: a pattern that depends on sequence and offset                              |
 //!
-//! Numbers are big-endian. Flow and magic are the UDP ports, so that a probe fits the smallest frame of Ethernet and
-//! its flows hash apart.
+//! Numbers are big-endian. Flow and magic are stored in the UDP ports, so that a probe fits the smallest Ethernet frame and
+//! flows hash to different queues.
 
 use thiserror::Error;
 
 use crate::ethernet::{Addresses, HEADER, ZLEN};
 
-/// Bytes of the smallest probe, without the frame's check sequence: the smallest frame of Ethernet.
+/// Size of the smallest probe in bytes, without the frame check sequence: the smallest Ethernet frame.
 pub const MIN_SIZE: usize = ZLEN;
 
-/// Bytes of the largest probe: what the length field of IPv4 can say.
+/// Size of the largest probe in bytes, limited by the length field of IPv4.
 pub const MAX_SIZE: usize = HEADER + u16::MAX as usize;
 
-/// The UDP destination port by which a probe is known ("rr").
+/// UDP destination port that identifies a probe ("rr").
 pub const MAGIC: u16 = 0x7272;
 
-/// The UDP source port of flow 0; that of flow n is n more, modulo 65536.
+/// UDP source port of flow 0; flow n uses this port plus n, modulo 65536.
 pub const FLOW_PORT: u16 = 1024;
 
 const IP: usize = HEADER;
@@ -37,56 +37,56 @@ const SENT_NS: usize = SEQUENCE + 8;
 const CHECK: usize = SENT_NS + 8;
 const _: () = assert!(CHECK + 2 == MIN_SIZE);
 
-/// What one test frame says.
+/// The fields of a test frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// Which stream of frames it belongs to.
+    /// The flow that the frame belongs to.
     pub flow: u16,
-    /// Its place in that stream.
+    /// Sequence number within the flow.
     pub sequence: u64,
-    /// When it was sent, in nanoseconds of the sender's clock.
+    /// Time of sending, in nanoseconds of the sender's clock.
     pub sent_ns: u64,
 }
 
-/// Why a frame is not the probe that it should be.
+/// Why a frame is not the expected probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ProbeError {
     /// The frame is shorter than [`MIN_SIZE`] or longer than [`MAX_SIZE`].
     #[error("expected a frame of {MIN_SIZE} to {MAX_SIZE} bytes, found {0}")]
     Size(usize),
-    /// Some other traffic: not IPv4 without options, not UDP, or not to port [`MAGIC`].
-    #[error("expected IPv4 and UDP to port {MAGIC}, found some other frame")]
+    /// Other traffic: IPv4 with options or not IPv4, not UDP, or not to port [`MAGIC`].
+    #[error("expected IPv4 and UDP to port {MAGIC}, found another kind of frame")]
     Foreign,
-    /// The lengths in the IPv4 and UDP headers are not those of the frame.
-    #[error("expected lengths in the headers that fit a frame of {0} bytes")]
+    /// The lengths in the IPv4 and UDP headers do not match the frame.
+    #[error("expected IPv4 and UDP lengths that match a frame of {0} bytes")]
     Length(usize),
-    /// Flow, sequence or sent_ns was damaged, or the check itself.
+    /// Flow, sequence, sent_ns or the check itself was damaged.
     #[error("expected check {expected:#06x} of the probe's fields, found {found:#06x}")]
     Check {
-        /// The check that belongs to the fields of the frame.
+        /// The check computed from the frame's fields.
         expected: u16,
-        /// The check in the frame.
+        /// The check stored in the frame.
         found: u16,
     },
     /// The checksum of the IPv4 header is wrong.
     #[error("the IPv4 header's checksum is wrong")]
     IpChecksum,
-    /// An intact probe, but not the one that it is compared to.
-    #[error("expected another probe, found flow {} sequence {}", .0.flow, .0.sequence)]
+    /// An intact probe, but not the expected one.
+    #[error("expected a different probe, found flow {} sequence {}", .0.flow, .0.sequence)]
     Other(Probe),
     /// A byte of the body was damaged.
     #[error("byte {at} of the frame is damaged")]
     Body {
-        /// The first wrong byte, counted from the start of the frame.
+        /// Offset of the first wrong byte from the start of the frame.
         at: usize,
     },
 }
 
 impl Probe {
-    /// Makes all of `frame` this probe; its length is the size of the frame without check sequence.
+    /// Writes this probe to all of `frame`, whose length is the frame size without check sequence.
     ///
     /// # Errors
-    /// [`ProbeError::Size`] if the frame is too short or too long; then it is left as it was.
+    /// [`ProbeError::Size`] if the frame is too short or too long; it is not changed then.
     pub fn write(&self, addresses: &Addresses, frame: &mut [u8]) -> Result<(), ProbeError> {
         let size = frame.len();
         let (head, body) = split_mut(frame)?;
@@ -102,21 +102,22 @@ impl Probe {
         Ok(())
     }
 
-    /// Changes flow, sequence and sent_ns in a frame that [`Probe::write`] made; for loops that cannot afford more.
+    /// Updates flow, sequence and sent_ns in a frame written by [`Probe::write`], for loops that cannot afford a full
+    /// write.
     ///
-    /// The body stays that of the former sequence: [`Probe::read`] takes such a frame, [`Probe::verify`] finds its
-    /// body damaged, unless it has none or the sequence did not change.
+    /// The body keeps the pattern of the previous sequence: [`Probe::read`] accepts such a frame, [`Probe::verify`] reports
+    /// its body as damaged unless it has none or the sequence did not change.
     ///
     /// # Errors
-    /// [`ProbeError::Size`] if the frame is too short or too long; then it is left as it was.
+    /// [`ProbeError::Size`] if the frame is too short or too long; it is not changed then.
     #[inline]
     pub fn rewrite(&self, frame: &mut [u8]) -> Result<(), ProbeError> {
         self.put_fields(split_mut(frame)?.0);
         Ok(())
     }
 
-    /// The probe in `frame`. Checks what makes it a probe, its lengths and its fields, but not the addresses, the
-    /// IPv4 checksum or the body: [`Probe::verify`] does the latter two.
+    /// Reads the probe in `frame`. Checks that it is a probe, its lengths and its fields, but not the addresses, the IPv4
+    /// checksum or the body; [`Probe::verify`] checks the latter two.
     ///
     /// # Errors
     /// [`ProbeError::Size`], [`ProbeError::Foreign`], [`ProbeError::Length`] or [`ProbeError::Check`].
@@ -143,8 +144,8 @@ impl Probe {
         Ok(probe)
     }
 
-    /// Checks that `frame` is this probe and arrived whole: all that [`Probe::read`] checks, the IPv4 header's
-    /// checksum and every byte of the body.
+    /// Checks that `frame` is this probe and intact: everything that [`Probe::read`] checks, the IPv4 header checksum, and
+    /// every byte of the body.
     ///
     /// # Errors
     /// Those of [`Probe::read`], [`ProbeError::IpChecksum`], [`ProbeError::Other`] or [`ProbeError::Body`].
@@ -171,8 +172,8 @@ impl Probe {
         put(head, CHECK, self.check().to_be_bytes());
     }
 
-    /// Modulo a prime above 255 * 256, so that no change within one byte goes unnoticed; the factors tell the fields
-    /// apart.
+    /// The modulus is a prime above 255 * 256, so that every change within one byte is detected; the factors distinguish
+    /// the fields.
     #[inline]
     fn check(&self) -> u16 {
         const PRIME: u64 = 65521;
@@ -184,7 +185,7 @@ impl Probe {
     }
 }
 
-/// One pass of the bytes that hold the fields, and the body after them.
+/// Splits off the part with the headers and fields from the body, and checks the frame size.
 #[inline]
 fn split(frame: &[u8]) -> Result<(&[u8; MIN_SIZE], &[u8]), ProbeError> {
     match frame.split_first_chunk() {
@@ -202,13 +203,13 @@ fn split_mut(frame: &mut [u8]) -> Result<(&mut [u8; MIN_SIZE], &mut [u8]), Probe
     }
 }
 
-/// Only for constant offsets within the head: then it is one load, and the bounds check goes away.
+/// For constant offsets within the head only: compiles to one load without a bounds check.
 #[inline(always)]
 fn get<const N: usize>(head: &[u8; MIN_SIZE], at: usize) -> [u8; N] {
     head.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
 }
 
-/// As [`get`], one store.
+/// Like [`get`], but one store.
 #[inline(always)]
 fn put<const N: usize>(head: &mut [u8; MIN_SIZE], at: usize, bytes: [u8; N]) {
     if let Some(place) = head.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
@@ -216,7 +217,7 @@ fn put<const N: usize>(head: &mut [u8; MIN_SIZE], at: usize, bytes: [u8; N]) {
     }
 }
 
-/// The IPv4 total length in a frame of `size` bytes, of which [`split`] has seen to the bounds.
+/// The IPv4 total length in a frame of `size` bytes, whose bounds [`split`] has checked.
 #[inline]
 fn ip_length(size: usize) -> u16 {
     (size - IP) as u16
@@ -236,7 +237,7 @@ fn ip_header(size: usize) -> [u8; 20] {
     header
 }
 
-/// The Internet checksum (RFC 1071) of a header of even length: 0 if the right one is in it already.
+/// The Internet checksum (RFC 1071) of a header of even length: 0 if the header already contains the right one.
 fn ip_checksum(header: &[u8]) -> u16 {
     let mut sum: u32 = header.as_chunks().0.iter().map(|&word| u32::from(u16::from_be_bytes(word))).sum();
     while sum > 0xffff {
@@ -245,9 +246,10 @@ fn ip_checksum(header: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// The body, eight bytes at a time: an endless row of words, by addition, shift and xor alone so that it vectorises.
+/// The body, eight bytes at a time: an endless sequence of words, made by addition, shift and xor only so that it
+/// vectorises.
 fn pattern(sequence: u64) -> impl Iterator<Item = [u8; 8]> {
-    // Odd, so that each sequence has its own row: 2^64 divided by the golden ratio, and a prime of xxHash.
+    // Odd, so that each sequence has a different pattern: 2^64 divided by the golden ratio, and a prime of xxHash.
     let first = sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (0..).map(move |index: u64| {
         let word = first.wrapping_add(index.wrapping_mul(0xc2b2_ae3d_27d4_eb4f));
@@ -264,11 +266,11 @@ fn fill(sequence: u64, body: &mut [u8]) {
     }
 }
 
-/// The offset in the body of the first byte that is not the pattern's.
+/// Offset within the body of the first byte that does not match the pattern.
 fn first_damaged(sequence: u64, body: &[u8]) -> Option<usize> {
     let mut chunks = body.chunks(8).zip(pattern(sequence)).enumerate();
     chunks.find_map(|(index, (chunk, word))| {
-        // Word for word while all is well, byte for byte once it is not.
+        // Compares word by word, and byte by byte only within the first word that differs.
         if word.get(..chunk.len()) == Some(chunk) {
             return None;
         }
@@ -329,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_do_not_fit() {
+    fn invalid_sizes_are_rejected() {
         for size in (0..MIN_SIZE).chain([MAX_SIZE + 1, 100_000]) {
             let mut frame = vec![0xee; size];
             let error = Err(ProbeError::Size(size));
@@ -342,10 +344,10 @@ mod tests {
     }
 
     #[test]
-    fn every_damaged_byte_is_noticed() {
+    fn every_damaged_byte_is_detected() {
         for size in [MIN_SIZE, 64, 1514] {
             let mut frame = frame(&PROBE, size);
-            // All but the Ethernet addresses, and the UDP checksum that another sender may well compute.
+            // All but the Ethernet addresses, and the UDP checksum, which another sender may compute.
             for at in (12..UDP + 6).chain(SEQUENCE..size) {
                 let whole = frame[at];
                 for flip in 1..=255 {
@@ -368,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_and_padded_frames_are_noticed() {
+    fn truncated_and_padded_frames_are_detected() {
         let mut frame = frame(&PROBE, 100);
         assert_eq!(Probe::read(&frame[..99]), Err(ProbeError::Length(99)));
         frame.push(0);
@@ -382,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn another_probe_is_not_this_one() {
+    fn a_different_probe_is_reported() {
         let other = Probe { sequence: PROBE.sequence + 1, ..PROBE };
         assert_eq!(PROBE.verify(&frame(&other, 100)), Err(ProbeError::Other(other)));
     }

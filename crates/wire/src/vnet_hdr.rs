@@ -1,53 +1,52 @@
-//! The header in front of every frame of a virtio-net queue (virtio 1.3, 5.1.6): `struct virtio_net_hdr`.
+//! The header of every frame in a virtio-net queue (virtio 1.3, 5.1.6): `struct virtio_net_hdr`.
 //!
-//! The device and the driver of virtio-net read and write it, and so does a TAP port whose header size is set to
-//! [`SIZE`].
+//! Read and written by the device and driver of virtio-net, and by a TAP port whose header size is set to [`SIZE`].
 
-/// Bytes of the header. With VIRTIO_F_VERSION_1 `num_buffers` is always there (5.1.6.1).
+/// Size of the header in bytes. With VIRTIO_F_VERSION_1 `num_buffers` is always present (5.1.6.1).
 pub const SIZE: usize = 12;
 
-/// `flags`: the checksum from `csum_start` on is still to be computed (VIRTIO_NET_HDR_F_NEEDS_CSUM).
+/// `flags`: the checksum from `csum_start` on must still be computed (VIRTIO_NET_HDR_F_NEEDS_CSUM).
 pub const F_NEEDS_CSUM: u8 = 1;
-/// `flags`: the checksum has been checked and is right (VIRTIO_NET_HDR_F_DATA_VALID).
+/// `flags`: the checksum has been verified (VIRTIO_NET_HDR_F_DATA_VALID).
 pub const F_DATA_VALID: u8 = 2;
-/// `flags`: the checksum fields hold figures of coalesced segments (VIRTIO_NET_HDR_F_RSC_INFO).
+/// `flags`: the checksum fields carry information about coalesced segments (VIRTIO_NET_HDR_F_RSC_INFO).
 pub const F_RSC_INFO: u8 = 4;
 
-/// `gso_type`: one frame, nothing to segment (VIRTIO_NET_HDR_GSO_NONE).
+/// `gso_type`: a single frame, no segmentation (VIRTIO_NET_HDR_GSO_NONE).
 pub const GSO_NONE: u8 = 0;
-/// `gso_type`: TCP over IPv4 to segment (VIRTIO_NET_HDR_GSO_TCPV4).
+/// `gso_type`: TCP over IPv4 segmentation (VIRTIO_NET_HDR_GSO_TCPV4).
 pub const GSO_TCPV4: u8 = 1;
-/// `gso_type`: a UDP datagram to fragment (VIRTIO_NET_HDR_GSO_UDP).
+/// `gso_type`: UDP fragmentation (VIRTIO_NET_HDR_GSO_UDP).
 pub const GSO_UDP: u8 = 3;
-/// `gso_type`: TCP over IPv6 to segment (VIRTIO_NET_HDR_GSO_TCPV6).
+/// `gso_type`: TCP over IPv6 segmentation (VIRTIO_NET_HDR_GSO_TCPV6).
 pub const GSO_TCPV6: u8 = 4;
-/// `gso_type`: UDP to segment into datagrams (VIRTIO_NET_HDR_GSO_UDP_L4).
+/// `gso_type`: segmentation of UDP into datagrams (VIRTIO_NET_HDR_GSO_UDP_L4).
 pub const GSO_UDP_L4: u8 = 5;
-/// `gso_type`: bit beside the type, the TCP segments have ECN set (VIRTIO_NET_HDR_GSO_ECN).
+/// `gso_type`: flag in addition to the type, the TCP segments have ECN set (VIRTIO_NET_HDR_GSO_ECN).
 pub const GSO_ECN: u8 = 0x80;
 
-/// The header, in the machine's byte order. Its default is that of a plain frame, with `num_buffers` 0 as a driver
-/// sends it; a device that fills receive buffers sets it to 1 or more.
+/// The header in host byte order. The default is that of a plain frame, with `num_buffers` 0 as a driver sends it; a device
+/// that fills receive buffers sets `num_buffers` to 1 or more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VnetHdr {
     /// Bits `F_…`.
     pub flags: u8,
-    /// One of `GSO_…`, perhaps with [`GSO_ECN`].
+    /// One of `GSO_…`, optionally with [`GSO_ECN`].
     pub gso_type: u8,
-    /// Bytes of Ethernet, IP and TCP or UDP header; a hint.
+    /// Length of the Ethernet, IP and TCP or UDP headers in bytes; a hint.
     pub hdr_len: u16,
-    /// Bytes of payload in each segment.
+    /// Payload bytes in each segment.
     pub gso_size: u16,
-    /// Where the checksummed bytes begin, in bytes from the start of the frame.
+    /// Start of the checksummed bytes, in bytes from the start of the frame.
     pub csum_start: u16,
-    /// Where the checksum goes, in bytes from `csum_start`.
+    /// Position of the checksum, in bytes from `csum_start`.
     pub csum_offset: u16,
-    /// Receive buffers that the frame takes up (VIRTIO_NET_F_MRG_RXBUF), else 1.
+    /// Number of receive buffers that the frame occupies (VIRTIO_NET_F_MRG_RXBUF), else 1.
     pub num_buffers: u16,
 }
 
 impl VnetHdr {
-    /// The header as it stands in the queue, little-endian.
+    /// Returns the header in its wire format, little-endian.
     #[inline]
     pub const fn to_bytes(&self) -> [u8; SIZE] {
         let [a, b] = self.hdr_len.to_le_bytes();
@@ -58,7 +57,7 @@ impl VnetHdr {
         [self.flags, self.gso_type, a, b, c, d, e, f, g, h, i, j]
     }
 
-    /// The header that stands in `bytes`. Nothing is checked: whoever acts on a field checks it.
+    /// Parses a header from its wire format. Nothing is validated: the caller checks each field that it acts on.
     #[inline]
     pub const fn from_bytes(bytes: &[u8; SIZE]) -> VnetHdr {
         let &[flags, gso_type, a, b, c, d, e, f, g, h, i, j] = bytes;
@@ -79,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layout_of_the_specification() {
+    fn matches_the_specified_layout() {
         let header = VnetHdr {
             flags: F_NEEDS_CSUM,
             gso_type: GSO_TCPV4 | GSO_ECN,
@@ -95,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_frame() {
+    fn default_is_a_plain_frame() {
         assert_eq!(VnetHdr::default().to_bytes(), [0; SIZE]);
         assert_eq!(VnetHdr::from_bytes(&[0; SIZE]), VnetHdr::default());
     }

@@ -1,53 +1,52 @@
-//! The header in front of every packet of a vsock device's receive and transmit queue (virtio 1.3, 5.10.6):
-//! `struct virtio_vsock_hdr`.
+//! The header of every packet in the receive and transmit queues of a vsock device (virtio 1.3, 5.10.6): `struct
+//! virtio_vsock_hdr`.
 //!
-//! Device and driver of virtio-vsock read and write it. Here it is only a list of numbers; what they may be is the
-//! business of who receives it.
+//! Read and written by the device and driver of virtio-vsock. Fields are not validated here; the receiver does that.
 
-/// Bytes of the header.
+/// Size of the header in bytes.
 pub const SIZE: usize = 44;
 
-/// The context identifier of the host (5.10.4).
+/// Context identifier (CID) of the host (5.10.4).
 pub const HOST_CID: u64 = 2;
-/// A port or, in its 32 low bits, a context identifier that stands for any.
+/// Wildcard: any port or, as the low 32 bits of a CID, any CID.
 pub const ANY: u32 = u32::MAX;
 
-/// `kind`: bytes in order, without boundaries (VIRTIO_VSOCK_TYPE_STREAM).
+/// `kind`: an ordered byte stream without message boundaries (VIRTIO_VSOCK_TYPE_STREAM).
 pub const TYPE_STREAM: u16 = 1;
-/// `kind`: messages in order (VIRTIO_VSOCK_TYPE_SEQPACKET).
+/// `kind`: ordered messages (VIRTIO_VSOCK_TYPE_SEQPACKET).
 pub const TYPE_SEQPACKET: u16 = 2;
 
-/// `flags` of OP_SHUTDOWN: the sender receives no more (VIRTIO_VSOCK_SHUTDOWN_F_RECEIVE).
+/// `flags` of OP_SHUTDOWN: the sender will not receive any more (VIRTIO_VSOCK_SHUTDOWN_F_RECEIVE).
 pub const SHUTDOWN_RECEIVE: u32 = 1;
-/// `flags` of OP_SHUTDOWN: the sender sends no more (VIRTIO_VSOCK_SHUTDOWN_F_SEND).
+/// `flags` of OP_SHUTDOWN: the sender will not send any more (VIRTIO_VSOCK_SHUTDOWN_F_SEND).
 pub const SHUTDOWN_SEND: u32 = 2;
-/// `flags` of OP_RW between message sockets: the last packet of a message (VIRTIO_VSOCK_SEQ_EOM).
+/// `flags` of OP_RW on seqpacket connections: the last packet of a message (VIRTIO_VSOCK_SEQ_EOM).
 pub const SEQ_EOM: u32 = 1;
-/// `flags` of OP_RW between message sockets: the message ends a record, as its sender said (VIRTIO_VSOCK_SEQ_EOR).
+/// `flags` of OP_RW on seqpacket connections: the sender marked the message with MSG_EOR (VIRTIO_VSOCK_SEQ_EOR).
 pub const SEQ_EOR: u32 = 2;
 
-/// What a packet is for (`enum virtio_vsock_op`).
+/// Operation of a packet (`enum virtio_vsock_op`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum Op {
-    /// VIRTIO_VSOCK_OP_REQUEST: to connect.
+    /// VIRTIO_VSOCK_OP_REQUEST: asks for a connection.
     Request = 1,
-    /// VIRTIO_VSOCK_OP_RESPONSE: connected.
+    /// VIRTIO_VSOCK_OP_RESPONSE: accepts a connection.
     Response = 2,
-    /// VIRTIO_VSOCK_OP_RST: there is no such connection, now.
+    /// VIRTIO_VSOCK_OP_RST: refuses a connection or closes it at once.
     Reset = 3,
-    /// VIRTIO_VSOCK_OP_SHUTDOWN: see `flags`.
+    /// VIRTIO_VSOCK_OP_SHUTDOWN: closes one or both directions, see `flags`.
     Shutdown = 4,
-    /// VIRTIO_VSOCK_OP_RW: payload.
+    /// VIRTIO_VSOCK_OP_RW: carries payload.
     Data = 5,
-    /// VIRTIO_VSOCK_OP_CREDIT_UPDATE: how much room the sender has.
+    /// VIRTIO_VSOCK_OP_CREDIT_UPDATE: advertises the sender's buffer space.
     CreditUpdate = 6,
-    /// VIRTIO_VSOCK_OP_CREDIT_REQUEST: wants to know how much room the receiver has.
+    /// VIRTIO_VSOCK_OP_CREDIT_REQUEST: asks the receiver for a credit update.
     CreditRequest = 7,
 }
 
 impl Op {
-    /// The operation with this number, if there is one.
+    /// Returns the operation with this number; `None` if there is none.
     #[inline]
     pub fn new(number: u16) -> Option<Op> {
         const ALL: [Op; 7] =
@@ -56,33 +55,33 @@ impl Op {
     }
 }
 
-/// The header, in the machine's byte order.
+/// The header in host byte order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VsockHdr {
-    /// Context identifier of the sender.
+    /// CID of the sender.
     pub src_cid: u64,
-    /// Context identifier of the receiver.
+    /// CID of the receiver.
     pub dst_cid: u64,
     /// Port of the sender.
     pub src_port: u32,
     /// Port of the receiver.
     pub dst_port: u32,
-    /// Bytes of payload that follow.
+    /// Payload length in bytes.
     pub len: u32,
     /// One of `TYPE_…`.
     pub kind: u16,
-    /// An [`Op`].
+    /// An [`Op`], not validated.
     pub op: u16,
-    /// What they mean is up to the operation and the kind of socket.
+    /// Meaning depends on the operation and the socket type.
     pub flags: u32,
-    /// Bytes of payload that the sender keeps for the connection, at most (5.10.6.3).
+    /// Size of the sender's receive buffer for this connection, in bytes (5.10.6.3).
     pub buf_alloc: u32,
-    /// Bytes of payload that the sender has received and passed on, modulo 2³².
+    /// Payload bytes that the sender has received and consumed, modulo 2³².
     pub fwd_cnt: u32,
 }
 
 impl VsockHdr {
-    /// The header as it stands in the queue, little-endian.
+    /// Returns the header in its wire format, little-endian.
     #[inline]
     pub fn to_bytes(&self) -> [u8; SIZE] {
         let mut bytes = [0; SIZE];
@@ -106,7 +105,7 @@ impl VsockHdr {
         bytes
     }
 
-    /// The header that these bytes are.
+    /// Parses a header from its wire format.
     #[inline]
     pub fn from_bytes(bytes: &[u8; SIZE]) -> VsockHdr {
         fn at<const N: usize>(bytes: &[u8; SIZE], at: usize) -> [u8; N] {
@@ -135,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_laid_out_as_the_specification_has_it() {
+    fn matches_the_specified_layout() {
         let header = VsockHdr {
             src_cid: 0x0102_0304_0506_0708,
             dst_cid: 2,

@@ -197,7 +197,7 @@ fn regions_that_are_none() {
     put(&short, 8, &[2, 0]);
     guest.peer.ok(SET_INFLIGHT_FD, &inflight(4096, 2, SIZE as u16), &[short.as_raw_fd()]);
     guest.peer.refused(SET_VRING_BASE, &words(&[0, 0]), &[]);
-    logged(&ports.name, &["queue 0", "version in the inflight region is 2"]);
+    logged(&ports.name, &["queue 0", "invalid inflight region: version: expected at most 1, found 2"]);
     // And a good one.
     put(&short, 0, &[0; 4096]);
     guest.peer.ok(SET_INFLIGHT_FD, &inflight(4096, 2, SIZE as u16), &[short.as_raw_fd()]);

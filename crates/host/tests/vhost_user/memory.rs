@@ -94,7 +94,7 @@ fn queue_sizes() {
             guest.peer.refused(SET_VRING_NUM, &words(&[1, size]), &[]);
             assert!(guest.vrings[1].failed());
             rig.expect_faults(before + count);
-            logged(&rig.victim(), &["ERROR", "queue 1:", &format!("queue size {size} is not possible")]);
+            logged(&rig.victim(), &["ERROR", "queue 1:", &format!("invalid queue size {size}:")]);
         }
         // Not what it should have been, so nothing has changed.
         exchange(&mut guest, &mut others.0);

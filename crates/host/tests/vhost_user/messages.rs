@@ -270,7 +270,7 @@ fn messages_out_of_order() {
         }
     }
     logged(&rig.victim(), &["ERROR", "queue 1: the descriptor area at 0x1000"]);
-    logged(&rig.victim(), &["ERROR", "queue 0: queue size 0 is not possible"]);
+    logged(&rig.victim(), &["ERROR", "queue 0: invalid queue size 0"]);
     // On a fresh connection, without any features: the protocol has no such messages yet.
     for (request, payload) in [
         (SET_VRING_ENABLE, words(&[1, 1])),

@@ -1,15 +1,17 @@
-//! `QueueRegionPacked`: features; version, desc_num, free_head, old_free_head; used_idx, old_used_idx, and two bytes with
-//! the wrap counters; padding. Then four words for each entry: inflight in the lowest byte, next, last, num; counter; id, flags, len
-//! of a descriptor; its address.
+//! The inflight region of a packed ring, `QueueRegionPacked` (vhost-user, "Inflight I/O tracking"): features; version,
+//! desc_num, free_head, old_free_head; used_idx, old_used_idx, and two bytes with the wrap counters; padding. Then four
+//! words per entry: inflight in the lowest byte, next, last, num; counter; id, flags, len of a descriptor; its address.
+//! Called by `packed/device.rs` and `packed/tracked.rs`.
 //!
-//! The entries of a chain are linked, from its head on, and so are the free ones. A chain is taken when `old_free_head` has moved
-//! behind it. It is given back in three steps: linked to the free ones and `used_idx` moved on; published in the ring; struck off, and the
-//! old fields moved on too. Whoever finds them different asks the ring whether it was published.
+//! The entries of a chain are linked, starting at its head, and so are the free entries. A chain is taken by moving
+//! `old_free_head` past it. It is returned in three steps: (1) link it to the free list and advance `used_idx`; (2) publish
+//! it in the ring; (3) clear its inflight field and advance the old fields. If a successor finds that the old fields
+//! differ, it looks at the ring to see whether the chain was published.
 //!
-//! Each chain is published for itself. Used descriptors behind one that is withheld would be seen too early if a successor gives
-//! others back in their place.
+//! Each chain is published separately. If a batch had a deferred head and a successor returned other chains in its place,
+//! the driver would see the used descriptors behind it too early.
 
-use super::{Again, Inflight, VERSION, fields, is_inflight, join, nonsense, store};
+use super::{Inflight, Resubmits, VERSION, fields, invalid, is_inflight, join, store};
 use crate::{
     Chain, SetupError,
     chain::Descriptor,
@@ -20,38 +22,38 @@ use ringroad_mem::{
     sync::{AtomicU64, Ordering},
 };
 
-/// A chain in flight whose descriptors may not be in the ring any more.
+/// A chain in flight whose descriptors may no longer be in the ring.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Saved {
     /// The buffer id.
     pub id: u16,
-    /// How many descriptors it has.
+    /// Number of descriptors.
     pub slots: u16,
-    /// Where they begin in the list of all.
+    /// Index of its first descriptor in the common list.
     first: usize,
     entry: u16,
 }
 
-/// What a region says about a packed ring, checked.
+/// Validated contents of the region.
 pub(crate) struct Found {
     /// Where the next used descriptor goes.
     pub used: Position,
     /// Chains in flight, in the order in which they were taken.
     pub chains: Vec<Saved>,
-    /// How many descriptors they have altogether.
+    /// Number of descriptors of all chains.
     pub slots: u16,
     descriptors: Vec<Descriptor>,
-    /// What was begun is finished; else it is undone.
+    /// The interrupted return is completed; else it is undone.
     commit: bool,
-    /// Of each entry: next, last, num.
+    /// Per entry: next, last, num.
     links: Vec<[u16; 3]>,
     free: Vec<u16>,
     /// Entries that are neither free nor in flight.
-    lost: Vec<u16>,
+    unlinked: Vec<u16>,
     counter: u64,
 }
 
-/// The region of a packed ring that runs.
+/// The region of a running packed ring.
 pub(crate) struct Packed {
     words: Words<AtomicU64>,
     entries: u16,
@@ -61,22 +63,23 @@ pub(crate) struct Packed {
     old_free_head: u16,
     used: Position,
     old_used: Position,
-    /// Of each entry: next, last, num.
+    /// Per entry: next, last, num.
     links: Box<[[u16; 3]]>,
-    /// By buffer id: one more than the first entry of the chain in flight that has it.
+    /// By buffer id: 1 + the first entry of the chain in flight with that id; 0 if there is none.
     by_id: Box<[u16]>,
-    /// The driver has done what the structure has no room for: an id twice in flight. It gets nothing back after a crash.
+    /// The driver has an id in flight twice, which the structures cannot express. Its buffers are not recovered after a
+    /// crash.
     broken: bool,
-    /// In flight when the ring started.
-    pub again: Again<Saved>,
+    /// Chains that were in flight when the ring started.
+    pub resubmits: Resubmits<Saved>,
     descriptors: Vec<Descriptor>,
 }
 
-/// Of an entry: the words of its state and of its descriptor.
+/// State words and descriptor words of an entry.
 type Entry = [AtomicU64; 4];
 
 impl Found {
-    /// The descriptors of a chain.
+    /// Returns the descriptors of a chain.
     pub fn descriptors(&self, chain: &Saved) -> &[Descriptor] {
         chain.of(&self.descriptors)
     }
@@ -89,7 +92,7 @@ impl Saved {
 }
 
 impl Inflight {
-    /// What it says about a packed ring; `None`: nothing.
+    /// Reads and validates the region of a packed ring; `None` if it holds no state.
     pub(crate) fn read_packed(&self, ring: &Layout) -> Result<Option<Found>, SetupError> {
         let Some([_, control, indices, _, rest @ ..]) = self.words.as_deref() else { return Ok(None) };
         let size = ring.size();
@@ -99,19 +102,19 @@ impl Inflight {
             return Ok(None);
         }
         if version != VERSION {
-            return nonsense("version", version, VERSION);
+            return invalid("version", version, VERSION);
         }
         if count < size || count > self.entries {
-            return nonsense("number of entries", count, self.entries);
+            return invalid("number of entries (at least the queue size)", count, self.entries);
         }
         let [used, old_used, wraps, _] = fields(load(indices));
         let position = |index: u16, wrap: u16| match (index < size, wrap) {
             (true, 0 | 1) => Ok(Position { slot: index, wrap: wrap == 1 }),
-            (true, _) => nonsense("wrap counter", wrap, 1_u8),
-            _ => nonsense("used index", index, size.saturating_sub(1)),
+            (true, _) => invalid("wrap counter", wrap, 1_u8),
+            _ => invalid("used index", index, size.saturating_sub(1)),
         };
         let (used, old_used) = (position(used, wraps & 0xff)?, position(old_used, wraps >> 8)?);
-        // Published, if the descriptor there is not as the driver made it available.
+        // The chain was published if its descriptor is no longer as the driver made it available.
         let commit = used != old_used && !ring.is_available(old_used);
         let (used, free_head) = if commit { (used, free_head) } else { (old_used, old_free_head) };
 
@@ -122,18 +125,18 @@ impl Inflight {
             entries.iter().map(|&[state, ..]| fields(state)).map(|[_, rest @ ..]| rest).collect();
         let next = |entry: u16| links.get(usize::from(entry)).map(|&[next, ..]| next);
         let mut known = vec![false; count.into()];
-        // Whether an entry was not met before.
-        let mut meet = |entry: u16| known.get_mut(usize::from(entry)).map(|known| !std::mem::replace(known, true));
+        // Marks an entry as visited; returns whether it was unvisited before.
+        let mut visit = |entry: u16| known.get_mut(usize::from(entry)).map(|known| !std::mem::replace(known, true));
 
         let mut free = Vec::new();
         let mut at = free_head;
-        // The list ends outside.
+        // The free list ends with an index that is out of range.
         while let Some(following) = next(at) {
             if free.len() == usize::from(count) {
                 break;
             }
-            if meet(at) != Some(true) {
-                return nonsense("list of free entries has a loop; its length", free.len() as u64, count);
+            if visit(at) != Some(true) {
+                return invalid("loops in the free list", 1_u8, 0_u8);
             }
             free.push(at);
             at = following;
@@ -158,25 +161,25 @@ impl Inflight {
         for &(_, entry) in &heads {
             let Some(&[_, last, num]) = links.get(usize::from(entry)) else { continue };
             if num == 0 || num > size - slots {
-                return nonsense("number of descriptors in flight", num, size - slots);
+                return invalid("number of descriptors in flight", num, size - slots);
             }
             let (first, mut at) = (descriptors.len(), entry);
             for step in 1..=num {
                 let Some(&[_, _, word, address]) = entries.get(usize::from(at)) else {
-                    return nonsense("entry of a chain", at, count.saturating_sub(1));
+                    return invalid("entry index in a chain", at, count.saturating_sub(1));
                 };
-                if meet(at) != Some(true) {
-                    return nonsense("chains in flight share an entry; their descriptors", slots, size);
+                if visit(at) != Some(true) {
+                    return invalid("entries shared by chains in flight", 1_u8, 0_u8);
                 }
                 let [id, flags, ..] = fields(word);
                 let index = step - 1;
                 descriptors.push(Descriptor { index, address, len: (word >> 32) as u32, flags, tail: id });
                 if step == num {
                     if at != last {
-                        return nonsense("last entry of a chain", last, at);
+                        return invalid("chains whose last entry does not match their links", 1_u8, 0_u8);
                     }
                     if !ids.insert(id) {
-                        return nonsense("buffer id that is twice in flight", id, id);
+                        return invalid("chains in flight with the same buffer id", 2_u8, 1_u8);
                     }
                     chains.push(Saved { id, slots: num, first, entry });
                 } else {
@@ -187,48 +190,48 @@ impl Inflight {
         }
         let counter = heads.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
         if chains.is_empty() && used != Position::START && ring.is_fresh() {
-            // It was left by a ring of another life, and nothing hangs on it.
+            // A leftover of a previous use of the region, with nothing in flight.
             return Ok(None);
         }
-        let lost = (0..count).filter(|&entry| known.get(usize::from(entry)) == Some(&false)).collect();
-        Ok(Some(Found { used, chains, slots, descriptors, commit, links, free, lost, counter }))
+        let unlinked = (0..count).filter(|&entry| known.get(usize::from(entry)) == Some(&false)).collect();
+        Ok(Some(Found { used, chains, slots, descriptors, commit, links, free, unlinked, counter }))
     }
 
-    /// Goes on with what was found.
+    /// Starts tracking with the state that was found.
     pub(crate) fn adopt_packed(self, found: Found, size: u16) -> Option<Packed> {
-        let Found { used, chains, descriptors, commit, links, free, lost, counter, .. } = found;
+        let Found { used, chains, descriptors, commit, links, free, unlinked, counter, .. } = found;
         let mut track = Packed::new(self, size, used)?;
         track.counter = counter;
         let (count, entries) = (links.len() as u16, track.entries);
         track.links.iter_mut().zip(links).for_each(|(link, known)| *link = known);
-        // The region may have more entries than were in use.
+        // The region may have more entries than were used.
         (count..entries).for_each(|entry| track.set(entry, false, [entries, 0, 0]));
-        // What was begun is finished or undone, and looks the same to whoever comes if this process is killed meanwhile.
+        // Complete or undo the interrupted return in such an order that a crash meanwhile leaves an equivalent state.
         let free_head = free.first().copied().unwrap_or(entries);
         (track.free_head, track.old_free_head) = (free_head, free_head);
         if commit {
-            track.note_free();
-            track.note_used();
+            track.write_control();
+            track.write_used();
         } else {
-            track.note_used();
-            track.note_free();
+            track.write_used();
+            track.write_control();
         }
         for (index, &entry) in free.iter().enumerate() {
-            // The list ends outside.
+            // The free list ends with an index that is out of range.
             let next = free.get(index + 1).copied().unwrap_or(entries);
             track.set(entry, false, [next, 0, 0]);
         }
-        for entry in lost.into_iter().chain(count..entries) {
-            track.put(entry, entry, false);
+        for entry in unlinked.into_iter().chain(count..entries) {
+            track.free_entries(entry, entry, false);
         }
         for chain in &chains {
-            track.learn(chain.id, chain.entry);
+            track.map_id(chain.id, chain.entry);
         }
-        (track.again, track.descriptors) = (Again::new(chains), descriptors);
+        (track.resubmits, track.descriptors) = (Resubmits::new(chains), descriptors);
         Some(track)
     }
 
-    /// Begins with nothing in flight.
+    /// Starts tracking with nothing in flight.
     pub(crate) fn start_packed(self, size: u16, used: Position) -> Option<Packed> {
         self.end();
         let mut track = Packed::new(self, size, used)?;
@@ -236,8 +239,8 @@ impl Inflight {
         for entry in 0..track.entries {
             track.set(entry, false, [entry + 1, 0, 0]);
         }
-        track.note_used();
-        track.note_free();
+        track.write_used();
+        track.write_control();
         Some(track)
     }
 }
@@ -260,20 +263,20 @@ impl Packed {
             links: vec![[entries, 0, 0]; entries.into()].into(),
             by_id: vec![0; 1 << 16].into(),
             broken: false,
-            again: Again::default(),
+            resubmits: Resubmits::default(),
             descriptors: Vec::new(),
         })
     }
 
-    /// version, desc_num, free_head, old_free_head.
-    fn note_free(&self) {
+    /// Writes version, desc_num, free_head, old_free_head.
+    fn write_control(&self) {
         if let [_, control, ..] = &*self.words {
             store(control, join([VERSION, self.entries, self.free_head, self.old_free_head]));
         }
     }
 
-    /// used_idx, old_used_idx and their wrap counters.
-    fn note_used(&self) {
+    /// Writes used_idx, old_used_idx and their wrap counters.
+    fn write_used(&self) {
         if let [_, _, indices, ..] = &*self.words {
             let wraps = u16::from(self.used.wrap) | u16::from(self.old_used.wrap) << 8;
             store(indices, join([self.used.slot, self.old_used.slot, wraps, 0]));
@@ -299,29 +302,29 @@ impl Packed {
         self.links.get(usize::from(entry)).copied().unwrap_or([self.entries, 0, 0])
     }
 
-    fn learn(&mut self, id: u16, entry: u16) {
+    fn map_id(&mut self, id: u16, entry: u16) {
         if let Some(known) = self.by_id.get_mut(usize::from(id)) {
             self.broken |= *known != 0;
             *known = entry + 1;
         }
     }
 
-    /// The first entry of the chain in flight that has this id.
+    /// Returns the first entry of the chain in flight with this id.
     fn find(&self, id: u16) -> Option<u16> {
         self.by_id.get(usize::from(id)).copied().unwrap_or(0).checked_sub(1)
     }
 
-    /// Puts the entries of a chain to the free ones. If it is in flight it is so until that is done.
-    fn put(&mut self, head: u16, last: u16, inflight: bool) {
+    /// Links the entries of a chain to the free list. If it is in flight, it stays so until that is done.
+    fn free_entries(&mut self, head: u16, last: u16, inflight: bool) {
         let [_, last_of_last, num] = self.link(last);
         self.set(last, inflight && head == last, [self.free_head, last_of_last, num]);
         (self.free_head, self.old_free_head) = (head, head);
-        self.note_free();
+        self.write_control();
         let [next, ..] = self.link(head);
         self.set(head, false, [next, 0, 0]);
     }
 
-    /// A driver that has an id twice in flight is not kept track of.
+    /// Stops tracking: the driver has an id in flight twice.
     fn give_up(&mut self) {
         self.broken = true;
         if let [_, control, ..] = &*self.words {
@@ -329,9 +332,9 @@ impl Packed {
         }
     }
 
-    /// These were taken from the ring, the first of them at this position.
+    /// Records chains taken from the ring, the first of them at this position.
     pub fn take(&mut self, ring: &Layout, mut at: Position, chains: &[Chain]) {
-        self.again.count(chains.len(), self.size);
+        self.resubmits.count(chains.len(), self.size);
         for chain in chains {
             if self.broken || self.find(chain.id).is_some() {
                 return self.give_up();
@@ -341,7 +344,7 @@ impl Packed {
                 let Some([_, _, second, first]) = self.entry(entry) else { return self.give_up() };
                 let (address, word) = ring.words(at);
                 let (len, [_, _, id, flags]) = (word as u32, fields(word));
-                // What the driver gets back is what was read before.
+                // Record the id that was read when the chain was taken: it will be returned with that one.
                 let id = if slot == chain.slots() { chain.id } else { id };
                 store(second, u64::from(id) | u64::from(flags) << 16 | u64::from(len) << 32);
                 store(first, address);
@@ -356,27 +359,27 @@ impl Packed {
             self.counter = self.counter.wrapping_add(1);
             let [next, ..] = self.link(head);
             self.set(head, true, [next, last, chain.slots()]);
-            self.learn(chain.id, head);
-            // Before this the entries are free ones, whatever they say.
+            self.map_id(chain.id, head);
+            // Until this store the entries count as free, whatever they contain.
             (self.free_head, self.old_free_head) = (entry, entry);
-            self.note_free();
+            self.write_control();
         }
     }
 
-    /// These are put back, the last of all that were taken; says how many of them belong into the ring.
+    /// Undoes the taking of the last chains; returns how many of them must be put back in the ring.
     pub fn untake(&mut self, chains: &[Chain]) -> usize {
-        let fresh = self.again.untake(chains.len());
-        // The newest first: what is left is what comes first in the ring.
+        let fresh = self.resubmits.untake(chains.len());
+        // Newest first, so that a crash leaves the oldest, which come first in the ring.
         for chain in chains.iter().rev().take(fresh) {
             self.drop_chain(chain.id);
         }
         fresh
     }
 
-    /// All that is in flight stands in the ring in that order: it is taken from there.
+    /// Clears all chains in flight: the ring holds them in the same order, and they are taken from there.
     pub fn forget(&mut self) {
-        let again = std::mem::take(&mut self.again);
-        for chain in again.list.iter().rev() {
+        let resubmits = std::mem::take(&mut self.resubmits);
+        for chain in resubmits.list.iter().rev() {
             self.drop_chain(chain.id);
         }
         self.descriptors = Vec::new();
@@ -388,18 +391,18 @@ impl Packed {
         }
         let Some(head) = self.find(id) else { return self.give_up() };
         let [_, last, _] = self.link(head);
-        self.put(head, last, true);
-        self.forget_id(id);
+        self.free_entries(head, last, true);
+        self.unmap_id(id);
     }
 
-    fn forget_id(&mut self, id: u16) {
+    fn unmap_id(&mut self, id: u16) {
         if let Some(known) = self.by_id.get_mut(usize::from(id)) {
             *known = 0;
         }
     }
 
-    /// A chain is about to be published.
-    pub fn begin(&mut self, chain: &Chain) {
+    /// Step 1 of returning a chain, before it is published.
+    pub fn begin_return(&mut self, chain: &Chain) {
         if self.broken {
             return;
         }
@@ -408,28 +411,28 @@ impl Packed {
         let [_, last_of_last, num] = self.link(last);
         self.set(last, last == head, [self.free_head, last_of_last, num]);
         self.free_head = head;
-        self.note_free();
+        self.write_control();
         self.used.advance(chain.slots(), self.size);
-        self.note_used();
+        self.write_used();
     }
 
-    /// It was published.
-    pub fn end(&mut self, chain: &Chain) {
+    /// Step 3 of returning a chain, after it was published.
+    pub fn end_return(&mut self, chain: &Chain) {
         let Some(head) = self.find(chain.id).filter(|_| !self.broken) else { return };
         self.set(head, false, self.link(head));
-        self.forget_id(chain.id);
+        self.unmap_id(chain.id);
         self.old_free_head = self.free_head;
-        self.note_free();
+        self.write_control();
         self.old_used = self.used;
-        self.note_used();
+        self.write_used();
     }
 
-    /// Entries of the ring.
+    /// Returns the number of entries of the ring.
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    /// The descriptors of a chain in flight.
+    /// Returns the descriptors of a chain in flight.
     pub fn descriptors(&self, chain: &Saved) -> &[Descriptor] {
         chain.of(&self.descriptors)
     }

@@ -1,43 +1,44 @@
-//! `QueueRegionSplit`: features; version, desc_num, last_batch_head, used_idx; then two words for each descriptor: inflight in the
-//! lowest byte and next in the highest 16 bits; counter.
+//! The inflight region of a split ring, `QueueRegionSplit` (vhost-user, "Inflight I/O tracking"): features; version,
+//! desc_num, last_batch_head, used_idx; then two words per descriptor: inflight in the lowest byte and next in the highest
+//! 16 bits; counter. Called by `split/device.rs` and `split/tracked.rs`.
 //!
-//! A batch is linked, published in the used ring, and struck off. Whoever finds a used index that the region does not know of strikes
-//! off as many as it is ahead.
+//! A batch is linked, published in the used ring, then its inflight fields are cleared. If a successor finds the ring's
+//! used index ahead of the recorded one, it clears as many chains of the last batch as it is ahead.
 
-use super::{Again, Inflight, VERSION, fields, is_inflight, join, nonsense, store};
+use super::{Inflight, Resubmits, VERSION, fields, invalid, is_inflight, join, store};
 use crate::{Chain, SetupError};
 use ringroad_mem::{
     Words,
     sync::{AtomicU64, Ordering},
 };
 
-/// What a region says about a split ring, checked.
+/// Validated contents of the region.
 pub(crate) struct Found {
     /// Heads in flight, in the order in which they were taken.
     pub heads: Vec<u16>,
-    /// Heads that are given back, though they may not be struck off, and what each is linked to.
+    /// Heads that were returned but perhaps not cleared, each with the head that it is linked to.
     done: Vec<(u16, u16)>,
     counter: u64,
 }
 
-/// The region of a split ring that runs.
+/// The region of a running split ring.
 pub(crate) struct Split {
     words: Words<AtomicU64>,
     entries: u16,
     size: u16,
     counter: u64,
     last_batch_head: u16,
-    /// The head of the batch before.
+    /// The last head of the previous batch.
     batch_before: u16,
     used: u16,
-    /// Given back, but not published yet.
+    /// Returned, but not published yet.
     batch: Vec<u16>,
-    /// In flight when the ring started.
-    pub again: Again<u16>,
+    /// Chains that were in flight when the ring started.
+    pub resubmits: Resubmits<u16>,
 }
 
 impl Inflight {
-    /// What it says about a split ring with this used index and available index; `None`: nothing.
+    /// Reads and validates the region of a split ring with these used and available indices; `None` if it holds no state.
     pub(crate) fn read_split(&self, size: u16, used: u16, available: u16) -> Result<Option<Found>, SetupError> {
         let Some([_, control, entries @ ..]) = self.words.as_deref() else { return Ok(None) };
         let [version, count, head, known] = fields(u64::from_le(control.load(Ordering::Relaxed)));
@@ -45,10 +46,10 @@ impl Inflight {
             return Ok(None);
         }
         if version != VERSION {
-            return nonsense("version", version, VERSION);
+            return invalid("version", version, VERSION);
         }
         if count < size || count > self.entries {
-            return nonsense("number of entries", count, self.entries);
+            return invalid("number of entries (at least the queue size)", count, self.entries);
         }
         // Each word is read once: the frontend may change it at any time.
         let states: Vec<[u64; 2]> = entries
@@ -66,58 +67,58 @@ impl Inflight {
         }
         let batch = used.wrapping_sub(known);
         if inflight.is_empty() && batch > size {
-            // It was left by a ring of another life, and nothing hangs on it.
+            // A leftover of a previous use of the region, with nothing in flight.
             return Ok(None);
         }
         if batch > size {
-            return nonsense("distance to the used index", batch, size);
+            return invalid("distance to the ring's used index", batch, size);
         }
         let mut done = Vec::new();
-        let mut struck = vec![false; count.into()];
+        let mut in_batch = vec![false; count.into()];
         let mut at = head;
         for _ in 0..batch {
-            let (Some(&[state, _]), Some(struck)) = (states.get(usize::from(at)), struck.get_mut(usize::from(at)))
+            let (Some(&[state, _]), Some(in_batch)) = (states.get(usize::from(at)), in_batch.get_mut(usize::from(at)))
             else {
-                return nonsense("entry in the last batch", at, count.saturating_sub(1));
+                return invalid("head in the last batch", at, count.saturating_sub(1));
             };
-            if std::mem::replace(struck, true) {
-                return nonsense("last batch has a loop; its length", done.len() as u64, batch);
+            if std::mem::replace(in_batch, true) {
+                return invalid("loops in the last batch", 1_u8, 0_u8);
             }
             let next = (state >> 48) as u16;
             done.push((at, next));
             at = next;
         }
-        inflight.retain(|&(_, index)| struck.get(usize::from(index)) != Some(&true));
+        inflight.retain(|&(_, index)| in_batch.get(usize::from(index)) != Some(&true));
         if let Some(&(_, index)) = inflight.iter().find(|&&(_, index)| index >= size) {
-            return nonsense("buffer in flight", index, size.saturating_sub(1));
+            return invalid("head in flight", index, size.saturating_sub(1));
         }
         let ahead = available.wrapping_sub(used);
         if ahead > size || inflight.len() > usize::from(ahead) {
             if inflight.is_empty() {
                 return Ok(None);
             }
-            return nonsense("number of buffers in flight", inflight.len() as u64, ahead.min(size));
+            return invalid("number of chains in flight", inflight.len() as u64, ahead.min(size));
         }
         inflight.sort_unstable();
         let counter = inflight.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
         Ok(Some(Found { heads: inflight.into_iter().map(|(_, index)| index).collect(), done, counter }))
     }
 
-    /// Goes on with what was found.
+    /// Starts tracking with the state that was found.
     pub(crate) fn adopt_split(self, found: Found, size: u16, used: u16) -> Option<Split> {
         let Found { heads, done, counter } = found;
         let mut track = Split::new(self, size, used)?;
         track.counter = counter;
-        // Still linked, in case that this process is killed before the used index is noted.
+        // Keep them linked, in case this process is killed before the used index is recorded.
         for (head, next) in done {
-            track.strike(head, next);
+            track.clear(head, next);
         }
-        track.note();
-        track.again = Again::new(heads);
+        track.write_control();
+        track.resubmits = Resubmits::new(heads);
         Some(track)
     }
 
-    /// Begins with nothing in flight.
+    /// Starts tracking with nothing in flight.
     pub(crate) fn start_split(self, size: u16, used: u16) -> Option<Split> {
         self.end();
         let track = Split::new(self, size, used)?;
@@ -125,7 +126,7 @@ impl Inflight {
         if let [features, ..] = &*track.words {
             store(features, 0);
         }
-        track.note();
+        track.write_control();
         Some(track)
     }
 }
@@ -146,12 +147,12 @@ impl Split {
             batch_before: 0,
             used,
             batch,
-            again: Again::default(),
+            resubmits: Resubmits::default(),
         })
     }
 
-    /// version, desc_num, last_batch_head, used_idx.
-    fn note(&self) {
+    /// Writes version, desc_num, last_batch_head, used_idx.
+    fn write_control(&self) {
         if let [_, control, ..] = &*self.words {
             store(control, join([VERSION, self.entries, self.last_batch_head, self.used]));
         }
@@ -161,14 +162,14 @@ impl Split {
         self.words.as_chunks().0.get(1 + usize::from(head))
     }
 
-    /// It is not in flight any more.
-    fn strike(&self, head: u16, next: u16) {
+    /// Clears a head's inflight field.
+    fn clear(&self, head: u16, next: u16) {
         if let Some([state, _]) = self.state(head) {
             store(state, join([0, 0, 0, next]));
         }
     }
 
-    /// These were taken from the ring.
+    /// Records chains taken from the ring.
     pub fn take(&mut self, chains: &[Chain]) {
         for chain in chains {
             if let Some([state, counter]) = self.state(chain.id) {
@@ -177,29 +178,29 @@ impl Split {
             }
             self.counter = self.counter.wrapping_add(1);
         }
-        self.again.count(chains.len(), self.size);
+        self.resubmits.count(chains.len(), self.size);
     }
 
-    /// These are put back, the last of all that were taken; says how many of them belong into the ring.
+    /// Undoes the taking of the last chains; returns how many of them must be put back in the ring.
     pub fn untake(&mut self, chains: &[Chain]) -> usize {
-        let fresh = self.again.untake(chains.len());
-        // The newest first: what is left is what comes first in the ring.
-        chains.iter().rev().take(fresh).for_each(|chain| self.strike(chain.id, 0));
+        let fresh = self.resubmits.untake(chains.len());
+        // Newest first, so that a crash leaves the oldest, which come first in the ring.
+        chains.iter().rev().take(fresh).for_each(|chain| self.clear(chain.id, 0));
         fresh
     }
 
-    /// All that is in flight stands in the ring in that order: it is taken from there.
+    /// Clears all chains in flight: the ring holds them in the same order, and they are taken from there.
     pub fn forget(&mut self) {
-        let again = std::mem::take(&mut self.again);
-        again.list.iter().rev().for_each(|&head| self.strike(head, 0));
+        let resubmits = std::mem::take(&mut self.resubmits);
+        resubmits.list.iter().rev().for_each(|&head| self.clear(head, 0));
     }
 
-    /// These will be published with the next batch.
+    /// Adds chains to the next batch.
     pub fn stage(&mut self, chains: &[Chain]) {
         self.batch.extend(chains.iter().map(|chain| chain.id));
     }
 
-    /// The batch is about to be published.
+    /// Links the batch, before it is published.
     pub fn link(&mut self) {
         self.batch_before = self.last_batch_head;
         for &head in &self.batch {
@@ -208,19 +209,19 @@ impl Split {
             }
             self.last_batch_head = head;
         }
-        self.note();
+        self.write_control();
     }
 
-    /// It was published: this is the used index now.
+    /// Clears the batch after it was published; `used` is the new used index.
     pub fn unlink(&mut self, used: u16) {
-        // Still linked, until the used index is noted.
+        // Keep the heads linked until the used index is recorded.
         let mut next = self.batch_before;
         for &head in &self.batch {
-            self.strike(head, next);
+            self.clear(head, next);
             next = head;
         }
         self.batch.clear();
         self.used = used;
-        self.note();
+        self.write_control();
     }
 }

@@ -1,4 +1,5 @@
-//! Device end of a packed virtqueue: takes what is available, gives back what was used.
+//! Device end of a packed virtqueue (virtio 1.3, 2.8): takes available chains and returns used ones. Called through
+//! `DeviceRing`.
 
 use super::layout::{Base, Layout, Position, available_flags, used_flags, word};
 #[cfg(not(loom))]
@@ -17,19 +18,19 @@ use ringroad_mem::{
     sync::{Ordering, fence},
 };
 
-/// Used descriptors that the driver does not see yet: the first one is missing.
+/// The deferred head: a batch of used descriptors stays invisible to the driver until this one, its first, is written.
 #[derive(Clone, Copy)]
-struct Late {
-    /// Where it belongs, its flags without WRITE, and its second word.
+struct Deferred {
+    /// Its slot, its flags without WRITE, and its second word.
     slot: u16,
     flags: u16,
     word: u64,
-    /// How many descriptors the driver gets back with it.
+    /// Descriptors that the driver gets back with it.
     slots: u16,
-    /// The others were written; else it stands for all.
-    writes: bool,
-    /// In which of the journal's two places its word is.
-    which: bool,
+    /// The chains behind it have used descriptors of their own; else it stands for all of them.
+    per_chain: bool,
+    /// Its word is in the second of the journal's two places.
+    second_word: bool,
 }
 
 /// Device end of a packed virtqueue.
@@ -38,26 +39,26 @@ pub struct Device {
     pub(super) features: Features,
     pub(super) next_available: Position,
     next_used: Position,
-    /// How far the driver sees it.
+    /// Position up to which the driver sees used descriptors.
     published: Position,
-    /// Descriptors taken and not given back.
+    /// Descriptors taken and not returned.
     pub(super) outstanding: u32,
-    /// Descriptors given back since the driver was last considered for a notification.
-    since: u32,
-    /// How many descriptors the last burst had: how many lines are worth fetching at once.
+    /// Descriptors published since the last decision whether to notify the driver.
+    unsignalled: u32,
+    /// Descriptors of the last burst, as an estimate of how many lines to prefetch.
     pub(super) expected: u16,
-    /// The last chains were for us to write to: a receive queue.
+    /// The last chains were device-writable, so this is a receive queue.
     receives: bool,
-    /// Given back, but not published yet.
-    late: Option<Late>,
-    /// In which of its two places the journal has the last descriptor that was withheld.
-    which: bool,
-    /// How far what was taken must not be taken again, if anybody says so.
+    /// Head of the batch that is returned but not published yet.
+    deferred: Option<Deferred>,
+    /// The last deferred head is in the second of the journal's two places.
+    second_word: bool,
+    /// Chains up to this position were consumed and must not be taken again; `None` if `consume` is not used.
     consumed: Option<Position>,
     /// Each descriptor was written when it was used, so far.
-    strict: bool,
+    all_written: bool,
     pub(super) journal: Journal,
-    /// What is in flight is noted, for a successor of any make.
+    /// Records what is in flight in the frontend's inflight region, for any back end that succeeds this one.
     #[cfg(not(loom))]
     pub(super) track: Option<Box<inflight::Packed>>,
     pub(super) hit: Hit,
@@ -71,7 +72,7 @@ impl Device {
         Self::at(ring, features, start)
     }
 
-    /// The same at a position.
+    /// Starts at a position.
     pub(super) fn at(ring: Layout, features: Features, start: Position) -> Device {
         Device {
             ring,
@@ -80,13 +81,13 @@ impl Device {
             next_used: start,
             published: start,
             outstanding: 0,
-            since: 0,
+            unsignalled: 0,
             expected: 0,
             receives: false,
-            late: None,
-            which: false,
+            deferred: None,
+            second_word: false,
             consumed: None,
-            strict: true,
+            all_written: true,
             journal: Journal::NONE,
             #[cfg(not(loom))]
             track: None,
@@ -95,7 +96,10 @@ impl Device {
         }
     }
 
-    /// Starts where a former process has left the ring, else at `base`.
+    /// Starts where a former process left the ring, else at `base`.
+    ///
+    /// # Errors
+    /// [`SetupError::Inflight`] if the inflight region is invalid.
     #[cfg(not(loom))]
     pub fn resume(
         ring: Layout,
@@ -105,18 +109,18 @@ impl Device {
         key: &JournalKey,
         inflight: Inflight,
     ) -> Result<(Device, Resumed), SetupError> {
-        let said = base.position(&ring);
+        let requested = base.position(&ring);
         let found = recover::find(&ring, &journal, key);
         if found.is_none()
             && let Some(found) = inflight.read_packed(&ring)?
         {
-            return Ok(Device::adopt(ring, features, said, journal, key, inflight, found));
+            return Ok(Device::adopt(ring, features, requested, journal, key, inflight, found));
         }
         let mut device = Device::new(ring, features, base);
         device.journal = journal;
         let Some(found) = found else {
             device.journal.start(key, device.next_used.to_bits());
-            let lost = recover::is_in_use(&device.ring, said);
+            let lost = recover::is_in_use(&device.ring, requested);
             device.track = inflight.start_packed(device.ring.size, device.next_used).map(Box::new);
             return Ok((device, if lost { Resumed::Lost } else { Resumed::Base }));
         };
@@ -127,21 +131,31 @@ impl Device {
             let slots = found.published.distance(found.staged, size);
             let Position { slot, wrap } = found.published;
             let flags = used_flags(wrap);
-            device.late = Some(Late { slot, flags, word: found.word, slots, writes: found.writes, which: found.which });
+            device.deferred = Some(Deferred {
+                slot,
+                flags,
+                word: found.word,
+                slots,
+                per_chain: found.per_chain,
+                second_word: found.second_word,
+            });
         }
-        (device.which, device.strict) = (found.which, found.strict);
+        (device.second_word, device.all_written) = (found.second_word, found.all_written);
         device.consumed = found.taken;
-        // What is not staged after all is not noted as such, and what was published is.
-        device.journal.note_staged(device.staged());
-        device.journal.note_published(device.published.to_bits());
+        // Record only what is really staged, and what turned out to be published.
+        device.journal.record_staged(device.staged());
+        device.journal.record_published(device.published.to_bits());
         let finished = device.finish(found.taken.unwrap_or(found.staged));
-        let resumed =
-            if finished > 0 || device.next_available != said { Resumed::Noted { finished } } else { Resumed::Base };
+        let resumed = if finished > 0 || device.next_available != requested {
+            Resumed::Journal { finished }
+        } else {
+            Resumed::Base
+        };
         device.track = inflight.start_packed(size, device.next_used).map(Box::new);
         Ok((device, resumed))
     }
 
-    /// Gives all back up to a position without a look at it, a former process has consumed it, and publishes that.
+    /// Returns all chains up to a position without reading them, as a former process has consumed them, and publishes them.
     #[cfg(not(loom))]
     fn finish(&mut self, until: Position) -> u32 {
         let mut finished = 0;
@@ -156,44 +170,44 @@ impl Device {
         finished
     }
 
-    /// Notes that all that was taken so far is about to be carried on: it will be given back, but never taken again.
+    /// Records that everything taken so far is about to be forwarded: it will be returned, but never taken again.
     #[inline]
     pub fn consume(&mut self) {
         self.consumed = Some(self.next_available);
-        self.journal.note_taken(self.next_available.to_bits());
+        self.journal.record_taken(self.next_available.to_bits());
     }
 
     #[inline(always)]
     fn staged(&self) -> Staged {
         Staged {
             position: self.next_used.to_bits(),
-            which: self.which,
-            writes: self.late.is_some_and(|late| late.writes),
-            strict: self.strict,
+            second_word: self.second_word,
+            per_chain: self.deferred.is_some_and(|deferred| deferred.per_chain),
+            all_written: self.all_written,
         }
     }
 
-    /// Turns off what should be off.
+    /// Sets which optimisations are used.
     pub fn tune(&mut self, tuning: Tuning) {
         self.tuning = tuning;
     }
 
-    /// Where to go on after a stop.
+    /// Publishes deferred chains and returns the base to resume at after a stop.
     pub fn base(&mut self) -> Base {
         self.flush();
         Base::new(self.next_available, self.next_used)
     }
 
-    /// Whether there is a chain that nobody has taken.
+    /// Returns whether there is an available chain that has not been taken.
     #[inline(always)]
     pub fn is_available(&self) -> bool {
         self.head(self.next_available).is_some()
     }
 
-    /// The second word of the descriptor at a position, if it is available in that pass.
+    /// Returns the second word of the descriptor at a position, if it is available in that pass.
     #[inline(always)]
     fn head(&self, at: Position) -> Option<u64> {
-        // Pairs with the driver's release of this word: the address, and the chain's other descriptors, are there.
+        // Pairs with the driver's release store of this word: the address and the chain's other descriptors are visible.
         let word = u64::from_le(self.ring.descriptors[2 * at.slot as usize + 1].load(Ordering::Acquire));
         ((word >> 48) as u16 & (AVAILABLE | USED) == available_flags(at.wrap)).then_some(word)
     }
@@ -204,8 +218,10 @@ impl Device {
         Descriptor { index: slot, address, len: word as u32, flags: (word >> 48) as u16, tail: (word >> 32) as u16 }
     }
 
-    /// Takes up to `max` chains and adds them to `chains`; says how many. A fault is reported when it comes first;
-    /// chains before it are good.
+    /// Takes up to `max` chains and appends them to `chains`; returns how many.
+    ///
+    /// # Errors
+    /// The [`Fault`] if the next chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         #[cfg(not(loom))]
@@ -215,7 +231,7 @@ impl Device {
         self.take_fresh(memory, chains, max)
     }
 
-    /// The same from the ring only, and not noted.
+    /// Takes from the ring only and records nothing in the inflight region.
     #[inline]
     pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let count = max.min(chains.room());
@@ -223,15 +239,16 @@ impl Device {
             return Ok(0);
         }
         let expected = if self.tuning.fetches() { self.expected.min(count as u16) } else { 0 };
-        let writes = self.receives && self.tuning.prefetch_write;
-        self.ring.prefetch(self.next_available.slot, expected, writes);
+        let for_write = self.receives && self.tuning.prefetch_write;
+        self.ring.prefetch(self.next_available.slot, expected, for_write);
         if self.receives {
-            // And what comes after them, for the next burst: receive buffers were made available long ago. But for a quarter of
-            // the ring only: beyond, the driver may be just about to refill, as in a transmit queue in any case.
+            // Prefetch also what follows, for the next burst: receive buffers were made available long ago. But only up to
+            // a quarter of the ring: beyond that the driver may be refilling right now, as it may anywhere in a transmit
+            // queue.
             let mut next = self.next_available;
             next.advance(expected, self.ring.size);
             let more = expected.min((self.ring.size / 4).saturating_sub(self.outstanding as u16 + expected));
-            self.ring.prefetch(next.slot, more, writes);
+            self.ring.prefetch(next.slot, more, for_write);
         }
         let mut taken = 0;
         while taken < count {
@@ -254,7 +271,7 @@ impl Device {
         Ok(taken)
     }
 
-    /// The fast path: chains of one buffer, all for us to write or none.
+    /// Fast path: single-buffer chains, all writable or all readable.
     #[inline(always)]
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
         let mut taken = 0;
@@ -268,7 +285,7 @@ impl Device {
                 (false, false) => self.take_run::<0, false>(chains, max - taken),
             };
             taken += run;
-            // It goes on at the start of the ring.
+            // Continue at the start of the ring.
             if run == 0 || self.next_available.slot != 0 {
                 break;
             }
@@ -276,7 +293,7 @@ impl Device {
         taken
     }
 
-    /// The same, up to the end of the ring.
+    /// As `take_singles`, up to the end of the ring.
     #[inline(always)]
     fn take_run<const FLAGS: u16, const CACHE: bool>(&mut self, chains: &mut Chains, max: usize) -> usize {
         const MASK: u16 = AVAILABLE | USED | NEXT | INDIRECT | WRITE;
@@ -286,7 +303,7 @@ impl Device {
         let descriptors = self.ring.pairs().get(slot as usize..).unwrap_or_default();
         let count = max.min(room).min(descriptors.len());
         let buffers = descriptors[..count].iter().map(|[address, word]| {
-            // Pairs with the driver's release of this word, as in `head`.
+            // Pairs with the driver's release store of this word, as in `head`.
             let word = u64::from_le(word.load(Ordering::Acquire));
             let buffer = || ((word >> 32) as u16, u64::from_le(address.load(Ordering::Relaxed)), word as u32);
             ((word >> 48) as u16 & MASK == expected).then(buffer)
@@ -297,17 +314,17 @@ impl Device {
         taken
     }
 
-    /// The normal path: a chain of any shape. `false`: there is none, or it has to wait for the next burst.
+    /// Normal path: a chain of any shape. Returns `false` if there is none or it must wait for the next burst.
     fn take_chain(&mut self, memory: &Table, chains: &mut Chains) -> Result<bool, Fault> {
         let Some(word) = self.head(self.next_available) else { return Ok(false) };
-        let slots = self.long_chain(memory, chains, self.descriptor(self.next_available.slot, word))?;
+        let slots = self.read_chain(memory, chains, self.descriptor(self.next_available.slot, word))?;
         self.next_available.advance(slots, self.ring.size);
         self.outstanding += u32::from(slots);
         Ok(slots > 0)
     }
 
-    /// Says how many descriptors the chain has; 0: it has to wait for the next burst.
-    fn long_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<u16, Fault> {
+    /// Reads a chain; returns how many descriptors it has, or 0 if it must wait for the next burst.
+    fn read_chain(&mut self, memory: &Table, chains: &mut Chains, descriptor: Descriptor) -> Result<u16, Fault> {
         let mut chain = chains.begin(1);
         let followed = self.follow(memory, chains, &mut chain, descriptor);
         let size = self.ring.size;
@@ -346,12 +363,12 @@ impl Device {
                 }
                 return indirect(chains, chain, memory, &mut self.hit, descriptor, size, false);
             }
-            // Of one that has too many pieces only the last descriptor counts, to give it back; not even that one if it is for
-            // the next burst.
+            // A chain with too many pieces can only be returned, for which its last descriptor is needed; not even that if
+            // it must wait for the next burst.
             if !chain.clipped {
                 chains.add(chain, memory, &mut self.hit, descriptor)?;
             }
-            if descriptor.flags & NEXT == 0 || chains.is_waiting(chain) {
+            if descriptor.flags & NEXT == 0 || chains.must_wait(chain) {
                 return Ok(());
             }
             at.advance(1, size);
@@ -369,7 +386,7 @@ impl Device {
         false
     }
 
-    /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
+    /// Undoes the taking of the last chains, which were not needed: all from index `keep` of the burst on.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         #[cfg(not(loom))]
         let keep_fresh = self.untake_tracked(chains, keep);
@@ -382,7 +399,7 @@ impl Device {
         chains.truncate(keep);
     }
 
-    /// Gives chains back to the driver and publishes them at once, the first one last: a driver that sees it sees all.
+    /// Returns chains to the driver and publishes them at once, the first one last: a driver that sees it sees all.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
         if self.tuning.shadow_used && !self.is_tracked() {
@@ -400,34 +417,36 @@ impl Device {
         self.expected = chains.len() as u16;
     }
 
-    /// The same, but publishes them when a quarter of the ring has come together, at the latest: a driver that has made all
-    /// available gets three quarters back at once. Who finds nothing more to take calls `flush`.
+    /// Returns chains to the driver but publishes them only when a quarter of the ring is deferred: a driver that has made
+    /// the whole ring available gets three quarters of it back promptly. The caller must call `flush` when it finds no more
+    /// to take.
     #[inline]
-    pub fn give_late(&mut self, chains: &[Chain]) {
+    pub fn give_deferred(&mut self, chains: &[Chain]) {
         if !self.tuning.shadow_used || self.is_tracked() {
             return self.give(chains);
         }
         self.stage(chains);
-        if self.late.is_some_and(|late| late.slots >= self.ring.size / 4) {
+        if self.deferred.is_some_and(|deferred| deferred.slots >= self.ring.size / 4) {
             self.flush();
         }
     }
 
-    /// How many descriptors from the next one on share a cache line.
+    /// Returns how many descriptors, from the next one on, share a cache line.
     #[inline(always)]
-    pub fn line(&self) -> usize {
+    pub fn left_in_line(&self) -> usize {
         (LINE - self.next_used.slot % LINE).into()
     }
 
-    /// Publishes what was given late.
+    /// Publishes deferred chains.
     #[inline]
     pub fn flush(&mut self) {
-        if let Some(Late { slot, word, slots, .. }) = self.late.take() {
-            // Pairs with the driver's acquire of this word: the buffers, and the used descriptors after it, are written.
+        if let Some(Deferred { slot, word, slots, .. }) = self.deferred.take() {
+            // Pairs with the driver's acquire load of this word: the buffers and the used descriptors behind it are
+            // written.
             self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
             self.published = self.next_used;
-            self.since = self.since.saturating_add(slots.into());
-            self.journal.note_published(self.next_used.to_bits());
+            self.unsignalled = self.unsignalled.saturating_add(slots.into());
+            self.journal.record_published(self.next_used.to_bits());
         }
     }
 
@@ -438,9 +457,10 @@ impl Device {
             slots += chain.slots();
             writable |= chain.writable_len();
         }
-        // A batch of what was only read does not go beyond the ring's end, as far as no chain does: what was published last is then of
-        // the same pass as what comes next, which tells this ring from a fresh one (`recover.rs`). Buffers that were written to
-        // stay together, as a frame may lie in several, which drivers want to see all at once (5.1.6.4.1).
+        // A batch of readable chains does not cross the ring's end, unless a single chain does. The last published
+        // descriptor is then of the same pass as the next position, which distinguishes this ring from a fresh one
+        // (`recover.rs`). Writable chains stay together, as they may hold one frame, which drivers expect to see all at
+        // once (5.1.6.4.1).
         if self.next_used.slot == 0 {
             self.flush();
         }
@@ -450,7 +470,7 @@ impl Device {
         self.stage_run(chains, slots, writable);
     }
 
-    /// The same across the ring's end.
+    /// Stages a batch that crosses the ring's end in two parts.
     #[cold]
     fn stage_at_end(&mut self, chains: &[Chain], slots: u16, writable: u32) {
         let (mut end, mut before) = (self.next_used.slot, 0);
@@ -473,31 +493,32 @@ impl Device {
     fn stage_run(&mut self, chains: &[Chain], slots: u16, writable: u32) {
         let Some((first, rest)) = chains.split_first() else { return };
         let size = self.ring.size;
-        // In order and with no lengths to tell, one descriptor with the last id stands for all (2.8.7). Of writable ones the
-        // driver would have to believe that they were written in full (2.7.9).
-        let writes = !self.features.in_order || writable > 0;
+        // In order and without lengths to report, one descriptor with the last id stands for all (2.8.7). With writable
+        // chains the driver would have to assume that they were written in full (2.7.9).
+        let per_chain = !self.features.in_order || writable > 0;
         self.receives = writable > 0;
-        if self.late.is_some_and(|late| late.writes != writes) {
+        if self.deferred.is_some_and(|deferred| deferred.per_chain != per_chain) {
             self.flush();
         }
         let count = chains.len();
         let start = self.next_used;
         self.next_used.advance(slots, size);
-        // What comes next is withheld, or changes what is: noted before, see `journal`.
-        let is_new = self.late.is_none();
-        let late = match self.late {
-            Some(late) if writes => Late { slots: late.slots + slots, ..late },
-            Some(late) => {
-                let word = used(late.flags, rest.last().unwrap_or(first));
-                Late { slots: late.slots + slots, word, which: !late.which, ..late }
+        // A new deferred head, or a change to the current one, is recorded before the ring is written: see `journal`.
+        let is_new = self.deferred.is_none();
+        let deferred = match self.deferred {
+            Some(deferred) if per_chain => Deferred { slots: deferred.slots + slots, ..deferred },
+            Some(deferred) => {
+                let word = used(deferred.flags, rest.last().unwrap_or(first));
+                Deferred { slots: deferred.slots + slots, word, second_word: !deferred.second_word, ..deferred }
             }
             None => {
                 let flags = used_flags(start.wrap);
-                let word = used(flags, if writes { first } else { rest.last().unwrap_or(first) });
-                Late { slot: start.slot, flags, word, slots, writes, which: !self.which }
+                let word = used(flags, if per_chain { first } else { rest.last().unwrap_or(first) });
+                Deferred { slot: start.slot, flags, word, slots, per_chain, second_word: !self.second_word }
             }
         };
-        // The first descriptor of all is withheld; of a batch that goes on, all are written now.
+        // The first descriptor of the batch is deferred; when a batch is continued, all of its new descriptors are written
+        // now.
         let (mut at, chains) = (start, if is_new { rest } else { chains });
         if is_new {
             at.advance(first.slots(), size);
@@ -505,21 +526,21 @@ impl Device {
         let descriptors = self.ring.pairs();
         let straight = descriptors.get(at.slot as usize..at.slot as usize + chains.len());
         let straight = straight.filter(|_| slots as usize == chains.len() + usize::from(is_new));
-        self.strict &= writes && usize::from(slots) == count;
-        (self.which, self.late) = (late.which, Some(late));
+        self.all_written &= per_chain && usize::from(slots) == count;
+        (self.second_word, self.deferred) = (deferred.second_word, Some(deferred));
         let batch = self.published.to_bits();
         let progress = Progress { at: at.to_bits(), next: at.to_bits(), singles: straight.is_some(), batch };
-        self.journal.note_batch((is_new || !writes).then_some(late.word), progress, self.staged());
-        if writes {
+        self.journal.record_batch((is_new || !per_chain).then_some(deferred.word), progress, self.staged());
+        if per_chain {
             if let Some(run) = straight {
-                // The fast path: one descriptor each, none of them behind the end of the ring.
+                // Fast path: one descriptor each, not crossing the ring's end.
                 let flags = used_flags(at.wrap);
                 run.iter().zip(chains).for_each(|([_, word], chain)| word.store(used(flags, chain), Ordering::Relaxed));
             } else {
                 for chain in chains {
                     let mut next = at;
                     next.advance(chain.slots(), size);
-                    self.journal.note_progress(Progress {
+                    self.journal.record_progress(Progress {
                         at: at.to_bits(),
                         next: next.to_bits(),
                         singles: false,
@@ -536,31 +557,31 @@ impl Device {
         self.expected = slots;
     }
 
-    /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
+    /// Returns whether the driver wants to be notified of chains published since the last `true`, or the last `sure`
+    /// answer.
     ///
-    /// The sure answer costs a full fence. Without it `true` is true, but `false` may be late by what the driver has just
-    /// written: who gets it has to ask again before he leaves the queue alone.
+    /// A sure answer costs a full fence. Without the fence `true` is reliable, but `false` may miss a request that the
+    /// driver has just written: the caller must check again before going idle.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
-        if self.since == 0 {
+        if self.unsignalled == 0 {
             return false;
         }
         if sure {
-            // Pairs with the driver's fence between writing its event structure and looking at the ring again
-            // (2.8.21.3.1): without it both sides sleep. The used descriptors must be visible before the load below, on
-            // x86 too.
+            // Pairs with the driver's fence between writing its event structure and re-reading the ring (2.8.21.3.1):
+            // without it both sides may sleep. The used descriptors must be visible before the load below, on x86 too.
             fence(Ordering::SeqCst);
         }
         let event = Event::from_word(self.ring.driver_event[0].load(Ordering::Relaxed));
-        let wants = event.wanted(self.published.slot, self.published.wrap, self.since, self.ring.size);
+        let wants = event.wanted(self.published.slot, self.published.wrap, self.unsignalled, self.ring.size);
         if wants || sure {
-            self.since = 0;
+            self.unsignalled = 0;
         }
         wants
     }
 
-    /// Asks the driver to notify us of the next chain that it makes available. `true`: there is one already, which may
-    /// or may not be notified; take it.
+    /// Asks the driver to notify us of the next chain that it makes available. Returns `true` if a chain is available
+    /// already; the caller must take it, as the driver may or may not send a notification for it.
     pub fn enable_notification(&mut self) -> bool {
         let event = if self.features.event_idx {
             Event::at(self.next_available.slot, self.next_available.wrap)
@@ -568,24 +589,24 @@ impl Device {
             Event::ENABLED
         };
         self.ring.device_event[0].store(event.to_word(), Ordering::Relaxed);
-        // Pairs with the driver's fence between publishing descriptors and reading what was stored here.
+        // Pairs with the driver's fence between publishing descriptors and reading the value stored here.
         fence(Ordering::SeqCst);
         #[cfg(not(loom))]
-        if self.has_again() {
+        if self.has_resubmits() {
             return true;
         }
         self.is_available()
     }
 
-    /// Asks the driver not to notify us: we look by ourselves.
+    /// Asks the driver not to notify us, because we poll.
     pub fn disable_notification(&mut self) {
         self.ring.device_event[0].store(Event::DISABLED.to_word(), Ordering::Relaxed);
     }
 }
 
-/// The second word of a used descriptor.
+/// Builds the second word of a used descriptor.
 #[inline(always)]
 fn used(flags: u16, chain: &Chain) -> u64 {
-    // 2.8.8: WRITE tells that the length is valid.
+    // 2.8.8: WRITE marks the length as valid.
     word(chain.written, chain.id, flags | if chain.written > 0 { WRITE } else { 0 })
 }

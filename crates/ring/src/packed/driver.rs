@@ -1,4 +1,5 @@
-//! Driver end of a packed virtqueue: makes buffers available, takes them back when they were used.
+//! Driver end of a packed virtqueue (virtio 1.3, 2.8): makes buffers available and takes used ones. Called through
+//! `DriverRing`.
 
 #[cfg(not(loom))]
 use super::layout::Base;
@@ -12,51 +13,51 @@ use crate::{
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
 
-/// What the driver remembers of a buffer id.
+/// Private state of a buffer id.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct State {
-    /// Ring entries that the chain takes. Without IN_ORDER 0: the id is free.
+    /// Ring slots that the chain takes. Without IN_ORDER 0 means that the id is free.
     slots: u16,
-    /// What the device may write to it, in bytes.
+    /// Bytes that the device may write.
     room: u32,
 }
 
-/// The descriptors of the line where those start that the device does not know of yet. The device looks at that line all
-/// the time, and each look takes it away from us: so it is written last, and all at once.
+/// The unpublished descriptors in the cache line of the first unpublished one. The device polls that line, and each poll
+/// moves the line to its cache; so the whole line is written last and at once.
 #[derive(Clone, Copy, Default)]
 struct Held {
-    /// The first descriptor of all.
+    /// Slot of the first unpublished descriptor.
     first: u16,
-    /// Which descriptors of the line are held; 0: there is nothing to publish.
-    which: u8,
-    /// Both words of each.
+    /// Bit mask of the line's descriptors that are held; 0 if there is nothing to publish.
+    mask: u8,
+    /// Both words of each descriptor.
     words: [[u64; 2]; LINE as usize],
 }
 
 impl Held {
-    /// How many descriptors from this one on are in that line.
+    /// Returns how many descriptors, from this slot on, belong to that line.
     #[inline(always)]
     fn room(&self, slot: u16) -> usize {
-        if self.which == 0 || (slot ^ self.first) < LINE { (LINE - slot % LINE).into() } else { 0 }
+        if self.mask == 0 || (slot ^ self.first) < LINE { (LINE - slot % LINE).into() } else { 0 }
     }
 
-    /// How many descriptors from this one on are before that line.
+    /// Returns how many descriptors, from this slot on, come before that line.
     #[inline(always)]
     fn before(&self, slot: u16) -> usize {
         let line = self.first - self.first % LINE;
-        if self.which > 0 && slot < line { (line - slot).into() } else { usize::MAX }
+        if self.mask > 0 && slot < line { (line - slot).into() } else { usize::MAX }
     }
 
-    /// Takes a descriptor, if it is in that line.
+    /// Holds a descriptor back if it belongs to that line; returns whether it does.
     #[inline(always)]
-    fn takes(&mut self, slot: u16, words: [u64; 2]) -> bool {
-        if self.which == 0 {
+    fn hold(&mut self, slot: u16, words: [u64; 2]) -> bool {
+        if self.mask == 0 {
             self.first = slot;
         } else if (slot ^ self.first) >= LINE {
             return false;
         }
         let place = slot % LINE;
-        self.which |= 1 << place;
+        self.mask |= 1 << place;
         self.words[place as usize] = words;
         true
     }
@@ -73,15 +74,15 @@ pub struct Driver {
     held: Held,
     /// `next_available` at the last `publish`.
     published: Position,
-    /// Entries published since the device was last considered for a notification.
-    since: u32,
+    /// Descriptors published since the last decision whether to notify the device.
+    unsignalled: u32,
     added: u32,
-    /// Chains of more than one descriptor under way.
-    long: u16,
+    /// Chains in flight with more than one descriptor.
+    multi_descriptor: u16,
     next_used: Position,
-    /// In the middle of an in-order batch: the id that ends it.
+    /// Within an in-order batch: the chain that ends it.
     batch: Option<Used>,
-    /// How many chains came back together the last time: how many lines are worth fetching at once.
+    /// Number of chains taken last, as an estimate of how many lines to prefetch.
     expected: u16,
     fast_path: bool,
     #[cfg(not(loom))]
@@ -89,7 +90,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A fresh ring: nothing available, nothing used. Its memory must be zeros.
+    /// Returns the driver end of a fresh ring, with nothing available or used. The ring's memory must be zeroed.
     pub fn new(ring: Layout, features: Features) -> Driver {
         let size = ring.size;
         Driver {
@@ -100,9 +101,9 @@ impl Driver {
             next_available: Position::START,
             held: Held::default(),
             published: Position::START,
-            since: 0,
+            unsignalled: 0,
             added: 0,
-            long: 0,
+            multi_descriptor: 0,
             next_used: Position::START,
             batch: None,
             expected: 0,
@@ -113,42 +114,46 @@ impl Driver {
         }
     }
 
-    /// From now on chains of more than one buffer go through a table each, if INDIRECT_DESC was negotiated.
+    /// From now on places each chain of more than one buffer in an indirect table, if INDIRECT_DESC was negotiated.
     #[cfg(not(loom))]
     pub fn set_indirect(&mut self, tables: IndirectTables) {
         self.tables = self.features.indirect.then_some(tables);
     }
 
-    /// Turns the fast path of taking back off, to compare. (That of adding is `add_single`, the normal one `add`.)
+    /// Turns the fast path of taking used chains on or off, for measurements. (For adding, `add_single` is the fast path
+    /// and `add` the normal one.)
     pub fn set_fast_path(&mut self, on: bool) {
         self.fast_path = on;
     }
 
-    /// How many descriptors are free.
+    /// Returns how many descriptors are free.
     #[inline(always)]
     pub fn free(&self) -> usize {
         self.free_slots.into()
     }
 
-    /// The id that the chain after `ahead` more single-buffer chains will have.
+    /// Returns the id of the single-buffer chain to be added after `ahead` others.
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
         self.ids.next(ahead).filter(|_| ahead < self.free_slots.into())
     }
 
-    /// Ids that single-buffer chains will have after `ahead` others: up to `count`, perhaps fewer than will follow.
+    /// Returns ids of the single-buffer chains to be added after `ahead` others: up to `count`, possibly fewer.
     #[inline(always)]
     pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
         self.ids.run(ahead, count.min(usize::from(self.free_slots).saturating_sub(ahead)))
     }
 
-    /// Fetches the lines of the next `count` descriptors for writing.
+    /// Prefetches the lines of the next `count` descriptors for writing.
     #[inline]
     pub fn prefetch(&self, count: usize) {
         self.ring.prefetch(self.next_available.slot, count.min(self.free_slots.into()) as u16, true);
     }
 
     /// Adds a chain; returns its id.
+    ///
+    /// # Errors
+    /// [`Full`] if there are too few free descriptors, or the chain is empty or longer than the queue.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         let count = readable.len() + writable.len();
         let chain = || {
@@ -175,7 +180,7 @@ impl Driver {
         Ok(id)
     }
 
-    /// Adds up to `count` chains of one buffer each.
+    /// Adds up to `count` single-buffer chains; returns how many were added.
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
         let mut added = 0;
@@ -189,7 +194,7 @@ impl Driver {
         added
     }
 
-    /// The same, for ids in a row, up to the end of the ring or to the line that is held back.
+    /// As `add_single`, for contiguous ids, up to the end of the ring or to the held line.
     #[inline(always)]
     fn add_run(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
         let Driver { ring, ids, held, .. } = self;
@@ -200,7 +205,8 @@ impl Driver {
         let ids = ids.run(0, count.min(self.free_slots.into()).min(descriptors.len()).min(held.before(slot)));
         let mut add = |id: u16| {
             let Buffer { address, len } = buffer(id);
-            // Each store that is spared lets more of those to the ring wait for their lines together.
+            // Each store saved leaves more room in the store buffer for those to the ring, which wait for their lines in
+            // parallel.
             let state = State { slots: 1, room: if writable { len } else { 0 } };
             if let Some(place) = states.get_mut(id as usize).filter(|place| **place != state) {
                 *place = state;
@@ -209,7 +215,7 @@ impl Driver {
         };
         let kept = held.room(slot).min(ids.len());
         for (slot, &id) in (slot..).zip(&ids[..kept]) {
-            held.takes(slot, add(id));
+            held.hold(slot, add(id));
         }
         for (&id, descriptor) in ids.iter().zip(descriptors).skip(kept) {
             let words = add(id);
@@ -229,7 +235,7 @@ impl Driver {
     fn descriptor(&mut self, id: u16, buffer: Buffer, flags: u16) {
         let Position { slot, wrap } = self.next_available;
         let words = [buffer.address.to_le(), word(buffer.len, id, flags | available_flags(wrap))];
-        if !self.held.takes(slot, words) {
+        if !self.held.hold(slot, words) {
             self.store(slot, words, Ordering::Relaxed);
         }
         self.next_available.advance(1, self.ring.size);
@@ -247,41 +253,43 @@ impl Driver {
         self.states[id as usize] = State { slots, room };
         self.free_slots -= slots;
         self.added += u32::from(slots);
-        self.long += u16::from(slots > 1);
+        self.multi_descriptor += u16::from(slots > 1);
     }
 
-    /// Makes available all that was added.
+    /// Makes all added chains available to the device.
     #[inline]
     pub fn publish(&mut self) {
-        let Held { first, which, words } = self.held;
-        if which == 0 {
+        let Held { first, mask, words } = self.held;
+        if mask == 0 {
             return;
         }
         let (line, first) = (first - first % LINE, first % LINE);
-        for place in (0..LINE).filter(|&place| place != first && which & 1 << place != 0) {
+        for place in (0..LINE).filter(|&place| place != first && mask & 1 << place != 0) {
             self.store(line + place, words[place as usize], Ordering::Relaxed);
         }
-        // Pairs with the device's acquire of the second word: all other descriptors, and the buffers, are written before
-        // it.
+        // Pairs with the device's acquire load of the second word: all other descriptors, and the buffers, are written
+        // before it.
         self.store(line + first, words[first as usize], Ordering::Release);
-        self.held.which = 0;
+        self.held.mask = 0;
         self.published = self.next_available;
-        self.since = self.since.saturating_add(std::mem::take(&mut self.added));
+        self.unsignalled = self.unsignalled.saturating_add(std::mem::take(&mut self.added));
     }
 
-    /// The second word of the descriptor at `next_used`, if it was used in this pass.
+    /// Returns the second word of the descriptor at `next_used`, if it was used in this pass.
     #[inline(always)]
     fn used(&self) -> Option<u64> {
         let Position { slot, wrap } = self.next_used;
-        // Pairs with the device's release of this word: the buffers, and the used descriptors after it, are written.
+        // Pairs with the device's release store of this word: the buffers and the used descriptors behind it are visible.
         let word = u64::from_le(self.ring.descriptors[2 * slot as usize + 1].load(Ordering::Acquire));
         let flags = (word >> 48) as u16 & (AVAILABLE | USED);
-        // An entry that has nothing under way may look used from the pass before.
+        // If nothing is in flight, a descriptor may look used from the previous pass.
         (flags == used_flags(wrap) && self.free_slots < self.ring.size).then_some(word)
     }
 
-    /// Takes back up to `out.len()` chains that the device has used; says how many. A fault is reported when it comes
-    /// first; chains before it are good.
+    /// Takes up to `out.len()` chains that the device has used; returns how many.
+    ///
+    /// # Errors
+    /// The [`DriverFault`] if the next used chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let mut count = 0;
@@ -301,7 +309,7 @@ impl Driver {
             }
             self.next_used.advance(slots, self.ring.size);
             self.free_slots += slots;
-            self.long -= u16::from(slots > 1);
+            self.multi_descriptor -= u16::from(slots > 1);
             self.ids.put_back(used.id);
             *place = used;
             count += 1;
@@ -312,14 +320,14 @@ impl Driver {
         Ok(count)
     }
 
-    /// The fast path: chains of one descriptor each, in order or not, for which the device has written one each.
+    /// Fast path: single-descriptor chains, in order or not, with one used descriptor each.
     #[inline(always)]
     fn take_singles(&mut self, out: &mut [Used], fetch: bool) -> usize {
         if !self.fast_path || self.batch.is_some() {
             return 0;
         }
         if fetch && self.used().is_some() {
-            // Available descriptors are written into these lines next.
+            // Available descriptors will be written to these lines next.
             self.ring.prefetch(self.next_used.slot, self.expected, true);
         }
         if self.features.in_order {
@@ -329,12 +337,12 @@ impl Driver {
         let Position { mut slot, mut wrap } = self.next_used;
         let mut flags = used_flags(wrap);
         let descriptors = ring.pairs();
-        // Entries that have nothing under way may look used from the pass before.
+        // Descriptors beyond those in flight may look used from the previous pass.
         let max = out.len().min(usize::from(ring.size - self.free_slots));
         let mut count = 0;
         for out in out.iter_mut().take(max) {
             let Some([_, word]) = descriptors.get(slot as usize) else { break };
-            // Pairs with the device's release of this word, as in `used`.
+            // Pairs with the device's release store of this word, as in `used`.
             let word = u64::from_le(word.load(Ordering::Acquire));
             if (word >> 48) as u16 & (AVAILABLE | USED) != flags {
                 break;
@@ -361,7 +369,7 @@ impl Driver {
         count
     }
 
-    /// The same in order, up to the end of the ring or of the circle of ids.
+    /// The in-order case, up to the end of the ring or of the circular id list.
     #[inline(always)]
     fn take_in_order(&mut self, out: &mut [Used]) -> usize {
         let Position { slot, wrap } = self.next_used;
@@ -370,10 +378,10 @@ impl Driver {
         let states = &self.states[..];
         let mut count = 0;
         for ((out, &id), [_, word]) in out.iter_mut().zip(self.ids.oldest_run(BURST)).zip(descriptors) {
-            // Pairs with the device's release of this word, as in `used`.
+            // Pairs with the device's release store of this word, as in `used`.
             let word = u64::from_le(word.load(Ordering::Acquire));
             let Some(&State { slots: 1, room }) = states.get(id as usize) else { break };
-            // Anything else that it has may be right or wrong; here only what is expected is taken.
+            // Anything unexpected, valid or not, is left to the normal path.
             if (word >> 32) as u32 & (u32::from(AVAILABLE | USED) << 16 | 0xffff) != flags | u32::from(id) {
                 break;
             }
@@ -387,14 +395,17 @@ impl Driver {
         count
     }
 
-    /// Takes back up to `max` chains, where nobody needs to know which; says how many.
+    /// Takes up to `max` chains, for callers that do not need their ids; returns how many.
+    ///
+    /// # Errors
+    /// As for `take_used`.
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
-        if !self.fast_path || !self.features.in_order || self.long > 0 {
+        if !self.fast_path || !self.features.in_order || self.multi_descriptor > 0 {
             let mut used = [Used::default(); BURST];
             return self.take_used(&mut used[..max.min(BURST)]);
         }
-        // In order, and of one descriptor each: the last id of a batch tells how many there are.
+        // In order and one descriptor each: the last id of a batch determines how many chains it has.
         let mut all = 0;
         while all < max {
             let end = match self.batch {
@@ -404,14 +415,14 @@ impl Driver {
                     let (id, len) = ((word >> 32) as u16, word as u32);
                     let room = self.states.get(id as usize).map_or(0, |state| state.room);
                     match written(id, len, room) {
-                        Ok(len) if self.ids.is_under_way(id.into()) => Used { id, len },
+                        Ok(len) if self.ids.is_in_flight(id.into()) => Used { id, len },
                         _ if all > 0 => break,
                         Ok(_) => return Err(DriverFault::Id { id: id.into() }),
                         Err(fault) => return Err(fault),
                     }
                 }
             };
-            let whole = self.ids.up_to(end.id.into());
+            let whole = self.ids.count_up_to(end.id.into());
             let count = whole.min(max - all);
             self.batch = (count < whole).then_some(end);
             self.next_used.advance(count as u16, self.ring.size);
@@ -422,7 +433,7 @@ impl Driver {
         Ok(all)
     }
 
-    /// The next chain that was used, if there is one.
+    /// Takes the next used chain, if there is one.
     #[inline(always)]
     fn next(&mut self) -> Result<Option<Used>, DriverFault> {
         let end = match self.batch {
@@ -430,17 +441,17 @@ impl Driver {
             None => {
                 let Some(word) = self.used() else { return Ok(None) };
                 let (id, len) = ((word >> 32) as u16, word as u32);
-                let under_way = |state: &&State| {
-                    if self.features.in_order { self.ids.is_under_way(id.into()) } else { state.slots > 0 }
+                let in_flight = |state: &&State| {
+                    if self.features.in_order { self.ids.is_in_flight(id.into()) } else { state.slots > 0 }
                 };
-                let state = self.states.get(id as usize).filter(under_way);
+                let state = self.states.get(id as usize).filter(in_flight);
                 let Some(state) = state else { return Err(DriverFault::Id { id: id.into() }) };
                 Used { id, len: written(id, len, state.room)? }
             }
         };
         if self.features.in_order {
-            // The oldest one first, up to the one that the descriptor names, which is under way, so that it comes. Those
-            // before it count as written in full (2.7.9).
+            // Return the oldest chain first, up to the one named by the descriptor. That one is in flight, so it will be
+            // reached. Those before it count as written in full (2.7.9).
             let Some(id) = self.ids.oldest() else { return Err(DriverFault::Id { id: end.id.into() }) };
             let last = id == end.id;
             if !last || self.batch.is_some() {
@@ -453,51 +464,51 @@ impl Driver {
         Ok(Some(end))
     }
 
-    /// Whether the device wants to be notified of what was published since the last call.
+    /// Returns whether the device wants to be notified of what was published since the last call.
     #[inline]
     pub fn wants_notification(&mut self) -> bool {
-        let since = std::mem::take(&mut self.since);
-        if since == 0 {
+        let unsignalled = std::mem::take(&mut self.unsignalled);
+        if unsignalled == 0 {
             return false;
         }
-        // Pairs with the device's fence between writing its event structure and looking at the ring again (2.8.21.3.1):
-        // without it both sides sleep.
+        // Pairs with the device's fence between writing its event structure and re-reading the ring (2.8.21.3.1): without
+        // it both sides may sleep.
         fence(Ordering::SeqCst);
         let event = Event::from_word(self.ring.device_event[0].load(Ordering::Relaxed));
-        event.wanted(self.published.slot, self.published.wrap, since, self.ring.size)
+        event.wanted(self.published.slot, self.published.wrap, unsignalled, self.ring.size)
     }
 
-    /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
+    /// Asks the device to notify us of the next chain that it uses. Returns `true` if a used chain is there already.
     pub fn enable_notification(&mut self) -> bool {
         let event =
             if self.features.event_idx { Event::at(self.next_used.slot, self.next_used.wrap) } else { Event::ENABLED };
         self.ring.driver_event[0].store(event.to_word(), Ordering::Relaxed);
-        // Pairs with the device's fence between publishing used descriptors and reading what was stored here.
+        // Pairs with the device's fence between publishing used descriptors and reading the value stored here.
         fence(Ordering::SeqCst);
         self.batch.is_some() || self.used().is_some()
     }
 
-    /// Asks the device not to notify us: we look by ourselves.
+    /// Asks the device not to notify us, because we poll.
     pub fn disable_notification(&mut self) {
         self.ring.driver_event[0].store(Event::DISABLED.to_word(), Ordering::Relaxed);
     }
 
-    /// Where a device that knows nothing of this ring has to go on: behind all that was used, taken back or not.
+    /// Returns where a device without state of its own must resume: behind the last used chain, whether taken here or not.
     #[cfg(not(loom))]
     pub fn base(&self) -> Base {
         let size = self.ring.size;
         let (mut at, mut chains, mut left) = (self.next_used, 0, size - self.free_slots);
         let mut batch = self.batch.map(|end| end.id);
-        // What the device wrote last may be anything: the slots under way are the end in any case.
+        // The device's last writes may be garbage: never go beyond the slots in flight.
         while left > 0 {
             let Some(id) = batch.take().or_else(|| self.used_at(at)) else { break };
             // In order, an id stands for all chains up to its own.
-            let end = if self.features.in_order { self.ids.up_to(id.into()) } else { chains + 1 };
+            let end = if self.features.in_order { self.ids.count_up_to(id.into()) } else { chains + 1 };
             if end <= chains {
                 break;
             }
             while chains < end {
-                let id = if self.features.in_order { self.ids.under_way(chains).unwrap_or(id) } else { id };
+                let id = if self.features.in_order { self.ids.in_flight(chains).unwrap_or(id) } else { id };
                 let slots = self.states.get(usize::from(id)).map_or(0, |state| state.slots);
                 if slots == 0 || slots > left {
                     return Base::new(at, at);
@@ -510,19 +521,19 @@ impl Driver {
         Base::new(at, at)
     }
 
-    /// How many slots a device that stopped at `base` took and never gave back.
+    /// Returns how many slots a device that stopped at `base` took and never returned.
     #[cfg(not(loom))]
     pub(crate) fn missing(&self, base: u32) -> u32 {
         let size = self.ring.size;
-        // Both kinds of answers there are carry the available half.
+        // Both formats of the reply carry the available half.
         let (given, taken) = (Position::from_bits(self.base().0 as u16, size), Position::from_bits(base as u16, size));
         given.distance(taken, size).into()
     }
 
-    /// The id of the descriptor at a position, if that was used in its pass.
+    /// Returns the id of the descriptor at a position, if it was used in that pass.
     #[cfg(not(loom))]
     fn used_at(&self, at: Position) -> Option<u16> {
-        // Pairs with the device's release of this word, as in `used`.
+        // Pairs with the device's release store of this word, as in `used`.
         let word = u64::from_le(self.ring.pairs().get(usize::from(at.slot))?[1].load(Ordering::Acquire));
         ((word >> 48) as u16 & (AVAILABLE | USED) == used_flags(at.wrap)).then_some((word >> 32) as u16)
     }

@@ -1,4 +1,5 @@
-//! The three areas of a packed virtqueue (2.8.1), resolved once when the queue starts.
+//! Memory layout of a packed virtqueue (virtio 1.3, 2.8.1): its three areas, resolved once when the queue starts, positions
+//! in the ring, and vhost-user's base format. Used by both ends.
 
 use ringroad_mem::{
     Words,
@@ -15,8 +16,8 @@ use {
 #[cfg_attr(loom, derive(Clone))]
 pub struct Layout {
     pub(super) size: u16,
-    /// Two words a descriptor: address; length | id << 32 | flags << 48. Whoever writes the second word of a descriptor
-    /// publishes it: it has the flags that the other side waits for.
+    /// Two words per descriptor: address; length | id << 32 | flags << 48. Writing the second word publishes the
+    /// descriptor, as it contains the flags that the other side polls.
     pub(super) descriptors: Words<AtomicU64>,
     /// Written by the driver.
     pub(super) driver_event: Words<AtomicU32>,
@@ -24,30 +25,30 @@ pub struct Layout {
     pub(super) device_event: Words<AtomicU32>,
 }
 
-/// Descriptor flag: made available in the pass of the ring that the bit names (2.8.1).
+/// Descriptor flag VIRTQ_DESC_F_AVAIL: its value tells in which pass the descriptor was made available (2.8.1).
 pub(super) const AVAILABLE: u16 = 1 << 7;
-/// Descriptor flag: used in the pass of the ring that the bit names.
+/// Descriptor flag VIRTQ_DESC_F_USED: its value tells in which pass the descriptor was used.
 pub(super) const USED: u16 = 1 << 15;
 
-/// The two flags of an available descriptor in a pass.
+/// Returns AVAILABLE and USED as an available descriptor has them in a pass.
 #[inline(always)]
 pub(super) fn available_flags(wrap: bool) -> u16 {
     if wrap { AVAILABLE } else { USED }
 }
 
-/// The two flags of a used descriptor in a pass.
+/// Returns AVAILABLE and USED as a used descriptor has them in a pass.
 #[inline(always)]
 pub(super) fn used_flags(wrap: bool) -> u16 {
     if wrap { AVAILABLE | USED } else { 0 }
 }
 
-/// The second word of a descriptor.
+/// Builds the second word of a descriptor.
 #[inline(always)]
 pub(super) fn word(len: u32, id: u16, flags: u16) -> u64 {
     (u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48).to_le()
 }
 
-/// A position in a packed ring and the pass it is in.
+/// A slot of a packed ring with the wrap counter of the current pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub slot: u16,
@@ -59,7 +60,7 @@ impl Position {
 
     #[inline(always)]
     pub(crate) fn advance(&mut self, slots: u16, size: u16) {
-        // Both at most 32768: no overflow.
+        // Both are at most 32768: no overflow.
         let next = self.slot + slots;
         let over = next >= size;
         self.slot = if over { next - size } else { next };
@@ -76,7 +77,7 @@ impl Position {
         Position { slot: (bits & 0x7fff) % size, wrap: bits & 0x8000 != 0 }
     }
 
-    /// How many slots it is to another position, less than a whole pass ahead or just that.
+    /// Returns the number of slots to a position that is at most one whole pass ahead.
     #[cfg(not(loom))]
     pub(super) fn distance(self, to: Position, size: u16) -> u16 {
         if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { (size - self.slot).wrapping_add(to.slot) }
@@ -88,28 +89,27 @@ impl Position {
     }
 }
 
-/// What vhost-user carries as the base of a packed ring: bits 0–14 the position of the next available descriptor, bit 15
-/// its wrap counter; 16–30 and 31 the same of the next used descriptor.
+/// Base of a packed ring in vhost-user's format: bits 0–14 are the slot of the next available descriptor, bit 15 its wrap
+/// counter; bits 16–30 and 31 are the same for the next used descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base(pub u32);
 
 impl Base {
-    /// A ring that has not been used yet: both positions 0, both wrap counters set.
+    /// Base of an unused ring: both slots 0, both wrap counters set.
     pub const FRESH: Base = Base(0x8000_8000);
 
     pub(super) fn new(available: Position, used: Position) -> Base {
         Base(u32::from(available.to_bits()) | u32::from(used.to_bits()) << 16)
     }
 
-    /// Where to start. Our own devices stop between bursts, with both positions the same; of what other ones left, the
-    /// position of the next used descriptor says where to go on, as what lies between the two was taken and never
-    /// given back.
+    /// Returns where to start. Devices here stop between bursts, with both positions equal. If another device left the
+    /// ring, the next used position counts, as chains between the two were taken and never returned.
     ///
-    /// Some frontends carry only the available half (DPDK: 0x8000 for a fresh ring), some nothing at all (User-Mode
-    /// Linux: 0 for a fresh ring). 0 is also the base of a ring at the start of an even pass; the ring itself tells the
-    /// two apart: in a fresh one nothing was used, and what is available has its USED bit clear; at the start of an even
-    /// pass some descriptor has it set, as used in the pass before or as available in this one. Not always the first
-    /// one: the pass before may have begun in the middle of a chain, or of a batch that was used in order.
+    /// Some frontends carry only the available half (DPDK: 0x8000 for a fresh ring), some nothing at all (User-Mode Linux:
+    /// 0 for a fresh ring). 0 is also the base of a ring at the start of an even pass, so the ring itself must decide. In a
+    /// fresh ring nothing was used, and available descriptors have a clear USED bit. At the start of an even pass some
+    /// descriptor has it set, as used in the previous pass or as available in this one. That need not be the first
+    /// descriptor: the previous pass may have begun in the middle of a chain, or of a batch that was used in order.
     pub(super) fn position(self, ring: &Layout) -> Position {
         let (available, used) = (self.0 as u16, (self.0 >> 16) as u16);
         if self.0 == 0 {
@@ -119,22 +119,22 @@ impl Base {
     }
 }
 
-/// Descriptors of one cache line.
+/// Descriptors per cache line.
 pub(super) const LINE: u16 = 4;
 
 impl Layout {
-    /// The descriptors, two words each.
+    /// Returns the descriptors, two words each.
     #[inline(always)]
     pub(super) fn pairs(&self) -> &[[AtomicU64; 2]] {
         self.descriptors.as_chunks().0
     }
 
-    /// Whether some descriptor has its USED bit set, which none has in a fresh ring.
+    /// Returns whether some descriptor has its USED bit set; in a fresh ring none has.
     pub(crate) fn was_used(&self) -> bool {
         self.pairs().iter().any(|[_, word]| (u64::from_le(word.load(Ordering::Acquire)) >> 48) as u16 & USED != 0)
     }
 
-    /// Fetches the lines of the descriptors from a slot on, as many as are expected to be of use.
+    /// Prefetches the lines of `expected` descriptors from a slot on.
     #[inline(always)]
     pub(super) fn prefetch(&self, slot: u16, expected: u16, write: bool) {
         let straight = expected.min(self.size.saturating_sub(slot));
@@ -145,13 +145,13 @@ impl Layout {
 
 #[cfg(not(loom))]
 impl Layout {
-    /// Entries of the ring.
+    /// Returns the number of entries.
     pub(crate) fn size(&self) -> u16 {
         self.size
     }
 
-    /// Whether it is sure that nobody has ever used it: some descriptors are available in the first pass, and those behind them are
-    /// zeros. One that was used can look the same only where it is full.
+    /// Returns whether the ring was certainly never used: it begins with descriptors available in the first pass, and all
+    /// others are zero. A used ring can look the same only if it is full.
     pub(crate) fn is_fresh(&self) -> bool {
         let load = |word: &AtomicU64| u64::from_le(word.load(Ordering::Acquire));
         let mut all = self.pairs().iter().map(|[address, word]| (load(address), load(word)));
@@ -159,7 +159,7 @@ impl Layout {
         all.by_ref().find(|pair| !is_made(pair)) == Some((0, 0)) && all.all(|pair| pair == (0, 0))
     }
 
-    /// Address and second word of the descriptor at a position.
+    /// Returns the address and second word of the descriptor at a position.
     pub(crate) fn words(&self, at: Position) -> (u64, u64) {
         self.pairs().get(usize::from(at.slot)).map_or((0, 0), |[address, word]| {
             let word = u64::from_le(word.load(Ordering::Acquire));
@@ -167,13 +167,13 @@ impl Layout {
         })
     }
 
-    /// Whether a descriptor is as the driver makes it available in that pass.
+    /// Returns whether the descriptor at a position is available in that pass.
     pub(crate) fn is_available(&self, at: Position) -> bool {
         (self.words(at).1 >> 48) as u16 & (AVAILABLE | USED) == available_flags(at.wrap)
     }
 
-    /// Makes the descriptor at a position look available, if it looks used in that pass. Says whether it did.
-    pub(super) fn unuse(&self, at: Position) -> bool {
+    /// Makes the descriptor at a position available again if it is marked as used in that pass. Returns whether it was.
+    pub(super) fn restore_available(&self, at: Position) -> bool {
         let (_, second) = self.words(at);
         let flags = (second >> 48) as u16;
         let looks_used = flags & (AVAILABLE | USED) == used_flags(at.wrap);
@@ -184,14 +184,17 @@ impl Layout {
         looks_used
     }
 
-    /// The ring of a driver whose memory this is.
+    /// Resolves the areas of a driver's ring in its memory.
+    ///
+    /// # Errors
+    /// [`SetupError::Size`] or [`SetupError::Area`].
     pub fn resolve(memory: &Table, size: u32, at: Addresses) -> Result<Layout, SetupError> {
         if size == 0 || size > MAX_SIZE {
             return Err(SetupError::Size { size, packed: true });
         }
         let area = |area, address, len, align| SetupError::Area { area, address, len, align };
         let descriptor = area("descriptor", at.descriptor, size as usize * DESCRIPTOR, 16);
-        // 2.8.10: the descriptor ring is aligned to 16. Words alone would accept 8.
+        // 2.8.10: the descriptor ring is aligned to 16 bytes. `Words` would accept 8.
         if !at.descriptor.is_multiple_of(16) {
             return Err(descriptor);
         }
@@ -203,12 +206,15 @@ impl Layout {
         })
     }
 
-    /// How many bytes a ring of this size takes in a driver's memory.
+    /// Returns the size in bytes of a ring in a driver's memory.
     pub fn bytes(size: u32) -> usize {
         (size as usize * DESCRIPTOR).next_multiple_of(128) + 256
     }
 
-    /// Places a ring in a driver's own memory, each area on cache lines of its own.
+    /// Places a ring in a driver's own memory, each area on separate cache lines.
+    ///
+    /// # Errors
+    /// As for `resolve`.
     pub fn place(region: &Arc<Region>, offset: usize, size: u32) -> Result<(Layout, Addresses), SetupError> {
         let descriptor = region.user() + offset as u64;
         let driver = descriptor + (size as usize * DESCRIPTOR).next_multiple_of(128) as u64;
@@ -220,7 +226,7 @@ impl Layout {
 
 #[cfg(loom)]
 impl Layout {
-    /// A ring of loom's atomics.
+    /// Returns a ring of loom's atomics.
     pub fn model(size: u16) -> Layout {
         Layout {
             size,

@@ -1,38 +1,38 @@
-//! Where a packed ring is that a former process has used: what it noted, as far as the ring agrees. Called by `device.rs` when a
-//! ring starts.
+//! Crash recovery of a packed ring: finds the position from the journal of a former process, if the ring agrees with it.
+//! Called by `device.rs` when a ring starts.
 //!
-//! The USED bit of a descriptor changes once in each pass, when the device uses it; so one look at the first descriptor of the
-//! batch that was noted says whether it was published.
+//! The device changes a descriptor's USED bit once per pass, when it uses the descriptor. So the first descriptor of the
+//! recorded batch shows whether the batch was published.
 
 use super::layout::{AVAILABLE, Layout, Position, USED, used_flags};
 use crate::{
     INDIRECT, Journal, JournalKey, NEXT,
-    journal::{Noted, Progress, Staged},
+    journal::{Progress, Record, Staged},
 };
 use ringroad_mem::sync::Ordering;
 
-/// Where to go on.
+/// Where to continue.
 pub(super) struct Found {
-    /// How far the driver sees what was used.
+    /// Position up to which the driver sees used descriptors.
     pub published: Position,
-    /// How far used descriptors are written.
+    /// Position up to which used descriptors are written.
     pub staged: Position,
-    /// How far all was carried on, if that is noted.
+    /// Position up to which chains were consumed, if recorded.
     pub taken: Option<Position>,
-    /// The descriptor that is withheld, if the first two differ.
+    /// Second word of the deferred head, if the first two positions differ.
     pub word: u64,
     /// As in `Staged`.
-    pub which: bool,
+    pub second_word: bool,
     /// As in `Staged`.
-    pub writes: bool,
+    pub per_chain: bool,
     /// As in `Staged`.
-    pub strict: bool,
+    pub all_written: bool,
 }
 
-/// What the journal says of a ring, if the ring agrees.
+/// Returns what the journal says about a ring; `None` if there is no record or the ring contradicts it.
 pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option<Found> {
-    let Noted { published, staged, taken, word, progress } = journal.read(key)?;
-    let Staged { position: staged, which, writes, strict } = staged;
+    let Record { published, staged, taken, word, progress } = journal.read(key)?;
+    let Staged { position: staged, second_word, per_chain, all_written } = staged;
     let size = ring.size;
     let position = |bits: u16| (bits & 0x7fff < size).then(|| Position::from_bits(bits, size));
     let (mut published, staged) = (position(published)?, position(staged)?);
@@ -52,42 +52,42 @@ pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option
         published = staged;
     }
     if published == staged {
-        // Nothing is withheld. What was published last is still there, or was made available again, which the driver does only
-        // after all that comes before in the ring; and nothing behind it is used. Where a descriptor may have been passed over,
-        // its flags are those of the pass before.
-        let is_behind = if strict { is_published } else { is_used };
+        // Nothing is deferred. The batch published last must still be in the ring, or have been made available again, which
+        // the driver does only after everything before it; and nothing behind it may be used. Where descriptors may have
+        // been skipped, their flags are those of the previous pass.
+        let is_behind = if all_written { is_published } else { is_used };
         let good = batch == published
             || if is_used(ring, batch) {
                 second(ring, batch) == u64::from_le(word)
             } else {
                 is_published(ring, batch) && is_available(ring, published)
             };
-        // Where none is ever passed over, the one before was used too: so also where the last batch went on beyond the ring's end.
+        // If no descriptor is ever skipped, the one before was used too, even if the last batch crossed the ring's end.
         let mut before = published;
         before.back(1, size);
-        if !good || is_behind(ring, published) || strict && progress.is_some() && !is_published(ring, before) {
+        if !good || is_behind(ring, published) || all_written && progress.is_some() && !is_published(ring, before) {
             return None;
         }
-        return Some(Found { published, staged, taken, word, which, writes, strict });
+        return Some(Found { published, staged, taken, word, second_word, per_chain, all_written });
     }
-    // A batch that is not published: its first descriptor is as the driver made it.
+    // An unpublished batch: its first descriptor must be as the driver wrote it.
     if !is_available(ring, published) {
         return None;
     }
-    let written = if writes { written(ring, staged, progress?)? } else { staged };
+    let written = if per_chain { written(ring, staged, progress?)? } else { staged };
     if !(1..=all).contains(&published.distance(written, size)) {
         return None;
     }
-    // What was carried on is given back without another look. Buffers to write to whose turn had not come are simply taken again.
-    Some(Found { published, staged: written, taken, word, which, writes, strict })
+    // Consumed chains are returned without being read again. Writable chains beyond `written` are simply taken again.
+    Some(Found { published, staged: written, taken, word, second_word, per_chain, all_written })
 }
 
-/// Whether a ring that is said to be fresh has been used before.
+/// Returns whether a ring that should be fresh has been used before.
 pub(super) fn is_in_use(ring: &Layout, at: Position) -> bool {
     at == Position::START && is_published(ring, at)
 }
 
-/// How far the used descriptors behind the first one are written.
+/// Returns the position up to which the used descriptors behind the first one are written.
 fn written(ring: &Layout, staged: Position, progress: Progress) -> Option<Position> {
     let size = ring.size;
     let position = |bits: u16| (bits & 0x7fff < size).then(|| Position::from_bits(bits, size));
@@ -104,7 +104,7 @@ fn written(ring: &Layout, staged: Position, progress: Progress) -> Option<Positi
     Some(at)
 }
 
-/// Id and number of descriptors of the chain at a position, which is available there; `None`: there is none.
+/// Returns the id and number of descriptors of the available chain at a position; `None` if there is none.
 pub(super) fn chain(ring: &Layout, mut at: Position) -> Option<(u16, u16)> {
     if !is_available(ring, at) {
         return None;
@@ -129,17 +129,17 @@ fn flags(ring: &Layout, at: Position) -> u16 {
     (second(ring, at) >> 48) as u16 & (AVAILABLE | USED)
 }
 
-/// Used in this pass, and not made available since.
+/// Returns whether the descriptor was used in this pass and not made available since.
 fn is_used(ring: &Layout, at: Position) -> bool {
     flags(ring, at) == used_flags(at.wrap)
 }
 
-/// Used in this pass, perhaps made available since.
+/// Returns whether the descriptor was used in this pass; it may have been made available since.
 fn is_published(ring: &Layout, at: Position) -> bool {
     (flags(ring, at) & USED != 0) == at.wrap
 }
 
-/// Available in this pass, and not used.
+/// Returns whether the descriptor is available in this pass and not used.
 fn is_available(ring: &Layout, at: Position) -> bool {
     flags(ring, at) == super::layout::available_flags(at.wrap)
 }

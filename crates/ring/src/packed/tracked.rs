@@ -1,5 +1,5 @@
-//! A packed ring whose buffers in flight are noted in a region of the frontend's (`inflight`). Called by `device.rs` where there is
-//! one.
+//! Inflight tracking for the device end of a packed ring: buffers in flight are recorded in the frontend's region
+//! (`inflight`). Called by `device.rs` if there is such a region.
 
 use super::{Device, Layout, Position};
 use crate::{
@@ -10,57 +10,58 @@ use crate::{
 use ringroad_mem::{Hit, Table};
 
 impl Device {
-    /// Goes on with what a former process, of whatever make, has noted in the region.
+    /// Resumes from the inflight region that a former back end, ours or another, left behind.
     pub(super) fn adopt(
         ring: Layout,
         features: Features,
-        said: Position,
+        requested: Position,
         journal: Journal,
         key: &JournalKey,
         inflight: Inflight,
         found: FoundPacked,
     ) -> (Device, Resumed) {
         let (used, slots, size) = (found.used, found.slots, ring.size());
-        // A batch of which the first descriptor was never written: the driver must not see the others before their turn.
+        // A batch whose first descriptor was never written: hide the other used descriptors from the driver until their
+        // turn.
         let mut at = used;
-        let mut as_made = true;
+        let mut untouched = true;
         for _ in 0..slots {
-            as_made &= !ring.unuse(at);
+            untouched &= !ring.restore_available(at);
             at.advance(1, size);
         }
         let mut next = used;
-        let in_order =
-            as_made && found.chains.iter().all(|chain| stands(&ring, &mut next, chain, found.descriptors(chain)));
+        let in_order = untouched
+            && found.chains.iter().all(|chain| matches_ring(&ring, &mut next, chain, found.descriptors(chain)));
         let count = found.chains.len() as u32;
         let mut track = inflight.adopt_packed(found, size);
         let mut device = Device::at(ring, features, used);
         if in_order {
-            // It stands there still, and nothing else does.
+            // The descriptors still in the ring are exactly those in flight: take them from there.
             track.iter_mut().for_each(Packed::forget);
             journal.start(key, used.to_bits());
             device.journal = journal;
         } else {
-            // Positions do not tell where a ring out of order is.
+            // Positions cannot describe a ring that is used out of order.
             journal.end();
             device.next_available.advance(slots, size);
             device.outstanding = slots.into();
         }
         device.track = track.map(Box::new);
         let resumed = match count {
-            0 if said == used => Resumed::Base,
+            0 if requested == used => Resumed::Base,
             resubmitted => Resumed::Inflight { resubmitted },
         };
         (device, resumed)
     }
 
-    /// Takes what was in flight first, then from the ring.
+    /// Takes the chains that were in flight first, then from the ring.
     #[cold]
     #[inline(never)]
     pub(super) fn take_tracked(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let wanted = max.min(chains.room());
         let mut taken = 0;
         while taken < wanted
-            && let Some(saved) = self.track.as_ref().and_then(|track| track.again.peek())
+            && let Some(saved) = self.track.as_ref().and_then(|track| track.resubmits.peek())
         {
             match self.take_saved(memory, chains, &saved) {
                 Ok(true) => taken += 1,
@@ -68,7 +69,7 @@ impl Device {
                 Err(_) if taken > 0 => return Ok(taken),
                 Err(fault) => return Err(fault),
             }
-            self.track.iter_mut().for_each(|track| track.again.advance());
+            self.track.iter_mut().for_each(|track| track.resubmits.advance());
         }
         let (before, at) = (chains.list().len(), self.next_available);
         match self.take_fresh(memory, chains, wanted - taken) {
@@ -83,7 +84,8 @@ impl Device {
         }
     }
 
-    /// Makes a chain of descriptors that may not be in the ring any more. `false`: it has to wait for the next burst.
+    /// Rebuilds a chain from saved descriptors, which may no longer be in the ring. Returns `false` if it must wait for the
+    /// next burst.
     fn take_saved(&mut self, memory: &Table, chains: &mut Chains, saved: &Saved) -> Result<bool, Fault> {
         let mut chain = chains.begin(saved.slots);
         chain.id = saved.id;
@@ -97,7 +99,8 @@ impl Device {
         }
     }
 
-    /// Puts back in the region what will be put back in the ring. Says from which chain of the burst on they belong there.
+    /// Undoes the taking of chains in the region. Returns the index in the burst from which on they must be put back in the
+    /// ring.
     #[inline]
     pub(super) fn untake_tracked(&mut self, chains: &Chains, keep: usize) -> usize {
         match &mut self.track {
@@ -109,31 +112,31 @@ impl Device {
         }
     }
 
-    /// Whether something that was in flight waits to be taken.
-    pub(super) fn has_again(&self) -> bool {
-        self.track.as_ref().is_some_and(|track| track.again.peek().is_some())
+    /// Returns whether chains that were in flight have not been taken again yet.
+    pub(super) fn has_resubmits(&self) -> bool {
+        self.track.as_ref().is_some_and(|track| track.resubmits.peek().is_some())
     }
 
-    /// Gives chains back, each published for itself: see `inflight::packed`.
+    /// Returns chains to the driver and publishes each one separately: see `inflight::packed`.
     #[cold]
     #[inline(never)]
     pub(super) fn give_tracked(&mut self, chains: &[Chain]) {
         let Some(mut track) = self.track.take() else { return };
         for chain in chains {
-            track.begin(chain);
+            track.begin_return(chain);
             self.stage(std::slice::from_ref(chain));
             self.flush();
-            track.end(chain);
+            track.end_return(chain);
         }
         self.track = Some(track);
         self.expected = chains.len() as u16;
     }
 
-    /// What was in flight and is not taken yet goes back empty.
-    pub(crate) fn settle(&mut self) {
+    /// Returns, unused, the chains that were in flight and have not been taken again.
+    pub(crate) fn return_resubmits(&mut self) {
         while let Some(saved) = self.track.as_mut().and_then(|track| {
-            let saved = track.again.peek()?;
-            track.again.advance();
+            let saved = track.resubmits.peek()?;
+            track.resubmits.advance();
             Some(saved)
         }) {
             self.give_tracked(&[Chain::private(saved.id, saved.slots)]);
@@ -141,8 +144,9 @@ impl Device {
     }
 }
 
-/// Whether a chain in flight stands in the ring at a position as it was taken; moves the position behind it.
-fn stands(ring: &Layout, at: &mut Position, chain: &Saved, descriptors: &[Descriptor]) -> bool {
+/// Returns whether the ring still holds a chain in flight, at this position, as it was taken; advances the position past
+/// it.
+fn matches_ring(ring: &Layout, at: &mut Position, chain: &Saved, descriptors: &[Descriptor]) -> bool {
     descriptors.iter().enumerate().all(|(index, saved)| {
         let (address, word) = ring.words(*at);
         let is_available = ring.is_available(*at);
@@ -166,14 +170,14 @@ fn follow(
     let descriptors = track.descriptors(saved);
     for (index, &descriptor) in descriptors.iter().enumerate() {
         if chain.clipped {
-            // It can only be given back, or has to wait.
+            // It can only be returned, or must wait.
             break;
         }
         if descriptor.flags & INDIRECT == 0 {
             chains.add(chain, memory, hit, descriptor)?;
             continue;
         }
-        // A table is all that is left of a chain (2.8.7).
+        // An indirect table must be the last descriptor of its chain (2.8.7).
         if !features.indirect || index + 1 != descriptors.len() {
             return Err(Fault::Indirect { index: descriptor.index });
         }

@@ -1,6 +1,7 @@
-//! Device end of a split virtqueue: takes what is available, gives back what was used.
+//! Device end of a split virtqueue (virtio 1.3, 2.7): takes available chains and returns used ones. Called through
+//! `DeviceRing`.
 
-use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use super::layout::{ELEMENTS_PER_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
     Chain, Chains, Fault, Features, INDIRECT, Journal, NEXT, Tuning, WRITE,
     chain::{Descriptor, Draft, indirect},
@@ -20,17 +21,17 @@ pub struct Device {
     mask: u16,
     features: Features,
     pub(super) next_available: u16,
-    /// The available index as it was read last: what lies before it need not be asked for again.
+    /// Available index as last read; no need to read it again before reaching it.
     pub(super) seen: u16,
     pub(super) next_used: u16,
-    /// How far the driver sees it.
+    /// The used index that the driver sees.
     pub(super) published: u16,
-    /// `published` when the driver was last considered for a notification.
-    considered: u16,
-    /// How far what was taken must not be taken again, if anybody says so.
+    /// `published` at the last decision whether to notify the driver.
+    signalled: u16,
+    /// Chains up to this index were consumed and must not be taken again; `None` if `consume` is not used.
     consumed: Option<u16>,
     pub(super) journal: Journal,
-    /// What is in flight is noted, for a successor of any make.
+    /// Records what is in flight in the frontend's inflight region, for any back end that succeeds this one.
     #[cfg(not(loom))]
     pub(super) track: Option<Box<inflight::Split>>,
     hit: Hit,
@@ -38,9 +39,9 @@ pub struct Device {
 }
 
 impl Device {
-    /// Starts at `base`, the index of the first entry of the available ring that was not taken yet.
+    /// Starts at `base`, the index of the first available entry that has not been taken.
     pub fn new(ring: Layout, features: Features, base: u16) -> Device {
-        // What was used is in memory; an entry that a former device took and never gave back is lost to both sides.
+        // The used index is in memory. Entries that a former device took and never returned are lost to both sides.
         let next_used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
         let mask = ring.size - 1;
         Device {
@@ -51,7 +52,7 @@ impl Device {
             seen: base,
             next_used,
             published: next_used,
-            considered: next_used,
+            signalled: next_used,
             consumed: None,
             journal: Journal::NONE,
             #[cfg(not(loom))]
@@ -61,11 +62,14 @@ impl Device {
         }
     }
 
-    /// Starts where a former process has left the ring, else at `base`.
+    /// Starts where a former process left the ring, else at `base`.
     ///
-    /// The used index says how many chains were given back. As devices here give back in the order in which they took, it
-    /// also says which one comes next, whatever the frontend has made of its base. Only what was consumed and not given back yet
-    /// has to be known from a note: taking it again would carry frames twice.
+    /// The used index counts the chains returned. As devices here return chains in the order in which they took them, it is
+    /// also the index of the next chain to take, whatever base the frontend sends. Only chains that were consumed but not
+    /// yet returned must be known from the journal, since taking them again would forward frames twice.
+    ///
+    /// # Errors
+    /// [`SetupError::Inflight`] if the inflight region is invalid.
     #[cfg(not(loom))]
     pub fn resume(
         ring: Layout,
@@ -78,14 +82,14 @@ impl Device {
         let used = u16::from_le(ring.used[INDEX].load(Ordering::Relaxed));
         let available = u16::from_le(ring.available[INDEX].load(Ordering::Acquire));
         let is_ahead = |of: u16, index: u16| index.wrapping_sub(of) <= ring.size;
-        let noted = journal.read(key).filter(|noted| {
-            (used == noted.published || used == noted.staged.position)
-                && is_ahead(noted.published, noted.staged.position)
-                && noted.taken.is_none_or(|taken| taken.wrapping_sub(used) <= available.wrapping_sub(used))
+        let record = journal.read(key).filter(|record| {
+            (used == record.published || used == record.staged.position)
+                && is_ahead(record.published, record.staged.position)
+                && record.taken.is_none_or(|taken| taken.wrapping_sub(used) <= available.wrapping_sub(used))
         });
         let plausible = is_ahead(used, available);
-        let noted = noted.filter(|_| plausible);
-        if noted.is_none()
+        let record = record.filter(|_| plausible);
+        if record.is_none()
             && let Some(found) = inflight.read_split(ring.size, used, available)?
         {
             return Ok(Device::adopt(ring, features, base, journal, key, inflight, found));
@@ -94,17 +98,17 @@ impl Device {
         let mut device = Device::new(ring, features, start);
         device.journal = journal;
         let mut finished = 0;
-        match noted {
+        match record {
             None => device.journal.start(key, device.next_used),
-            Some(noted) => {
-                device.consumed = noted.taken;
-                device.journal.note_published(used);
-                device.journal.note_staged(Staged { position: used, ..Staged::default() });
-                finished = noted.taken.map_or(0, |taken| device.finish(taken));
+            Some(record) => {
+                device.consumed = record.taken;
+                device.journal.record_published(used);
+                device.journal.record_staged(Staged { position: used, ..Staged::default() });
+                finished = record.taken.map_or(0, |taken| device.finish(taken));
             }
         }
-        let resumed = match noted {
-            Some(_) if finished > 0 || base != start => Resumed::Noted { finished },
+        let resumed = match record {
+            Some(_) if finished > 0 || base != start => Resumed::Journal { finished },
             _ if base == start => Resumed::Base,
             _ => Resumed::UsedIndex,
         };
@@ -112,7 +116,7 @@ impl Device {
         Ok((device, resumed))
     }
 
-    /// Gives all back up to an index without a look at it: a former process has consumed it.
+    /// Returns all chains up to an index without reading them, as a former process has consumed them.
     #[cfg(not(loom))]
     fn finish(&mut self, until: u16) -> u32 {
         let mut finished = 0;
@@ -126,28 +130,31 @@ impl Device {
         finished
     }
 
-    /// Notes that all that was taken so far is about to be carried on: it will be given back, but never taken again.
+    /// Records that everything taken so far is about to be forwarded: it will be returned, but never taken again.
     #[inline]
     pub fn consume(&mut self) {
         self.consumed = Some(self.next_available);
-        self.journal.note_taken(self.next_available);
+        self.journal.record_taken(self.next_available);
     }
 
-    /// Turns off what should be off.
+    /// Sets which optimisations are used.
     pub fn tune(&mut self, tuning: Tuning) {
         self.tuning = tuning;
     }
 
-    /// Where to go on after a stop: what `base` was when it started.
+    /// Publishes deferred chains and returns the base to resume at after a stop.
     pub fn base(&mut self) -> u16 {
         self.flush();
         self.next_available
     }
 
-    /// How many chains the driver has made available and nobody has taken.
+    /// Returns how many available chains have not been taken.
+    ///
+    /// # Errors
+    /// [`Fault::AvailableJump`] if the available index is out of range.
     #[inline(always)]
     pub fn available(&self) -> Result<u16, Fault> {
-        // Pairs with the driver's release of the index: the entries and descriptors behind it are there.
+        // Pairs with the driver's release store of the index: the entries and descriptors before it are visible.
         let index = u16::from_le(self.ring.available[INDEX].load(Ordering::Acquire));
         let ahead = index.wrapping_sub(self.next_available);
         if ahead > self.ring.size {
@@ -156,8 +163,10 @@ impl Device {
         Ok(ahead)
     }
 
-    /// Takes up to `max` chains and adds them to `chains`; says how many. A fault is reported when it comes first;
-    /// chains before it are good.
+    /// Takes up to `max` chains and appends them to `chains`; returns how many.
+    ///
+    /// # Errors
+    /// The [`Fault`] if the next chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         #[cfg(not(loom))]
@@ -167,7 +176,7 @@ impl Device {
         self.take_fresh(memory, chains, max)
     }
 
-    /// The same from the ring only, and not noted.
+    /// Takes from the ring only and records nothing in the inflight region.
     #[inline]
     pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let wanted = max.min(chains.room());
@@ -177,8 +186,8 @@ impl Device {
             self.seen = self.next_available.wrapping_add(ahead as u16);
         }
         let count = ahead.min(wanted);
-        // Where the used entries will go: the driver has read what was there.
-        for ahead in (0..if self.tuning.fetches() { count } else { 0 }).step_by(ELEMENTS_OF_A_LINE) {
+        // Prefetch the used elements to be written next: the driver has read their old contents.
+        for ahead in (0..if self.tuning.fetches() { count } else { 0 }).step_by(ELEMENTS_PER_LINE) {
             let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
             self.ring.elements.prefetch(2 * at as usize, self.tuning.prefetch_write);
         }
@@ -203,7 +212,7 @@ impl Device {
         Ok(taken)
     }
 
-    /// The fast path: chains of one buffer, all for us to write or none.
+    /// Fast path: single-buffer chains, all writable or all readable.
     #[inline(always)]
     fn take_singles(&mut self, chains: &mut Chains, max: usize) -> usize {
         let mut taken = 0;
@@ -217,7 +226,7 @@ impl Device {
                 (false, false) => self.take_run::<0, false>(chains, max - taken),
             };
             taken += run;
-            // It goes on at the start of the ring.
+            // Continue at the start of the ring.
             if run == 0 || self.next_available & self.mask != 0 {
                 break;
             }
@@ -225,7 +234,7 @@ impl Device {
         taken
     }
 
-    /// The same, up to the end of the ring.
+    /// As `take_singles`, up to the end of the ring.
     #[inline(always)]
     fn take_run<const FLAGS: u16, const CACHE: bool>(&mut self, chains: &mut Chains, max: usize) -> usize {
         let start = (self.next_available & self.mask) as usize;
@@ -244,22 +253,22 @@ impl Device {
         taken
     }
 
-    /// The normal path: a chain of any shape. `false`: it has to wait for the next burst.
+    /// Normal path: a chain of any shape. Returns `false` if it must wait for the next burst.
     fn take_chain(&mut self, memory: &Table, chains: &mut Chains) -> Result<bool, Fault> {
         let descriptor = self.descriptor(self.entry(self.next_available))?;
-        let taken = self.long_chain(memory, chains, descriptor)?;
+        let taken = self.read_chain(memory, chains, descriptor)?;
         self.next_available = self.next_available.wrapping_add(taken.into());
         Ok(taken)
     }
 
-    /// The head in the available ring at an index.
+    /// Returns the head at an index of the available ring.
     #[inline(always)]
     pub(super) fn entry(&self, index: u16) -> u16 {
         let slot = (index & self.mask) as usize;
         u16::from_le(self.ring.available[ENTRIES + slot].load(Ordering::Relaxed))
     }
 
-    pub(super) fn long_chain(
+    pub(super) fn read_chain(
         &mut self,
         memory: &Table,
         chains: &mut Chains,
@@ -292,7 +301,7 @@ impl Device {
                 return indirect(chains, chain, memory, &mut self.hit, descriptor, size, true);
             }
             chains.add(chain, memory, &mut self.hit, descriptor)?;
-            // Of one that has too many pieces the head is enough, to give it back.
+            // A chain with too many pieces can only be returned, for which its head is enough.
             if descriptor.flags & NEXT == 0 || chain.clipped {
                 return Ok(());
             }
@@ -312,7 +321,7 @@ impl Device {
         Ok(Descriptor { index, address, len: word as u32, flags: (word >> 32) as u16, tail: (word >> 48) as u16 })
     }
 
-    /// Puts back the last chains taken, all from the `keep`th of the burst on: they were not needed.
+    /// Undoes the taking of the last chains, which were not needed: all from index `keep` of the burst on.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         let unused = chains.list().len().saturating_sub(keep);
         #[cfg(not(loom))]
@@ -324,7 +333,7 @@ impl Device {
         chains.truncate(keep);
     }
 
-    /// Gives chains back to the driver and publishes them at once.
+    /// Returns chains to the driver and publishes them at once.
     #[inline]
     pub fn give(&mut self, chains: &[Chain]) {
         if self.tuning.shadow_used {
@@ -337,23 +346,24 @@ impl Device {
         }
     }
 
-    /// The same, but publishes them when a quarter of the ring has come together, at the latest: a driver that has made all
-    /// available gets three quarters back at once. Who finds nothing more to take calls `flush`.
+    /// Returns chains to the driver but publishes them only when a quarter of the ring is deferred: a driver that has made
+    /// the whole ring available gets three quarters of it back promptly. The caller must call `flush` when it finds no more
+    /// to take.
     #[inline]
-    pub fn give_late(&mut self, chains: &[Chain]) {
+    pub fn give_deferred(&mut self, chains: &[Chain]) {
         self.stage(chains);
         if !self.tuning.shadow_used || self.next_used.wrapping_sub(self.published) > self.mask / 4 {
             self.flush();
         }
     }
 
-    /// How many elements from the next one on share a cache line.
+    /// Returns how many used elements, from the next one on, share a cache line.
     #[inline(always)]
-    pub fn line(&self) -> usize {
-        ELEMENTS_OF_A_LINE - usize::from(self.next_used) % ELEMENTS_OF_A_LINE
+    pub fn left_in_line(&self) -> usize {
+        ELEMENTS_PER_LINE - usize::from(self.next_used) % ELEMENTS_PER_LINE
     }
 
-    /// Publishes what was given late.
+    /// Publishes deferred chains.
     #[inline]
     pub fn flush(&mut self) {
         if self.published != self.next_used {
@@ -367,10 +377,10 @@ impl Device {
 
     #[inline(always)]
     pub(super) fn publish(&mut self) {
-        // Pairs with the driver's acquire of the index: entries and buffers are written before it.
+        // Pairs with the driver's acquire load of the index: elements and buffers are written before it.
         self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
         self.published = self.next_used;
-        self.journal.note_published(self.next_used);
+        self.journal.record_published(self.next_used);
     }
 
     #[inline(always)]
@@ -381,8 +391,8 @@ impl Device {
         }
         let mut next = self.next_used;
         let staged = next.wrapping_add(chains.len() as u16);
-        // Before the entries are written: see `journal`.
-        self.journal.note_staged(Staged { position: staged, ..Staged::default() });
+        // Recorded before the elements are written: see `journal`.
+        self.journal.record_staged(Staged { position: staged, ..Staged::default() });
         let elements = self.ring.elements.as_chunks::<2>().0;
         for chain in chains {
             if let Some([id, len]) = elements.get(usize::from(next & self.mask)) {
@@ -394,54 +404,54 @@ impl Device {
         self.next_used = next;
     }
 
-    /// Whether the driver wants to be notified of what was given since the last `true`, or the last `sure` answer.
+    /// Returns whether the driver wants to be notified of chains published since the last `true`, or the last `sure`
+    /// answer.
     ///
-    /// The sure answer costs a full fence. Without it `true` is true, but `false` may be late by what the driver has just
-    /// written: who gets it has to ask again before he leaves the queue alone.
+    /// A sure answer costs a full fence. Without the fence `true` is reliable, but `false` may miss a request that the
+    /// driver has just written: the caller must check again before going idle.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
-        let old = self.considered;
+        let old = self.signalled;
         if old == self.published {
             return false;
         }
         if sure {
-            // Pairs with the driver's fence between asking for notifications and looking at the used index again
-            // (2.7.7.2): without it both sides sleep. The store of the index must be visible before the load below, on
-            // x86 too.
+            // Pairs with the driver's fence between requesting notifications and re-reading the used index (2.7.7.2):
+            // without it both sides may sleep. The store of the index must be visible before the load below, on x86 too.
             fence(Ordering::SeqCst);
         }
         let wants = if self.features.event_idx {
             let event = self.ring.available[ENTRIES + self.ring.size as usize].load(Ordering::Relaxed);
-            notify::passed(u16::from_le(event), self.published, old)
+            notify::need_event(u16::from_le(event), self.published, old)
         } else {
             u16::from_le(self.ring.available[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
         };
         if wants || sure {
-            self.considered = self.published;
+            self.signalled = self.published;
         }
         wants
     }
 
-    /// Asks the driver to notify us of the next chain that it makes available. `true`: there is one already, which may
-    /// or may not be notified; take it.
+    /// Asks the driver to notify us of the next chain that it makes available. Returns `true` if a chain is available
+    /// already; the caller must take it, as the driver may or may not send a notification for it.
     pub fn enable_notification(&mut self) -> bool {
         if self.features.event_idx {
             self.ring.available_event[0].store(self.next_available.to_le(), Ordering::Relaxed);
         } else {
             self.ring.used[FLAGS].store(0, Ordering::Relaxed);
         }
-        // Pairs with the driver's fence between publishing the available index and reading what was stored here.
+        // Pairs with the driver's fence between publishing the available index and reading the value stored here.
         fence(Ordering::SeqCst);
         #[cfg(not(loom))]
-        if self.has_again() {
+        if self.has_resubmits() {
             return true;
         }
         self.available() != Ok(0)
     }
 
-    /// Asks the driver not to notify us: we look by ourselves.
+    /// Asks the driver not to notify us, because we poll.
     pub fn disable_notification(&mut self) {
-        // With EVENT_IDX the index that stays behind does it.
+        // With EVENT_IDX the stale event index already suppresses notifications.
         if !self.features.event_idx {
             self.ring.used[FLAGS].store(NO_NOTIFICATION.to_le(), Ordering::Relaxed);
         }

@@ -1,6 +1,7 @@
-//! Driver end of a split virtqueue: makes buffers available, takes them back when they were used.
+//! Driver end of a split virtqueue (virtio 1.3, 2.7): makes buffers available and takes used ones. Called through
+//! `DriverRing`.
 
-use super::layout::{ELEMENTS_OF_A_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use super::layout::{ELEMENTS_PER_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
     BURST, Buffer, DriverFault, Features, Full, NEXT, Used, WRITE,
     driver::{Ids, written},
@@ -10,18 +11,18 @@ use crate::{
 use crate::{INDIRECT, driver::IndirectTables};
 use ringroad_mem::sync::{Ordering, fence};
 
-/// What the driver remembers of a descriptor. The ring's own copy is the device's to spoil.
+/// Private state of a descriptor. The copy in the ring may be overwritten by the device.
 #[derive(Clone, Copy, Default)]
 struct State {
-    /// As it was written last; what has not changed need not be written again, and its line stays shared.
+    /// Contents as last written; unchanged contents are not written again, so that the line stays shared.
     address: u64,
     word: u64,
-    /// As the available ring entry of this index was written last.
+    /// The available ring entry of this index as last written.
     entry: Option<u16>,
-    /// Descriptors of the chain that starts here; 0: none does that is under way. With IN_ORDER it stays when the chain
-    /// has come back, until the descriptor is used again.
+    /// Number of descriptors of the chain that starts here; 0 if no chain in flight does. With IN_ORDER the value stays
+    /// after the chain has returned, until the descriptor is used again.
     chain: u16,
-    /// What the device may write to it, in bytes.
+    /// Bytes that the device may write.
     room: u32,
 }
 
@@ -34,15 +35,15 @@ pub struct Driver {
     ids: Ids,
     next_available: u16,
     published: u16,
-    /// `published` when the device was last considered for a notification.
-    considered: u16,
+    /// `published` at the last decision whether to notify the device.
+    signalled: u16,
     next_used: u16,
-    /// The used index as it was read last: what lies before it need not be asked for again.
+    /// Used index as last read; no need to read it again before reaching it.
     seen: u16,
     outstanding: u16,
-    /// Chains of more than one descriptor under way.
-    long: u16,
-    /// In the middle of an in-order batch: the chain that ends it.
+    /// Chains in flight with more than one descriptor.
+    multi_descriptor: u16,
+    /// Within an in-order batch: the chain that ends it.
     batch: Option<Used>,
     fast_path: bool,
     #[cfg(not(loom))]
@@ -50,7 +51,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A fresh ring: nothing available, nothing used. Its memory must be zeros.
+    /// Returns the driver end of a fresh ring, with nothing available or used. The ring's memory must be zeroed.
     pub fn new(ring: Layout, features: Features) -> Driver {
         let (mask, size) = (ring.size - 1, ring.size);
         Driver {
@@ -60,11 +61,11 @@ impl Driver {
             ids: Ids::new(size),
             next_available: 0,
             published: 0,
-            considered: 0,
+            signalled: 0,
             next_used: 0,
             seen: 0,
             outstanding: 0,
-            long: 0,
+            multi_descriptor: 0,
             batch: None,
             fast_path: true,
             ring,
@@ -73,40 +74,44 @@ impl Driver {
         }
     }
 
-    /// From now on chains of more than one buffer go through a table each, if INDIRECT_DESC was negotiated.
+    /// From now on places each chain of more than one buffer in an indirect table, if INDIRECT_DESC was negotiated.
     #[cfg(not(loom))]
     pub fn set_indirect(&mut self, tables: IndirectTables) {
         self.tables = self.features.indirect.then_some(tables);
     }
 
-    /// Turns the fast path of taking back off, to compare. (That of adding is `add_single`, the normal one `add`.)
+    /// Turns the fast path of taking used chains on or off, for measurements. (For adding, `add_single` is the fast path
+    /// and `add` the normal one.)
     pub fn set_fast_path(&mut self, on: bool) {
         self.fast_path = on;
     }
 
-    /// How many descriptors are free.
+    /// Returns how many descriptors are free.
     #[inline(always)]
     pub fn free(&self) -> usize {
         self.ids.free()
     }
 
-    /// The id that the chain after `ahead` more single-buffer chains will have.
+    /// Returns the id of the single-buffer chain to be added after `ahead` others.
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
         self.ids.next(ahead)
     }
 
-    /// Ids that single-buffer chains will have after `ahead` others: up to `count`, perhaps fewer than will follow.
+    /// Returns ids of the single-buffer chains to be added after `ahead` others: up to `count`, possibly fewer.
     #[inline(always)]
     pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
         self.ids.run(ahead, count)
     }
 
-    /// Nothing: descriptors that do not change are not written.
+    /// Does nothing: descriptors that do not change are not written.
     #[inline]
     pub fn prefetch(&self, _count: usize) {}
 
     /// Adds a chain; returns its id.
+    ///
+    /// # Errors
+    /// [`Full`] if there are too few free descriptors, or the chain is empty or longer than the queue.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
         let count = readable.len() + writable.len();
         let chain = || {
@@ -137,7 +142,7 @@ impl Driver {
         Ok(head)
     }
 
-    /// Adds up to `count` chains of one buffer each.
+    /// Adds up to `count` single-buffer chains; returns how many were added.
     #[inline]
     pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
         let mut added = 0;
@@ -151,7 +156,7 @@ impl Driver {
         added
     }
 
-    /// The same, for ids in a row.
+    /// As `add_single`, for contiguous ids.
     #[inline(always)]
     fn add_run(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
         let Driver { ring, ids, states, mask, .. } = self;
@@ -163,8 +168,8 @@ impl Driver {
             let Buffer { address, len } = buffer(id);
             let (word, room) = (word(len, flags, 0), if writable { len } else { 0 });
             let Some(state) = states.get_mut(id as usize) else { break };
-            // What is as it was is not written, neither there nor here: each store that is spared lets more of those to
-            // the ring wait for their lines together.
+            // Write nothing that has not changed, neither in the ring nor in the private state: each store saved leaves
+            // more room in the store buffer, so that more of the stores to the ring can wait for their lines in parallel.
             if (state.address, state.word) != (address, word) {
                 (state.address, state.word) = (address, word);
                 if let Some(descriptor) = descriptors.get(id as usize) {
@@ -209,10 +214,10 @@ impl Driver {
         self.ids.advance(descriptors.into());
         self.next_available = self.next_available.wrapping_add(1);
         self.outstanding += 1;
-        self.long += u16::from(descriptors > 1);
+        self.multi_descriptor += u16::from(descriptors > 1);
     }
 
-    /// Makes the chain that starts at `head` the available one with this index.
+    /// Puts the chain that starts at `head` into the available ring at this index.
     #[inline(always)]
     fn available(&mut self, index: u16, head: u16, descriptors: u16, room: u32) {
         let state = &mut self.states[head as usize];
@@ -226,19 +231,19 @@ impl Driver {
         }
     }
 
-    /// Makes available all that was added.
+    /// Makes all added chains available to the device.
     #[inline]
     pub fn publish(&mut self) {
         if self.published != self.next_available {
             self.published = self.next_available;
-            // Pairs with the device's acquire of the index: entries, descriptors and buffers are written before it.
+            // Pairs with the device's acquire load of the index: entries, descriptors and buffers are written before it.
             self.ring.available[INDEX].store(self.published.to_le(), Ordering::Release);
         }
     }
 
     #[inline(always)]
     fn used(&self) -> Result<u16, DriverFault> {
-        // Pairs with the device's release of the index: the entries and the buffers behind it are written.
+        // Pairs with the device's release store of the index: the elements and buffers before it are visible.
         let index = u16::from_le(self.ring.used[INDEX].load(Ordering::Acquire));
         let ahead = index.wrapping_sub(self.next_used);
         if ahead > self.outstanding {
@@ -248,8 +253,10 @@ impl Driver {
         Ok(ahead)
     }
 
-    /// Takes back up to `out.len()` chains that the device has used; says how many. A fault is reported when it comes
-    /// first; chains before it are good.
+    /// Takes up to `out.len()` chains that the device has used; returns how many.
+    ///
+    /// # Errors
+    /// The [`DriverFault`] if the next used chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
         let mut ahead = self.seen.wrapping_sub(self.next_used) as usize;
@@ -258,7 +265,7 @@ impl Driver {
             self.seen = self.next_used.wrapping_add(ahead as u16);
         }
         let count = ahead.min(out.len());
-        for ahead in (0..count).step_by(ELEMENTS_OF_A_LINE) {
+        for ahead in (0..count).step_by(ELEMENTS_PER_LINE) {
             let at = self.next_used.wrapping_add(ahead as u16) & self.mask;
             self.ring.elements.prefetch(2 * at as usize, false);
         }
@@ -280,13 +287,13 @@ impl Driver {
             }
             self.next_used = self.next_used.wrapping_add(1);
             self.outstanding -= 1;
-            self.long -= u16::from(descriptors > 1);
+            self.multi_descriptor -= u16::from(descriptors > 1);
             *out = used;
         }
         Ok(count)
     }
 
-    /// The fast path: chains of one descriptor each, in order or not, for which the device has written an entry each.
+    /// Fast path: single-descriptor chains, in order or not, with one used element each.
     #[inline(always)]
     fn take_singles(&mut self, out: &mut [Used]) -> usize {
         if !self.fast_path || self.batch.is_some() {
@@ -319,7 +326,7 @@ impl Driver {
         count
     }
 
-    /// The same in order, up to the end of the ring or of the circle of ids.
+    /// The in-order case, up to the end of the ring or of the circular id list.
     #[inline(always)]
     fn take_in_order(&mut self, out: &mut [Used]) -> usize {
         let elements = self.ring.elements.as_chunks::<2>().0;
@@ -328,7 +335,7 @@ impl Driver {
         for ((out, &id), [used, len]) in out.iter_mut().zip(self.ids.oldest_run(BURST)).zip(elements) {
             let (used, len) = (u32::from_le(used.load(Ordering::Relaxed)), u32::from_le(len.load(Ordering::Relaxed)));
             let Some(&State { chain: 1, room, .. }) = self.states.get(id as usize) else { break };
-            // Anything else may be right or wrong; here only what is expected is taken.
+            // Anything unexpected, valid or not, is left to the normal path.
             if used != id.into() {
                 break;
             }
@@ -342,14 +349,17 @@ impl Driver {
         count
     }
 
-    /// Takes back up to `max` chains, where nobody needs to know which; says how many.
+    /// Takes up to `max` chains, for callers that do not need their ids; returns how many.
+    ///
+    /// # Errors
+    /// As for `take_used`.
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
-        if !self.fast_path || !self.features.in_order || self.long > 0 || self.batch.is_some() {
+        if !self.fast_path || !self.features.in_order || self.multi_descriptor > 0 || self.batch.is_some() {
             let mut used = [Used::default(); BURST];
             return self.take_used(&mut used[..max.min(BURST)]);
         }
-        // In order, and of one descriptor each: the index tells all.
+        // In order and one descriptor each: the used index alone is enough.
         let count = usize::from(self.used()?).min(max);
         self.next_used = self.next_used.wrapping_add(count as u16);
         self.seen = self.next_used;
@@ -358,7 +368,7 @@ impl Driver {
         Ok(count)
     }
 
-    /// The next chain that was used.
+    /// Takes the next used chain.
     #[inline(always)]
     fn next(&mut self) -> Result<Used, DriverFault> {
         let end = match self.batch {
@@ -367,17 +377,17 @@ impl Driver {
                 let at = 2 * (self.next_used & self.mask) as usize;
                 let id = u32::from_le(self.ring.elements[at].load(Ordering::Relaxed));
                 let len = u32::from_le(self.ring.elements[at + 1].load(Ordering::Relaxed));
-                let under_way =
-                    |state: &&State| state.chain > 0 && (!self.features.in_order || self.ids.is_under_way(id as usize));
-                let state = self.states.get(id as usize).filter(under_way);
+                let in_flight =
+                    |state: &&State| state.chain > 0 && (!self.features.in_order || self.ids.is_in_flight(id as usize));
+                let state = self.states.get(id as usize).filter(in_flight);
                 let Some(state) = state else { return Err(DriverFault::Id { id }) };
                 let id = id as u16;
                 Used { id, len: written(id, len, state.room)? }
             }
         };
         if self.features.in_order {
-            // The oldest one first, up to the one that the entry names, which is under way, so that it comes. Those
-            // before it count as written in full (2.7.9).
+            // Return the oldest chain first, up to the one named by the element. That one is in flight, so it will be
+            // reached. Those before it count as written in full (2.7.9).
             let Some(id) = self.ids.oldest() else { return Err(DriverFault::Id { id: end.id.into() }) };
             let last = id == end.id;
             if !last || self.batch.is_some() {
@@ -390,25 +400,25 @@ impl Driver {
         Ok(end)
     }
 
-    /// Whether the device wants to be notified of what was published since the last call.
+    /// Returns whether the device wants to be notified of what was published since the last call.
     #[inline]
     pub fn wants_notification(&mut self) -> bool {
-        let old = std::mem::replace(&mut self.considered, self.published);
+        let old = std::mem::replace(&mut self.signalled, self.published);
         if old == self.published {
             return false;
         }
-        // Pairs with the device's fence between asking for notifications and looking at the available index again
-        // (2.7.10.1): without it both sides sleep.
+        // Pairs with the device's fence between requesting notifications and re-reading the available index (2.7.10.1):
+        // without it both sides may sleep.
         fence(Ordering::SeqCst);
         if self.features.event_idx {
             let event = self.ring.available_event[0].load(Ordering::Relaxed);
-            notify::passed(u16::from_le(event), self.published, old)
+            notify::need_event(u16::from_le(event), self.published, old)
         } else {
             u16::from_le(self.ring.used[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
         }
     }
 
-    /// Asks the device to notify us of the next chain that it uses. `true`: there is one already.
+    /// Asks the device to notify us of the next chain that it uses. Returns `true` if a used chain is there already.
     pub fn enable_notification(&mut self) -> bool {
         if self.features.event_idx {
             let event = ENTRIES + self.ring.size as usize;
@@ -416,15 +426,15 @@ impl Driver {
         } else {
             self.ring.available[FLAGS].store(0, Ordering::Relaxed);
         }
-        // Pairs with the device's fence between publishing the used index and reading what was stored here.
+        // Pairs with the device's fence between publishing the used index and reading the value stored here.
         fence(Ordering::SeqCst);
         self.used() != Ok(0)
     }
 
-    /// Asks the device not to notify us: we look by ourselves.
+    /// Asks the device not to notify us, because we poll.
     pub fn disable_notification(&mut self) {
         if self.features.event_idx {
-            // An index that was just passed comes by again after 65536 buffers only.
+            // An index that has just been passed is not reached again for 65536 buffers.
             let event = ENTRIES + self.ring.size as usize;
             self.ring.available[event].store(self.next_used.wrapping_sub(1).to_le(), Ordering::Relaxed);
         } else {
@@ -435,13 +445,13 @@ impl Driver {
 
 #[cfg(not(loom))]
 impl Driver {
-    /// Where a device that knows nothing of this ring has to go on: behind all that was used, taken back or not.
+    /// Returns where a device without state of its own must resume: behind the last used chain, whether taken here or not.
     pub fn base(&self) -> u16 {
         self.next_used.wrapping_add(self.used().unwrap_or(0))
     }
 }
 
-/// The second word of a descriptor.
+/// Builds the second word of a descriptor.
 #[inline(always)]
 fn word(len: u32, flags: u16, next: u16) -> u64 {
     u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48

@@ -1,4 +1,5 @@
-//! The three areas of a split virtqueue (2.7.2), resolved once when the queue starts.
+//! Memory layout of a split virtqueue (virtio 1.3, 2.7.2): its three areas, resolved once when the queue starts. Used by
+//! both ends.
 
 #[cfg(not(loom))]
 use crate::{Addresses, DESCRIPTOR, MAX_SIZE, SetupError};
@@ -15,32 +16,35 @@ use std::sync::Arc;
 #[cfg_attr(loom, derive(Clone))]
 pub struct Layout {
     pub(super) size: u16,
-    /// Two words a descriptor: address; length | flags << 32 | next << 48.
+    /// Two words per descriptor: address; length | flags << 32 | next << 48.
     pub(super) descriptors: Words<AtomicU64>,
     /// Flags, index, `size` entries, used_event.
     pub(super) available: Words<AtomicU16>,
     /// Flags, index.
     pub(super) used: Words<AtomicU16>,
-    /// Two words an entry: id; length.
+    /// Two words per element: id; length.
     pub(super) elements: Words<AtomicU32>,
     /// avail_event.
     pub(super) available_event: Words<AtomicU16>,
 }
 
-/// Used entries of one cache line.
-pub(super) const ELEMENTS_OF_A_LINE: usize = 8;
+/// Used elements per cache line.
+pub(super) const ELEMENTS_PER_LINE: usize = 8;
 /// `available[FLAGS]`, `used[FLAGS]`.
 pub(super) const FLAGS: usize = 0;
 /// `available[INDEX]`, `used[INDEX]`.
 pub(super) const INDEX: usize = 1;
 /// `available[ENTRIES + i]`.
 pub(super) const ENTRIES: usize = 2;
-/// Value of `FLAGS`: the side that wrote it wants no notification (VIRTQ_AVAIL_F_NO_INTERRUPT, VIRTQ_USED_F_NO_NOTIFY).
+/// Value of `FLAGS`: the writer wants no notifications (VIRTQ_AVAIL_F_NO_INTERRUPT, VIRTQ_USED_F_NO_NOTIFY).
 pub(super) const NO_NOTIFICATION: u16 = 1;
 
 #[cfg(not(loom))]
 impl Layout {
-    /// The ring of a driver whose memory this is.
+    /// Resolves the areas of a driver's ring in its memory.
+    ///
+    /// # Errors
+    /// [`SetupError::Size`] or [`SetupError::Area`].
     pub fn resolve(memory: &Table, size: u32, at: Addresses) -> Result<Layout, SetupError> {
         Self::check_size(size)?;
         let n = size as usize;
@@ -48,7 +52,7 @@ impl Layout {
         let descriptor = || area("descriptor", at.descriptor, n * DESCRIPTOR, 16);
         let driver = || area("driver", at.driver, 2 * (n + 3), 2);
         let device = || area("device", at.device, 8 * n + 6, 4);
-        // 2.7.2: the descriptor table is aligned to 16. Words alone would accept 8.
+        // 2.7.2: the descriptor table is aligned to 16 bytes. `Words` would accept 8.
         if !at.descriptor.is_multiple_of(16) {
             return Err(descriptor());
         }
@@ -64,13 +68,16 @@ impl Layout {
         })
     }
 
-    /// How many bytes a ring of this size takes in a driver's memory.
+    /// Returns the size in bytes of a ring in a driver's memory.
     pub fn bytes(size: u32) -> usize {
         let n = size as usize;
         (n * DESCRIPTOR).next_multiple_of(128) + (2 * (n + 3)).next_multiple_of(128) + (8 * n + 6).next_multiple_of(128)
     }
 
-    /// Places a ring in a driver's own memory, each area on cache lines of its own.
+    /// Places a ring in a driver's own memory, each area on separate cache lines.
+    ///
+    /// # Errors
+    /// As for `resolve`.
     pub fn place(region: &Arc<Region>, offset: usize, size: u32) -> Result<(Layout, Addresses), SetupError> {
         let n = size as usize;
         let descriptor = region.user() + offset as u64;
@@ -91,7 +98,7 @@ impl Layout {
 
 #[cfg(loom)]
 impl Layout {
-    /// A ring of loom's atomics.
+    /// Returns a ring of loom's atomics.
     pub fn model(size: u16) -> Layout {
         let n = size as usize;
         Layout {

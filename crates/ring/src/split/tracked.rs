@@ -1,4 +1,5 @@
-//! A split ring whose buffers in flight are noted in a region of the frontend's (`inflight`). Called by `device.rs` where there is one.
+//! Inflight tracking for the device end of a split ring: buffers in flight are recorded in the frontend's region
+//! (`inflight`). Called by `device.rs` if there is such a region.
 
 use super::{Device, Layout};
 use crate::{
@@ -8,7 +9,7 @@ use crate::{
 use ringroad_mem::Table;
 
 impl Device {
-    /// Goes on with what a former process, of whatever make, has noted in the region.
+    /// Resumes from the inflight region that a former back end, ours or another, left behind.
     pub(super) fn adopt(
         ring: Layout,
         features: Features,
@@ -22,18 +23,19 @@ impl Device {
         let used = device.next_used;
         let at = |index: usize| used.wrapping_add(index as u16);
         let count = found.heads.len();
-        // Of what the driver has made available so much was taken, in whatever order it came back.
+        // The former back end had taken this many entries of the available ring, whatever the order in which it returned
+        // chains.
         let mut start = at(count);
         let in_order = found.heads.iter().enumerate().all(|(index, &head)| device.entry(at(index)) == head);
         let mut track = inflight.adopt_split(found, device.ring.size, used);
         if in_order {
-            // It stands there still, and nothing else does.
+            // The entries still in the ring are exactly those in flight: take them from there.
             start = used;
             track.iter_mut().for_each(Split::forget);
             journal.start(key, used);
             device.journal = journal;
         } else {
-            // Positions do not tell where a ring out of order is.
+            // Positions cannot describe a ring that is used out of order.
             journal.end();
         }
         (device.next_available, device.seen) = (start, start);
@@ -45,22 +47,22 @@ impl Device {
         (device, resumed)
     }
 
-    /// Takes what was in flight first, then from the ring.
+    /// Takes the chains that were in flight first, then from the ring.
     #[cold]
     #[inline(never)]
     pub(super) fn take_tracked(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let wanted = max.min(chains.room());
         let mut taken = 0;
         while taken < wanted
-            && let Some(head) = self.track.as_ref().and_then(|track| track.again.peek())
+            && let Some(head) = self.track.as_ref().and_then(|track| track.resubmits.peek())
         {
-            match self.descriptor(head).and_then(|descriptor| self.long_chain(memory, chains, descriptor)) {
+            match self.descriptor(head).and_then(|descriptor| self.read_chain(memory, chains, descriptor)) {
                 Ok(true) => taken += 1,
                 Ok(false) => return Ok(taken),
                 Err(_) if taken > 0 => return Ok(taken),
                 Err(fault) => return Err(fault),
             }
-            self.track.iter_mut().for_each(|track| track.again.advance());
+            self.track.iter_mut().for_each(|track| track.resubmits.advance());
         }
         let before = chains.list().len();
         match self.take_fresh(memory, chains, wanted - taken) {
@@ -75,12 +77,12 @@ impl Device {
         }
     }
 
-    /// Whether something that was in flight waits to be taken.
-    pub(super) fn has_again(&self) -> bool {
-        self.track.as_ref().is_some_and(|track| track.again.peek().is_some())
+    /// Returns whether chains that were in flight have not been taken again yet.
+    pub(super) fn has_resubmits(&self) -> bool {
+        self.track.as_ref().is_some_and(|track| track.resubmits.peek().is_some())
     }
 
-    /// Publishes what was given late.
+    /// Publishes deferred chains.
     #[cold]
     #[inline(never)]
     pub(super) fn publish_tracked(&mut self) {
@@ -91,14 +93,14 @@ impl Device {
         self.track = Some(track);
     }
 
-    /// What was in flight and is not taken yet goes back empty.
-    pub(crate) fn settle(&mut self) {
+    /// Returns, unused, the chains that were in flight and have not been taken again.
+    pub(crate) fn return_resubmits(&mut self) {
         while let Some(head) = self.track.as_mut().and_then(|track| {
-            let head = track.again.peek()?;
-            track.again.advance();
+            let head = track.resubmits.peek()?;
+            track.resubmits.advance();
             Some(head)
         }) {
-            self.give_late(&[Chain::private(head, 1)]);
+            self.give_deferred(&[Chain::private(head, 1)]);
         }
         self.flush();
     }

@@ -1,4 +1,4 @@
-//! A ring in a driver's memory, and the device's own mapping of that memory.
+//! A ring in a driver's memory, and the device's own mapping of that memory. Shared by the tests of this crate.
 
 use ringroad_mem::{Region, Table};
 use ringroad_ring::{Addresses, DeviceRing, DriverRing, Features, packed, split};
@@ -7,19 +7,19 @@ use std::sync::Arc;
 /// Guest address of the driver's memory.
 pub const GUEST: u64 = 0x1_0000_0000;
 
-/// The driver's memory: a ring at its start, an arena behind it.
+/// The driver's memory: a ring followed by an arena.
 pub struct Memory {
     pub driver: Arc<Region>,
     pub device: Arc<Table>,
     pub at: Addresses,
     pub features: Features,
     pub size: u32,
-    /// Offset of what follows the ring.
+    /// Offset of the arena.
     pub arena: usize,
 }
 
 impl Memory {
-    /// With `cut`, the device maps the file in two regions, which meet that many bytes into the arena.
+    /// With `cut`, the device maps the file as two regions, which meet `cut` bytes into the arena.
     pub fn new(features: Features, size: u32, arena: usize, cut: Option<usize>) -> Memory {
         let start = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
         let (driver, file) = Region::create(start + arena, GUEST, false).unwrap();
@@ -40,7 +40,7 @@ impl Memory {
         Memory { driver, device: Arc::new(device), at, features, size, arena: start }
     }
 
-    /// The same in memory that is there already and that the device maps in one region; the ring lies at its start.
+    /// Places the ring at the start of existing memory, which the device maps as one region.
     pub fn over(features: Features, size: u32, driver: Arc<Region>, file: &std::fs::File) -> Memory {
         let at = if features.packed {
             packed::Layout::place(&driver, 0, size).unwrap().1
@@ -53,7 +53,7 @@ impl Memory {
         Memory { driver, device, at, features, size, arena }
     }
 
-    /// A driver end for the ring, whose memory must be zeros.
+    /// Returns a driver end for the ring, whose memory must be zeroed.
     pub fn driver(&self) -> DriverRing {
         if self.features.packed {
             let (layout, _) = packed::Layout::place(&self.driver, 0, self.size).unwrap();
@@ -64,17 +64,17 @@ impl Memory {
         }
     }
 
-    /// A device end for a fresh ring.
+    /// Returns a device end for a fresh ring.
     pub fn device(&self) -> DeviceRing {
         self.device_at(if self.features.packed { packed::Base::FRESH.0 } else { 0 })
     }
 
-    /// A device end that goes on at `base`.
+    /// Returns a device end that resumes at `base`.
     pub fn device_at(&self, base: u32) -> DeviceRing {
         DeviceRing::start(&self.device, self.features, self.size, self.at, base).unwrap()
     }
 
-    /// Guest address of a byte of the arena.
+    /// Returns the guest address of a byte of the arena.
     pub fn address(&self, offset: usize) -> u64 {
         GUEST + (self.arena + offset) as u64
     }
@@ -84,13 +84,13 @@ impl Memory {
         assert_eq!(self.driver.span((address - GUEST) as usize, bytes.len()).unwrap().write(bytes), bytes.len());
     }
 
-    /// Writes as the driver, at a user address: what a ring's areas are named by.
+    /// Writes as the driver, at a user address, which is how rings are addressed.
     pub fn write_user(&self, user: u64, bytes: &[u8]) {
         self.write(user - self.driver.user() + GUEST, bytes);
     }
 }
 
-/// All layouts and features.
+/// Returns all combinations of layout and features.
 pub fn all_features() -> impl Iterator<Item = Features> {
     (0..16).map(|bits| Features {
         packed: bits & 1 != 0,

@@ -1,20 +1,20 @@
-//! A back end of another make: what the vhost-user specification says of inflight regions ("Inflight I/O tracking"), step by step and
-//! byte by byte, with nothing of ours. It can stop in the middle of giving buffers back.
+//! A foreign back end: implements inflight tracking step by step and byte by byte as the vhost-user specification describes
+//! it ("Inflight I/O tracking"), without using any code of this crate. It can stop while returning buffers.
 
 use crate::common::Memory;
 use ringroad_mem::Region;
 use std::sync::Arc;
 
-/// Where it stops when it gives a batch back.
+/// Where it stops while returning a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     Never,
-    /// The batch is linked, the driver does not see it.
+    /// The batch is linked, but the driver does not see it.
     BeforePublish,
-    /// The driver sees it, the region still has it in flight.
+    /// The driver sees the batch, but the region still has it in flight.
     AfterPublish,
-    /// The first of the batch is struck off, and no more.
-    HalfStruck,
+    /// Only the first chain of the batch is cleared.
+    HalfCleared,
 }
 
 /// Integers in shared memory.
@@ -73,7 +73,7 @@ impl Split {
         16 + 16 * usize::from(head)
     }
 
-    /// Connects; also says which heads it resubmits, in order.
+    /// Connects; also returns the heads that it resubmits, in order.
     pub fn connect(memory: &Memory, region: &Bytes) -> (Split, Vec<u16>) {
         let area = |at: u64| Bytes::new(&memory.driver, (at - memory.driver.user()) as usize);
         let (available, used) = (area(memory.at.driver), area(memory.at.device));
@@ -136,7 +136,7 @@ impl Split {
         }
         for &head in heads {
             self.region.set_u8(Self::desc(head), 0);
-            if stop == Stop::HalfStruck {
+            if stop == Stop::HalfCleared {
                 return;
             }
         }
@@ -171,7 +171,7 @@ impl Packed {
         if next >= size { (next - size, !wrap) } else { (next, wrap) }
     }
 
-    /// Connects; also says which chains it resubmits, in order, by entry and buffer id.
+    /// Connects; also returns the chains that it resubmits, in order, by entry and buffer id.
     pub fn connect(memory: &Memory, region: &Bytes) -> (Packed, Vec<(u16, u16)>) {
         let offset = (memory.at.descriptor - memory.driver.user()) as usize;
         let (size, ring) = (memory.size as u16, Bytes::new(&memory.driver, offset));
@@ -214,14 +214,14 @@ impl Packed {
         (this, chains)
     }
 
-    /// Old fields follow the new ones.
+    /// Sets the old fields to the new ones.
     fn commit(&self) {
         self.region.set_u16(14, self.region.u16(12));
         self.region.set_u16(18, self.region.u16(16));
         self.region.set_u8(21, self.region.u8(20));
     }
 
-    /// Entry and buffer id.
+    /// Takes a chain; returns its entry and buffer id.
     pub fn take(&mut self) -> Option<(u16, u16)> {
         let flags = self.flags(self.available);
         if flags & (1 << 7 | 1 << 15) != Self::available_flags(self.available.1) {
@@ -256,7 +256,7 @@ impl Packed {
         }
     }
 
-    /// A batch: the first used descriptor is written last.
+    /// Returns a batch: the first used descriptor is written last.
     pub fn give(&mut self, chains: &[(u16, u16)], stop: Stop) {
         let region = &self.region;
         let first = (region.u16(16), region.u8(20) == 1);
@@ -287,7 +287,7 @@ impl Packed {
         }
         for &(entry, _) in chains {
             region.set_u8(Self::desc(entry), 0);
-            if stop == Stop::HalfStruck {
+            if stop == Stop::HalfCleared {
                 return;
             }
         }
