@@ -37,7 +37,7 @@ impl Ports {
             Server::start(config(&format!("{name}-{index}"), &socket), &worker).unwrap()
         };
         let ports = Ports { _servers: [0, 1].map(start), name: format!("{name}-0"), folder, _worker: worker };
-        logged(&ports.name, &["cannot keep notes"]);
+        logged(&ports.name, &["cannot record ring positions"]);
         ports
     }
 
@@ -159,7 +159,7 @@ fn what_another_make_has_left_in_flight_out_of_order() {
     guest.driver.rx[0].refill();
     // The receive queue is fresh, and so is the base that the frontend knows.
     start(&mut guest, 0);
-    logged(&ports.name, &["queue 1", "inflight region", "2 buffers taken once more"]);
+    logged(&ports.name, &["queue 1", "inflight region", "2 buffers in flight are processed again"]);
     let mut came = Vec::new();
     within(PATIENCE, || {
         came.extend(other.received(guest.mac));

@@ -171,7 +171,7 @@ fn disabled_before_all_else() {
         exchange(&mut guest, &mut other);
         assert_eq!(rig.faults(), 0, "{:#?}", log_of(&rig.victim()));
         if features == PACKED {
-            logged(&rig.victim(), &["INFO", "goes on where it was before"]);
+            logged(&rig.victim(), &["INFO", "resumes at its recorded position"]);
         }
     }
     // What does not run cannot be enabled before there is something to enable it by.
