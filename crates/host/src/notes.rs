@@ -63,7 +63,7 @@ impl Notes {
             .map_err(failed)?;
         let meta = file.metadata().map_err(failed)?;
         if !meta.is_file() || meta.uid() != sys::user() || meta.mode() & 0o077 != 0 || meta.nlink() != 1 {
-            let why = "owned by another user, or accessible to others; expected a file of mode 0600 owned by this user; remove it";
+            let why = "owned by another user, or open to others; expected a file of mode 0600 owned by this user; remove it";
             return Err(failed(io::Error::other(why)));
         }
         file.try_lock().map_err(|error| failed(error.into()))?;
@@ -134,7 +134,7 @@ pub(crate) fn common_folder() -> Result<PathBuf, (PathBuf, io::Error)> {
     }
     let meta = fs::symlink_metadata(&folder).map_err(failed)?;
     if !meta.is_dir() || meta.uid() != sys::user() || meta.mode() & 0o077 != 0 {
-        let why = "owned by another user, or accessible to others; expected a directory of mode 0700 owned by this user";
+        let why = "owned by another user, or open to others; expected a directory of mode 0700 owned by this user";
         return Err(failed(io::Error::other(why)));
     }
     Ok(folder)

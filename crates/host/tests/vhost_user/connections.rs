@@ -34,7 +34,7 @@ fn disconnect_in_the_middle_of_a_message() {
         drop(guest);
         assert!(within(PATIENCE, || held(memory) == (0, 0)), "after {len} bytes: {:?}", held(memory));
     }
-    logged(&rig.victim(), &["frontend gone", "in the middle of a message"]);
+    logged(&rig.victim(), &["frontend disconnected", "in the middle of a message"]);
     others.work();
     exchange(&mut rig.guest(0, SPLIT), &mut others.0);
 }
@@ -167,7 +167,7 @@ fn socket_paths() {
     for path in [&rig.folder.file("missing/a.sock"), &file.join("a.sock"), &"/proc/a.sock".into(), &long] {
         let error = start("bind", path).unwrap_err();
         assert!(matches!(error, SocketError::Bind { .. }), "{error:?}");
-        assert!(error.to_string().contains(&format!("port paths-bind: cannot make socket {}", path.display())));
+        assert!(error.to_string().contains(&format!("port paths-bind: cannot create socket {}", path.display())));
     }
 }
 

@@ -48,7 +48,7 @@ fn a_call_descriptor_that_makes_the_worker_wait() {
             assert!(guest.peer.ends(), "round {round}, queue {index}: {:#?}", log_of(&rig.victim()));
             assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
             rig.expect_faults(2 * round as u64 + index + 1);
-            logged(&rig.victim(), &["ERROR", "a call or err descriptor waits", "kept out for 1s"]);
+            logged(&rig.victim(), &["ERROR", "a call or err descriptor blocked", "no new connection for 1s"]);
             let from = guest.mac;
             drop(guest);
             let _ = others.0.received(from);
@@ -128,7 +128,7 @@ fn kicks_that_are_no_eventfds() {
             assert_eq!(guest.peer.obeys(request, &longs(&[0]), &fd), *is_call, "{name}");
             if !is_call {
                 let line = format!("queue 0: the {what} descriptor is {name}");
-                logged(&rig.victim(), &["ERROR", &line, "expected an eventfd or a stream socket"]);
+                logged(&rig.victim(), &["ERROR", &line, "expected an eventfd or a Unix stream socket"]);
             }
         }
     }

@@ -38,8 +38,8 @@ fn address_space() {
         guest.peer.refused(SET_MEM_TABLE, &mem_table(&[guest.region(), region]), &both);
         faults += 2;
         rig.expect_faults(faults);
-        let said = format!("a memory region of {:#x} bytes beside {:#x}", 1u64 << bits, guest.driver.region.len());
-        logged(&rig.victim(), &["ERROR", &said, "expected 0x10000000000 at most (`limits.mapped`)"]);
+        let said = format!("a memory region of {:#x} bytes in addition to {:#x}", 1u64 << bits, guest.driver.region.len());
+        logged(&rig.victim(), &["ERROR", &said, "expected 0x10000000000 at most in all (`limits.mapped`)"]);
     }
     // As much as there may be, in pieces, and not a page more.
     let file = sparse(TIB);
@@ -73,7 +73,7 @@ fn regions() {
     let region = |slot: u64| [slot << 20, 4096, slot << 20, 0];
     (1..8).for_each(|slot| guest.peer.ok(ADD_MEM_REG, &mem_reg(region(slot)), &fd));
     guest.peer.refused(ADD_MEM_REG, &mem_reg(region(8)), &fd);
-    logged(&rig.victim(), &["ERROR", "more than 8 memory regions (`limits.regions`)"]);
+    logged(&rig.victim(), &["ERROR", "more than 8 memory regions, the limit (`limits.regions`)"]);
     exchange(&mut guest, &mut others.0);
 }
 
@@ -111,7 +111,7 @@ fn refusals_end_the_connection() {
     }
     peer.send(&message(SET_VRING_NUM, VERSION, 8, &words(&[1, 0])), &[]);
     assert!(peer.ends());
-    logged(&rig.victim(), &["ERROR", "more messages that cannot be obeyed", "disconnected"]);
+    logged(&rig.victim(), &["ERROR", "more refused messages than `limits.refusals` allows", "disconnected"]);
     rig.others().work();
 }
 
@@ -172,10 +172,10 @@ fn features_and_sizes_of_rings_that_run() {
         guest.peer.refused(SET_FEATURES, &longs(&[acked ^ ringroad_net::bits::RING_PACKED]), &[]);
         logged(
             &rig.victim(),
-            &["ERROR", "features 0x", " while queue 0 runs with 0x", "expected after GET_VRING_BASE"],
+            &["ERROR", "features 0x", " while queue 0 runs with 0x", "expected GET_VRING_BASE first"],
         );
         guest.peer.refused(SET_VRING_NUM, &words(&[1, 32]), &[]);
-        logged(&rig.victim(), &["ERROR", "queue 1: size 32 while it runs with 64", "expected after GET_VRING_BASE"]);
+        logged(&rig.victim(), &["ERROR", "queue 1: size 32 while it runs with 64", "expected GET_VRING_BASE first"]);
         assert!(guest.vrings[1].failed());
         rig.expect_faults(before + 2);
         exchange(&mut guest, &mut others.0);

@@ -16,7 +16,7 @@ fn features_that_were_not_offered() {
         let before = rig.faults();
         guest.peer.refused(SET_FEATURES, &longs(&[SPLIT | 1 << bit]), &[]);
         rig.expect_faults(before + 1);
-        logged(&rig.victim(), &["ERROR", &format!("features {:#x} acknowledged that were not offered", 1u64 << bit)]);
+        logged(&rig.victim(), &["ERROR", &format!("features {:#x} acknowledged but not offered", 1u64 << bit)]);
     }
     let protocol = guest.peer.ask_u64(GET_PROTOCOL_FEATURES);
     for bit in [1, 2, 6, 7, 14, 63] {
@@ -192,7 +192,7 @@ fn vrings_out_of_range() {
             let before = rig.faults();
             guest.peer.refused(request, payload, &fds);
             rig.expect_faults(before + 1);
-            logged(&rig.victim(), &["ERROR", &format!("a message about vring {index}, expected 0 to 1")]);
+            logged(&rig.victim(), &["ERROR", &format!("a message for vring {index}, expected 0 to 1")]);
         }
         exchange(&mut guest, &mut others.0);
         // There is nothing to answer with: a frontend that waits for it would wait for ever.
@@ -215,7 +215,7 @@ fn refusals_of_a_frontend_that_cannot_be_told() {
     peer.send(&message(SET_FEATURES, VERSION, 8, &longs(&[1 << 63])), &[]);
     assert!(peer.ends());
     logged(&rig.victim(), &["ERROR", "not offered; refused"]);
-    logged(&rig.victim(), &["frontend gone: a message was refused", "REPLY_ACK"]);
+    logged(&rig.victim(), &["frontend disconnected: a message was refused", "REPLY_ACK"]);
     rig.expect_faults(1);
     others.work();
 }
