@@ -84,7 +84,7 @@ pub enum ConnectError {
     /// A reconnected device lacks features of the running rings.
     #[error(
         "the reconnected device offers features {offered:#x} and lacks {lacks:#x}, which the rings use; \
-        start it with the features that it had, or connect anew"
+        start it with the same features as before, or open a new connection"
     )]
     Changed {
         /// The offered features.

@@ -91,8 +91,8 @@ impl Budget {
         }
     }
 
-    /// Reserves a place for one more socket, if the guest has fewer than remain free: the greediest of n guests leaves an (n
-    /// + 1)th part to the others, and a guest without sockets gets one while any are free.
+    /// Reserves a place for one more socket, if the guest has fewer than remain free: n greedy guests leave at least one
+    /// place in n + 1 free, and a guest without sockets gets one while any are free.
     pub(super) fn admit(self: &Arc<Self>) -> Option<Place> {
         let Total { open: all, most } = &*self.total;
         let own = self.open.load(Ordering::Relaxed);

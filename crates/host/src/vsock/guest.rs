@@ -413,7 +413,7 @@ impl VsockServer {
         let hub = worker.hub.clone();
         let mut server = VsockServer { guest: guest.clone(), hub, socket: None, host: Mutex::new(host) };
         let offer = config.features.bits();
-        // Notes have one writer: they are opened once the socket is ours.
+        // Notes have one writer: they are opened once this process has the socket.
         let device = || Ok(VsockDevice { guest, offer, notes: Notes::open(name, &config.socket, VRINGS) });
         let VsockConfig { role, limits, access, .. } = config;
         let at = SocketConfig { name, path: &config.socket, role, limits, access };

@@ -360,7 +360,7 @@ impl Member {
         }
         let mut events = [EpollEvent::default(); EVENTS];
         let count = self.epoll.wait(0, &mut events).unwrap_or(0);
-        // Edge-triggered: epoll_wait reports further events only after it has returned all.
+        // The worker watches this epoll edge-triggered: it is notified again only if all events were taken.
         self.events = count == EVENTS;
         for event in events.iter().take(count) {
             self.list(event.data(), event.event_set());

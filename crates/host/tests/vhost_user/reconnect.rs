@@ -65,7 +65,7 @@ fn receive(connection: &mut Connection) -> usize {
 #[test]
 fn the_driver_resumes_on_a_new_device() {
     for features in LAYOUTS.into_iter().flat_map(|layout| [layout, layout | bits::IN_ORDER | bits::EVENT_IDX]) {
-        let mut rig = Rig::new(&format!("ours{features:x}"));
+        let mut rig = Rig::new(&format!("driver{features:x}"));
         let mut other = rig.guest(1, PACKED);
         let mut connection = rig.connector(features).connect().unwrap();
         assert_eq!(connection.acked, features);
@@ -122,7 +122,7 @@ fn a_device_that_lacks_features_in_use() {
     let error = connection.reconnect(PATIENCE).unwrap_err();
     assert!(start.elapsed() < PATIENCE, "waiting does not help, so it must fail at once");
     assert!(matches!(error, ConnectError::Changed { lacks: bits::IN_ORDER, .. }), "{error}");
-    assert!(error.to_string().contains("start it with the features that it had, or connect anew"), "{error}");
+    assert!(error.to_string().contains("start it with the same features as before, or open a new connection"), "{error}");
     // The next device has them.
     rig.end_device();
     rig.start_device(Features::ALL);

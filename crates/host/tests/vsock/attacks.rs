@@ -276,7 +276,7 @@ fn a_flood_of_requests_delays_only_its_own_guest() {
                 attacker.take(|_| {});
                 thread::sleep(Duration::from_micros(50));
             }
-            assert!(port > 10_000, "{port} requests are no attack");
+            assert!(port > 10_000, "{port} requests are not an attack");
         });
         // It got its share, and further requests were refused.
         let report = pair.server.sockets();
@@ -383,7 +383,7 @@ fn a_program_is_served_at_once_beside_a_crowd_with_incomplete_lines() {
         }
         stop.store(true, Ordering::Relaxed);
         let crowd = crowd.join().unwrap();
-        assert!(crowd.len() > 3000, "{} are no crowd", crowd.len());
+        assert!(crowd.len() > 3000, "{} are not a crowd", crowd.len());
     });
 }
 
@@ -411,7 +411,7 @@ fn an_endless_crowd_delays_only_its_own_guest() {
                 }
             }
         });
-        assert!(came > 5000, "{came} are no crowd");
+        assert!(came > 5000, "{came} are not a crowd");
         assert!(pair.server.sockets().open <= 257 && pair.server.sockets().turned_away > 1000);
         (before, beside)
     });

@@ -200,7 +200,7 @@ fn a_device_that_restarts() {
     soon("the guest knows", || !client.stack().is_running());
     let error = Stream::connect(client.stack(), Addr { cid: 2, port: 1 }).err().expect("no device");
     assert_eq!(error.kind(), ErrorKind::NotConnected);
-    assert!(!config.host.as_ref().unwrap().exists() && !config.socket.exists(), "its sockets go with it");
+    assert!(!config.host.as_ref().unwrap().exists() && !config.socket.exists(), "its sockets must be removed");
     drop(client);
 
     let server = VsockServer::start(config.clone(), &worker).unwrap();
