@@ -63,7 +63,8 @@ impl Notes {
             .map_err(failed)?;
         let meta = file.metadata().map_err(failed)?;
         if !meta.is_file() || meta.uid() != sys::user() || meta.mode() & 0o077 != 0 || meta.nlink() != 1 {
-            let why = "owned by another user, or open to others; expected a file of mode 0600 owned by this user; remove it";
+            let why =
+                "owned by another user, or open to others; expected a file of mode 0600 owned by this user; remove it";
             return Err(failed(io::Error::other(why)));
         }
         file.try_lock().map_err(|error| failed(error.into()))?;

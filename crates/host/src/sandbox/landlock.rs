@@ -48,7 +48,9 @@ pub(super) fn restrict(confinement: &Confinement, notes: Option<&Path>, missing:
     };
     match status.landlock {
         LandlockStatus::NotEnabled => missing.push("Landlock: disabled at boot (kernel parameter lsm=)".to_owned()),
-        LandlockStatus::NotImplemented => missing.push("Landlock: not supported by this kernel; it needs Linux 5.13".to_owned()),
+        LandlockStatus::NotImplemented => {
+            missing.push("Landlock: not supported by this kernel; it needs Linux 5.13".to_owned())
+        }
         LandlockStatus::Available { effective_abi, .. } => {
             let version = effective_abi as u32;
             let lacks = BROUGHT.iter().filter(|(since, _)| (version + 1..=WANTED).contains(since));

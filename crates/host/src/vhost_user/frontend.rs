@@ -240,7 +240,10 @@ impl Handshake {
     pub(crate) fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
         // The seal keeps the device from truncating the file. Not fatal without it, as the device is usually trusted.
         if let Err(error) = Region::seal(file) {
-            log::warn!("{}: cannot seal the driver's memory, so the device can truncate it: {error}", self.path.display());
+            log::warn!(
+                "{}: cannot seal the driver's memory, so the device can truncate it: {error}",
+                self.path.display()
+            );
         }
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: region.guest(),

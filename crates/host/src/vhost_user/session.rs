@@ -371,7 +371,8 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         if regions.len() != files.len() {
             let (regions, count) = (regions.len(), files.len());
             self.context.disposal.close(files);
-            return self.refuse(format_args!("{regions} memory regions with {count} descriptors, expected one for each"));
+            return self
+                .refuse(format_args!("{regions} memory regions with {count} descriptors, expected one for each"));
         }
         // All descriptors are checked first: if one is refused, the others are only closed.
         let mut memory = Vec::new();

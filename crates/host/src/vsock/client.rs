@@ -132,9 +132,9 @@ impl VsockConnector {
         let reported = handshake.config(8)?;
         handshake.accept()?;
         let reported = reported.and_then(|bytes| Some(u64::from_le_bytes(bytes.first_chunk::<8>().copied()?)));
-        let cid = reported
-            .or(self.cid)
-            .ok_or_else(|| io::Error::other("the device does not report a context identifier (no CONFIG); expected one"))?;
+        let cid = reported.or(self.cid).ok_or_else(|| {
+            io::Error::other("the device does not report a context identifier (no CONFIG); expected one")
+        })?;
         let acked = handshake.acked;
         let config = DriverConfig { acked, queue_size: self.queue_size, receive: self.receive };
         let Driver { region, file, rx, tx, mut events } = Driver::new(config)?;
@@ -322,9 +322,7 @@ fn work(
         for event in ready.iter().take(count) {
             match event.data() {
                 EVENT if events.transport_reset().unwrap_or_default() => {
-                    context
-                        .lines
-                        .say(Level::Info, format_args!("vsock driver: the device has reset all connections"));
+                    context.lines.say(Level::Info, format_args!("vsock driver: the device has reset all connections"));
                     stack.reset();
                 }
                 DISCONNECTED => {

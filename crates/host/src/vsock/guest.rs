@@ -328,7 +328,10 @@ impl Host<HostRelay> for StackHost {
             Ok(connected) => connected,
             Err(error) => {
                 let StackHost { name, lines, .. } = self;
-                lines.say(Level::Debug, format_args!("{name}: cannot connect to port {} of the host: {error}", key.port));
+                lines.say(
+                    Level::Debug,
+                    format_args!("{name}: cannot connect to port {} of the host: {error}", key.port),
+                );
                 return Door::Shut;
             }
         };

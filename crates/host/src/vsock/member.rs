@@ -208,7 +208,8 @@ impl Member {
 
     fn next(&self) -> Option<Instant> {
         let sweep = (self.sweeps > 0).then(|| self.swept + SWEEP);
-        let times = [self.guest.stack.next_deadline(), self.programs.deadline(), self.connect_at, self.accept_at, sweep];
+        let times =
+            [self.guest.stack.next_deadline(), self.programs.deadline(), self.connect_at, self.accept_at, sweep];
         times.into_iter().flatten().min()
     }
 
@@ -335,7 +336,8 @@ impl Member {
                 Ok(false) if there => {}
                 Ok(_) => self.complete_connect(&wire, key, there),
                 Err(error) => {
-                    self.guest.say(Level::Debug, format_args!("cannot connect to port {} of the host: {error}", key.port));
+                    self.guest
+                        .say(Level::Debug, format_args!("cannot connect to port {} of the host: {error}", key.port));
                     self.complete_connect(&wire, key, false);
                 }
             }
@@ -473,7 +475,8 @@ impl Member {
     fn accept(&mut self, until: Instant) -> bool {
         let mut any = false;
         for _ in 0..ACCEPTS {
-            let Some(listener) = self.listener.as_ref().filter(|_| self.accepts_pending && self.accept_at.is_none()) else {
+            let Some(listener) = self.listener.as_ref().filter(|_| self.accepts_pending && self.accept_at.is_none())
+            else {
                 break;
             };
             let Some(place) = self.guest.budget.admit() else {

@@ -126,7 +126,8 @@ mod tests {
         pending.remove(2);
         let late = now + PATIENCE;
         assert_eq!(pending.late(at(5)), None);
-        let mut all = |now| std::iter::from_fn(|| pending.late(now).inspect(|&slot| _ = pending.remove(slot))).collect();
+        let mut all =
+            |now| std::iter::from_fn(|| pending.late(now).inspect(|&slot| _ = pending.remove(slot))).collect();
         let first: Vec<_> = all(late + Duration::from_millis(2));
         let rest: Vec<_> = all(late + Duration::from_secs(9));
         assert_eq!((first, rest), (vec![1], vec![3]));

@@ -38,7 +38,8 @@ fn address_space() {
         guest.peer.refused(SET_MEM_TABLE, &mem_table(&[guest.region(), region]), &both);
         faults += 2;
         rig.expect_faults(faults);
-        let said = format!("a memory region of {:#x} bytes in addition to {:#x}", 1u64 << bits, guest.driver.region.len());
+        let said =
+            format!("a memory region of {:#x} bytes in addition to {:#x}", 1u64 << bits, guest.driver.region.len());
         logged(&rig.victim(), &["ERROR", &said, "expected 0x10000000000 at most in all (`limits.mapped`)"]);
     }
     // Exactly the limit, in pieces, and not a page more.

@@ -115,7 +115,10 @@ fn malformed_messages() {
         let mut guest = rig.guest(0, SPLIT);
         guest.peer.send(bytes, &[]);
         assert!(guest.peer.ends(), "{name}: {:#?}", log_of(&rig.victim()).pop());
-        assert!(guest.vrings.iter().all(Vring::failed), "{name}: its queues are stopped and their err descriptors signalled");
+        assert!(
+            guest.vrings.iter().all(Vring::failed),
+            "{name}: its queues are stopped and their err descriptors signalled"
+        );
         rig.expect_faults(count);
         let errors = log_of(&rig.victim()).into_iter().filter(|line| line.starts_with("ERROR"));
         assert_eq!(errors.filter(|line| line.ends_with("disconnected")).count() as u64, count, "{name}");

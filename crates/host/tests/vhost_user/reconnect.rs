@@ -122,7 +122,10 @@ fn a_device_that_lacks_features_in_use() {
     let error = connection.reconnect(PATIENCE).unwrap_err();
     assert!(start.elapsed() < PATIENCE, "waiting does not help, so it must fail at once");
     assert!(matches!(error, ConnectError::Changed { lacks: bits::IN_ORDER, .. }), "{error}");
-    assert!(error.to_string().contains("start it with the same features as before, or open a new connection"), "{error}");
+    assert!(
+        error.to_string().contains("start it with the same features as before, or open a new connection"),
+        "{error}"
+    );
     // The next device has them.
     rig.end_device();
     rig.start_device(Features::ALL);
