@@ -141,7 +141,7 @@ stop_daemon() {
   wait "$daemon" || status=$?
   daemon=''
   [ $status = 0 ] || { echo "the daemon ended with status $status"; return 1; }
-  ! grep -nE 'panicked at|^\[ERROR|is not known' "$state/ringroad.log" || return 1
+  ! grep -nE 'panicked at|^\[ERROR|its position is unknown' "$state/ringroad.log" || return 1
 }
 
 # --- checks: each leaves its $figure, or fails with what it printed ---------------------------------------------------------
@@ -391,7 +391,7 @@ qemu_one() { # N, packed on|off
   ours=()
   stop_daemon || return 1
   local where
-  where=$(grep -c 'goes on where it was' "$state/ringroad.log" || true)
+  where=$(grep -c 'resumes at its recorded position' "$state/ringroad.log" || true)
   figure="$number kills, TCP $((sent >> 20)) MiB to the guest, $((got >> 20)) MiB from it, equal SHA-256"
   figure+=", QEMU is back after $(printf '%s\n' "${came[@]}" | spread) ms, pings after $(printf '%s\n' "${times[@]}" | spread) ms, $where queues went on by their notes alone"
 }

@@ -249,7 +249,7 @@ keeps() { # KEYS that must be told "in place", space between; GUESTS that must n
   done
   lines=$(grep -c 'reload: ' "$state/said" || true)
   [ "$lines" = "$(wc -w <<<"$1")" ] || { echo "other keys too:"; cat "$state/said"; return 1; }
-  ! grep 'frontend gone' "$state/said" || return 1
+  ! grep 'frontend disconnected' "$state/said" || return 1
   [ "$(index_of_tap)" = "$index" ] || { echo "the interface was made anew"; return 1; }
   # Not a pipe to grep -q: it ends at the first match, and under pipefail `ip` would fail then.
   [[ $(ip -o addr show dev rr0) = *"inet $host/24"* ]] || { echo "the interface has lost its address"; return 1; }
@@ -318,7 +318,7 @@ cuts() { # PORT, KEY, WHAT, OTHER, COUNT: so many frontends go, and the other gu
   reload || return
   ping_ends "$4" $pid || { echo "pings to $4 were lost"; return 1; }
   grep -q "WARN .*reload: port $1: key \`$2\`: $3" "$state/said" || { cat "$state/said"; return 1; }
-  [ "$(grep -c 'frontend gone' "$state/said" || true)" = "$5" ] || { cat "$state/said"; return 1; }
+  [ "$(grep -c 'frontend disconnected' "$state/said" || true)" = "$5" ] || { cat "$state/said"; return 1; }
 }
 
 again() { # GUEST: boots again and is there
@@ -358,7 +358,7 @@ host_cut() { # pings from guest to guest lose nothing
   wait $pid || true
   grep -q ', 0% packet loss' "$state/ping-between" || { tail -n 3 "$state/ping-between"; return 1; }
   grep -q 'WARN .*reload: port host: key `port.queues`: recreates the interface' "$state/said" || { cat "$state/said"; return 1; }
-  ! grep 'frontend gone' "$state/said"
+  ! grep 'frontend disconnected' "$state/said"
 }
 
 if check "daemon start" start_daemon && check "boot qemu" boot qemu --packed on --vsock "$state/qemu.vsock" && check "boot uml" boot uml; then

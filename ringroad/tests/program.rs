@@ -351,7 +351,7 @@ fn sockets_that_cannot_be_made() {
         (format!("{here}/ringroad.toml"), "exists and is not a socket"),
         (format!("{here}"), "exists and is not a socket"),
         // procfs takes no files from anybody, root included.
-        ("/proc/a.sock".into(), "cannot make socket /proc/a.sock"),
+        ("/proc/a.sock".into(), "cannot create socket /proc/a.sock"),
     ] {
         let config = folder.write(&format!("{socket} {path:?}\n"));
         let (code, _, err) = run(&["serve", "-c", text(&config)]);

@@ -576,7 +576,7 @@ fn all_that_it_should_do_works() {
         reaches(&client, 80, || listeners[0].accept().unwrap().0);
         assert!(Stream::connect(client.stack(), Addr { cid: 2, port: 82 }).is_err());
 
-        assert!(!serve.err().contains("cannot keep notes"), "{}", serve.err());
+        assert!(!serve.err().contains("cannot record ring positions"), "{}", serve.err());
         serve.signal("USR1");
         assert!(within(PATIENCE, || serve.out.lock().unwrap().contains("from: frames")));
         serve.stop();
@@ -601,7 +601,7 @@ fn notes_of_rings_are_kept_beside_sockets_in_memory() {
         assert!(!said.contains("ERROR"), "{said}");
         folder.blasts(&memory.join("b.sock"), &[]);
         assert!(memory.join("a.sock.rings").exists() && memory.join("b.sock.rings").exists());
-        assert!(!serve.err().contains("cannot keep notes"), "{}", serve.err());
+        assert!(!serve.err().contains("cannot record ring positions"), "{}", serve.err());
         serve.stop();
         fs::remove_dir_all(memory).unwrap();
     }
@@ -697,10 +697,10 @@ fn what_a_kernel_lacks_is_said_and_can_be_required() {
     let text = port("a", &folder.file("a.sock"), "");
     let landlock = libc::SYS_landlock_create_ruleset;
     for (call, errno, said, left) in [
-        (landlock, libc::ENOSYS, "Landlock: the kernel does not have it (Linux 5.13)", "confined: seccomp ("),
-        (landlock, libc::EOPNOTSUPP, "Landlock: the kernel was started without it (lsm=)", "confined: seccomp ("),
+        (landlock, libc::ENOSYS, "Landlock: not supported by this kernel; it needs Linux 5.13", "confined: seccomp ("),
+        (landlock, libc::EOPNOTSUPP, "Landlock: disabled at boot (kernel parameter lsm=)", "confined: seccomp ("),
         (libc::SYS_seccomp, libc::EINVAL, "seccomp: Invalid argument", "confined: Landlock "),
-        (libc::SYS_capset, libc::EPERM, "capabilities as they were: ", "confined: seccomp ("),
+        (libc::SYS_capset, libc::EPERM, "capabilities not dropped: ", "confined: seccomp ("),
     ] {
         let mut serve = without(call, errno, &folder, &text);
         serve.says("ready");

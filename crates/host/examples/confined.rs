@@ -1,6 +1,6 @@
-//! Confines itself as the daemon does, and then tries one thing: to see what is refused. `confined [--free] [--folder F]
-//! [--tcp PORT] ACT [ARGUMENT]`; with `--free` nothing is confined. Prints `done` or `refused: <why>`; some acts end it by SIGSYS.
-//! ringroad/tests/sandbox.rs runs it.
+//! Confines itself like the daemon and then attempts one action, to see whether it is refused. `confined [--free] [--folder
+//! F] [--tcp PORT] ACT [ARGUMENT]`; with `--free` it does not confine itself. Prints `done` or `refused: <why>`; some actions
+//! end it by SIGSYS. Run by ringroad/tests/sandbox.rs.
 
 use ringroad_host::sandbox::{Confinement, confine};
 use std::{
@@ -34,7 +34,7 @@ fn main() {
     }
     if !free {
         let in_force = confine(&confinement).expect("the only thread");
-        assert_eq!(in_force.missing(), [""; 0], "not all is in force");
+        assert_eq!(in_force.missing(), [""; 0], "some layers are not in force");
     }
     let act = rest.first().expect("an act");
     match run(act, rest.get(1).map_or("", String::as_str)) {
@@ -63,7 +63,7 @@ fn run(act: &str, with: &str) -> Try {
         "signal-to-another" => {
             call(libc::SYS_kill, [std::os::unix::process::parent_id() as usize, libc::SIGCONT as usize, 0, 0, 0, 0])
         }
-        // Code that was not there before.
+        // New executable code.
         "map-code" => memory(libc::PROT_READ | libc::PROT_EXEC).map(drop),
         "turn-into-code" => {
             let at = memory(libc::PROT_READ | libc::PROT_WRITE)?;
@@ -89,7 +89,7 @@ fn run(act: &str, with: &str) -> Try {
         "raw" => socket(libc::AF_INET, libc::SOCK_RAW, libc::IPPROTO_ICMP),
         "abstract" => UnixStream::connect_addr(&UnixAddr::from_abstract_name(with)?).map(drop),
         "port-by-number" => TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], with.parse().unwrap_or(0)))).map(drop),
-        // Doors into the kernel.
+        // Entry points into the kernel.
         "io-uring" => {
             let parameters = [0u8; 256];
             call(libc::SYS_io_uring_setup, [1, parameters.as_ptr() as usize, 0, 0, 0, 0])
@@ -103,9 +103,9 @@ fn run(act: &str, with: &str) -> Try {
         "personality" => call(libc::SYS_personality, [0xffff_ffff, 0, 0, 0, 0, 0]),
         "user" => call(libc::SYS_setuid, [user(), 0, 0, 0, 0, 0]),
         "handle" => call(libc::SYS_open_by_handle_at, [0; 6]),
-        // TIOCSTI: characters that the terminal's shell takes for typed ones.
+        // TIOCSTI: input that the terminal's shell takes for typed characters.
         "type" => call(libc::SYS_ioctl, [0, libc::TIOCSTI as usize, c"x".as_ptr() as usize, 0, 0, 0]),
-        // No call of anybody's.
+        // A system call that does not exist.
         "unknown" => call(1000, [0; 6]),
         _ => panic!("no act {act:?}"),
     }
@@ -113,7 +113,8 @@ fn run(act: &str, with: &str) -> Try {
 
 fn call(number: libc::c_long, arguments: [usize; 6]) -> Try {
     let [a, b, c, d, e, f] = arguments;
-    // SAFETY: what is passed is numbers, or pointers to strings and arrays that outlive the call and are as long as it may touch.
+    // SAFETY: the arguments are numbers, or pointers to strings and arrays that outlive the call and are as long as it may
+    // access.
     let result = unsafe { libc::syscall(number, a, b, c, d, e, f) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -129,17 +130,17 @@ fn user() -> usize {
 
 fn memory(protection: i32) -> io::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping where there is none.
+    // SAFETY: a new mapping at an address of the kernel's choice.
     let at = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
 }
 
-/// A process that ends at once, if there can be one.
+/// Starts a process that exits at once, if that is allowed.
 fn fork(flags: usize) -> Try {
-    // SAFETY: the copy makes no call but the one that ends it; this process has one thread.
+    // SAFETY: the child makes no call but the one that ends it; this process has one thread.
     let child = unsafe { libc::syscall(libc::SYS_clone, flags | libc::SIGCHLD as usize, 0, 0, 0, 0) };
     match child {
-        // SAFETY: it ends, and nothing of the copied program runs any more.
+        // SAFETY: the child exits, and no code of the copied program runs any more.
         0 => unsafe { libc::_exit(0) },
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),

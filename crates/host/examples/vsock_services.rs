@@ -1,15 +1,16 @@
-//! A program that is the host end of a guest's vsock by itself: no daemon, no sockets of the host in between. `VsockWorker` and
-//! `VsockServer` are the device; services are threads with sockets on its stack (`main` is all of that).
+//! The host end of a guest's vsock in a single program, without the daemon and without host sockets. `VsockWorker` and
+//! `VsockServer` are the device; services are threads with sockets on its stack (see `main`).
 //!
 //!     vsock_services CID SOCKET [echo=PORT] [sink=PORT] [source=PORT:BYTES] [packets=PORT]
 //!
-//! SOCKET is the vhost-user socket, which it makes. The services are those of `vsock listen` (tests/guest/vsock.c): echo sends
-//! back what comes; source sends BYTES; sink wants exactly those, from one connection at a time; packets wants the known
-//! messages (SOCK_SEQPACKET) with their boundaries and records. Lines on its standard input:
+//! SOCKET is the vhost-user socket, which this program creates. The services are those of `vsock listen`
+//! (tests/guest/vsock.c): echo returns what it receives; source sends BYTES; sink expects exactly those, from one connection
+//! at a time; packets expects the known messages (SOCK_SEQPACKET) with their boundaries and records. Commands on standard
+//! input:
 //!
-//!     packets PORT COUNT        sends COUNT messages to a port of the guest, says "ok …" or "FAILED …"
+//!     packets PORT COUNT        sends COUNT messages to a port of the guest, prints "ok …" or "FAILED …"
 //!
-//! It ends when its standard input does; the guest then hears that its connections are over.
+//! It ends at the end of its standard input; the guest's connections are then reset.
 
 use ringroad_host::vsock::{HostSide, VsockConfig, VsockServer, VsockWorker};
 use ringroad_vsock::{Addr, Kind, Listener, SeqPacket, Stack, Stream};
@@ -44,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Listens at a port, and serves each connection in a thread of its own.
+/// Listens on a port and serves each connection in a thread.
 fn start(stack: &Arc<Stack<HostSide>>, service: &str) -> Result<(), Box<dyn Error>> {
     let wrong = || format!("expected echo=PORT, sink=PORT, source=PORT:BYTES or packets=PORT, found {service}");
     let (name, port) = service.split_once('=').ok_or_else(wrong)?;
@@ -99,7 +100,7 @@ fn echo(mut stream: &Stream<HostSide>) -> io::Result<()> {
     Ok(())
 }
 
-/// Wants the stream of seed 1 until the end, and says "COUNT ok" or what was wrong.
+/// Expects the stream of seed 1 up to its end, and replies "COUNT ok" or with the first error.
 fn sink(mut stream: &Stream<HostSide>) -> io::Result<()> {
     let (mut known, mut total) = (Known::new(1), 0);
     let (mut got, mut expected) = (vec![0; 64 << 10], vec![0; 64 << 10]);
@@ -119,7 +120,7 @@ fn sink(mut stream: &Stream<HostSide>) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends the stream of seed 1; whoever gets it says how much there was.
+/// Sends the stream of seed 1; the receiver replies with its length.
 fn source(mut stream: &Stream<HostSide>, total: u64) -> io::Result<()> {
     let (mut known, mut left) = (Known::new(1), total);
     let mut buffer = vec![0; 64 << 10];
@@ -140,20 +141,20 @@ fn source(mut stream: &Stream<HostSide>, total: u64) -> io::Result<()> {
 
 // --- messages -----------------------------------------------------------------------------------------------------------
 
-/// Wants the known messages and then "end COUNT"; says "COUNT ok" or the first thing that was wrong.
+/// Expects the known messages and then "end COUNT"; replies "COUNT ok" or with the first error.
 fn take_packets(socket: &SeqPacket<HostSide>) -> io::Result<()> {
     let (mut buffer, mut expected) = (vec![0; LONGEST], vec![0; LONGEST]);
     let (mut count, mut fault) = (0, None);
     loop {
         let (len, record) = message(count, &mut expected);
-        // Some get less room than they need: they must be cut, and the next one whole.
+        // Some buffers are too short: the message must be truncated, and the next one complete.
         let room = if count % 32 == 5 && len >= 32 { len - 1 } else { LONGEST };
         let Some((got, got_record)) = socket.receive(&mut buffer[..room])? else {
-            return Err(io::Error::other(format!("the end came after {count} messages, before \"end COUNT\"")));
+            return Err(io::Error::other(format!("the stream ended after {count} messages, before \"end COUNT\"")));
         };
         let there = &buffer[..got.min(room)];
         if let Some(sent) = end(there) {
-            let missing = (sent != count).then(|| format!("of {sent} messages {count} came"));
+            let missing = (sent != count).then(|| format!("{count} of {sent} messages arrived"));
             let answer = fault.or(missing).unwrap_or_else(|| format!("{count} ok"));
             return socket.send(answer.as_bytes(), false);
         }
@@ -163,7 +164,7 @@ fn take_packets(socket: &SeqPacket<HostSide>) -> io::Result<()> {
                 "message {count}: expected {len} bytes, record end {record}; got {got} bytes, {got_record}"
             ));
         } else if *there != expected[..len.min(room)] {
-            fault = Some(format!("message {count} of {len} bytes: not what was sent"));
+            fault = Some(format!("message {count} of {len} bytes: content differs from what was sent"));
         }
         count += 1;
     }
@@ -183,7 +184,7 @@ fn send_packets(stack: &Arc<Stack<HostSide>>, to: Addr, count: u64) -> Result<St
         bytes += len;
     }
     socket.send(format!("end {count}").as_bytes(), false)?;
-    let got = socket.receive(&mut buffer)?.ok_or("the end came, expected an answer")?;
+    let got = socket.receive(&mut buffer)?.ok_or("the stream ended, expected a reply")?;
     let answer = String::from_utf8_lossy(&buffer[..got.0.min(LONGEST)]);
     if answer != format!("{count} ok") {
         return Err(answer.into());
@@ -193,12 +194,12 @@ fn send_packets(stack: &Arc<Stack<HostSide>>, to: Addr, count: u64) -> Result<St
     Ok(format!("packets {count} messages {bytes} bytes {seconds:.3} seconds {rate:.0} messages/s"))
 }
 
-// --- what is sent, by formulas that the other end repeats (tests/guest/stream.h) ------------------------------------------
+// --- test data, which the guest's end generates in the same way (tests/guest/stream.h) ------------------------------------
 
-/// Bytes of a message, at most.
+/// Maximum bytes of a message.
 const LONGEST: usize = 131_072;
 
-/// Length of message `number` and whether it ends a record; its content goes to the buffer.
+/// Writes the content of message `number` to the buffer. Returns its length and whether it ends a record.
 fn message(number: u64, buffer: &mut [u8]) -> (usize, bool) {
     let mut content = Known::new(number + 1);
     let first = content.word();

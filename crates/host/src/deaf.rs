@@ -1,36 +1,36 @@
-//! Whether a guest takes what is sent to it. The worker looks at each receive queue's counters once a second, and says once
-//! if a guest has taken nothing for a while although there was something: its ring is full, and all else is dropped.
+//! Detects guests that stop receiving. The worker passes in each receive queue's counters once a second; a queue that has
+//! taken no frame for [`PATIENCE`] seconds while frames were dropped because its ring was full is reported once.
 
 use ringroad_frame::Snapshot;
 
-/// Seconds without a frame taken, while some were dropped as the ring was full.
+/// Seconds without a received frame, while frames were dropped on a full ring, before the queue is reported.
 const PATIENCE: u32 = 10;
-/// Seconds before the same is said again of a queue that has recovered.
+/// Minimum seconds between two reports for a queue that recovered in between.
 const AGAIN: u32 = 60;
 
-/// What is to be said.
+/// What to log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Said {
-    /// Nothing was taken for so many seconds, and so many frames dropped.
+    /// No frame was taken for `seconds`, and `dropped` frames were dropped.
     Deaf { seconds: u32, dropped: u64 },
-    /// Frames are taken again; so many were dropped.
+    /// Frames are taken again, after `dropped` were dropped.
     Recovered { dropped: u64 },
 }
 
-/// What was seen of one queue.
+/// State of one queue.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Deaf {
     frames: u64,
     full: u64,
-    /// Since when there are drops and nothing else, in seconds, and how many there were before.
+    /// When the drops began, in seconds, and the drop counter before the first one. `None`: frames are being taken.
     since: Option<(u32, u64)>,
     said: bool,
-    /// When it was last said.
+    /// When it was last reported, in seconds.
     last: Option<u32>,
 }
 
 impl Deaf {
-    /// A look at the counters; `now` in seconds.
+    /// Compares the counters with those of the previous call and returns what to log; `now` in seconds.
     pub(crate) fn look(&mut self, now: u32, counters: &Snapshot) -> Option<Said> {
         let (frames, full) = (counters.frames, counters.full);
         let (took, dropped) = (frames != self.frames, full != self.full);
@@ -59,16 +59,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_that_takes_nothing_is_told_of_once_and_when_it_takes_something() {
+    fn a_stalled_queue_is_reported_once_and_again_when_it_recovers() {
         let mut deaf = Deaf::default();
         let mut at = |now, frames, full| deaf.look(now, &Snapshot { frames, full, ..Snapshot::default() });
-        // Some drops under load are nothing to tell of.
+        // Some drops under load are not reported.
         assert!((0..100).all(|now| at(now, 10 * u64::from(now + 1), u64::from(now)).is_none()));
         let mut said: Vec<_> = (100..200).filter_map(|now| at(now, 1000, u64::from(now))).collect();
         assert_eq!(said, [Said::Deaf { seconds: 10, dropped: 11 }]);
         assert_eq!(at(200, 1001, 199), Some(Said::Recovered { dropped: 100 }));
         assert_eq!(at(201, 1002, 199), None);
-        // It does the same again and again: once a minute.
+        // A queue that stalls again and again is reported once a minute.
         said.clear();
         for now in 201..801 {
             said.extend(at(now, 2000 + u64::from(now / 20), u64::from(now)));
@@ -78,13 +78,13 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_nobody_sends_to_is_not_deaf() {
+    fn an_idle_queue_is_not_reported() {
         let mut deaf = Deaf::default();
         let mut at = |now, frames, full| deaf.look(now, &Snapshot { frames, full, ..Snapshot::default() });
         assert_eq!(at(0, 5, 5), None);
         assert!((1..100).all(|now| at(now, 5, 5).is_none()));
         assert_eq!(at(100, 5, 6), None);
-        // Drops that are far apart count together.
+        // Drops far apart in time still count as one stall.
         assert_eq!(at(150, 5, 7), Some(Said::Deaf { seconds: 50, dropped: 2 }));
     }
 }

@@ -1,4 +1,5 @@
-//! Who may use a queue: its worker for a burst, or control for as long as it takes to change something.
+//! Exclusive access to a queue: a worker tries to take it for a burst, control blocks until it has it. Used by the port's
+//! queues.
 
 use parking_lot::{ArcMutexGuard, Mutex, MutexGuard, RawMutex};
 use std::sync::{
@@ -6,15 +7,15 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// A value that a worker tries to enter and that control waits for. The worker never waits: while control wants in or is in,
-/// there is nothing for it.
+/// A lock that a worker only tries and control waits for. The worker never blocks: while control holds or waits for the lock,
+/// the worker's attempts fail.
 #[derive(Default)]
 pub(crate) struct Gate<T> {
     wanted: AtomicU32,
     value: Arc<Mutex<T>>,
 }
 
-/// What a worker keeps from burst to burst, as long as nobody else wants in.
+/// A guard that a worker keeps from burst to burst until control asks for the lock.
 pub(crate) type Lease<T> = ArcMutexGuard<RawMutex, T>;
 
 impl<T> Gate<T> {
@@ -22,25 +23,25 @@ impl<T> Gate<T> {
         Gate { wanted: AtomicU32::new(0), value: Arc::new(Mutex::new(value)) }
     }
 
-    /// For the worker: in at once, or not at all.
+    /// For the worker: takes the lock if it is free and control does not want it.
     #[inline(always)]
     pub(crate) fn try_enter(&self) -> Option<MutexGuard<'_, T>> {
-        // A mutex is not fair: without this a busy worker would take it again and again before control gets it.
+        // A mutex is not fair: without this check a busy worker would retake it before control gets its turn.
         if self.is_wanted() { None } else { self.value.try_lock() }
     }
 
-    /// The same, to be kept.
+    /// Like `try_enter`, but returns a guard that outlives the borrow.
     pub(crate) fn try_lease(&self) -> Option<Lease<T>> {
         if self.is_wanted() { None } else { self.value.try_lock_arc() }
     }
 
-    /// Whether control wants in: whoever has a lease lets it go now.
+    /// Returns whether control is waiting; the holder of a lease must release it now.
     #[inline(always)]
     pub(crate) fn is_wanted(&self) -> bool {
         self.wanted.load(Ordering::Relaxed) > 0
     }
 
-    /// For control: waits until the worker's burst is over.
+    /// For control: waits for the end of the worker's burst and takes the lock.
     pub(crate) fn enter(&self) -> MutexGuard<'_, T> {
         self.wanted.fetch_add(1, Ordering::Relaxed);
         let guard = self.value.lock();
@@ -55,7 +56,7 @@ mod tests {
     use std::{sync::Arc, thread, time::Instant};
 
     #[test]
-    fn control_gets_in_beside_a_worker_that_keeps_it() {
+    fn control_enters_while_a_worker_holds_a_lease() {
         let gate = Arc::new(Gate::<u64>::default());
         let worker = {
             let gate = gate.clone();
@@ -73,7 +74,7 @@ mod tests {
                         return leases;
                     }
                     *lease += 1;
-                    assert!(gate.try_enter().is_none(), "in twice");
+                    assert!(gate.try_enter().is_none(), "two holders at once");
                     kept = Some(lease);
                 }
             })
@@ -86,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn control_gets_in_beside_a_busy_worker() {
+    fn control_enters_while_a_worker_keeps_retrying() {
         let gate = Arc::new(Gate::<u64>::default());
         let worker = {
             let gate = gate.clone();

@@ -1,6 +1,6 @@
-//! All that touches the kernel: vhost-user sockets at both ends, TAP interfaces, threads, epoll.
+//! Everything that touches the kernel: both ends of vhost-user sockets, TAP interfaces, threads, epoll.
 //!
-//! `unsafe` stands in `sys` only.
+//! `unsafe` code is confined to `sys`.
 #![deny(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -13,7 +13,7 @@ mod notes;
 mod port;
 mod quota;
 pub mod sandbox;
-#[allow(unsafe_code, reason = "the second of the two rooms with unsafe code: system calls")]
+#[allow(unsafe_code, reason = "one of the two places with unsafe code, `mem` being the other: system calls")]
 mod sys;
 mod tap;
 pub mod vhost_user;

@@ -1,8 +1,9 @@
-//! Where the rings of a port are, in a file that outlives this process, so that after a crash they go on where they were
-//! (`ringroad_ring::Journal`). One file for each vhost-user socket, readable by this user only.
+//! Files that record the ring positions of a port, so that its rings resume after a crash of this process
+//! (`ringroad_ring::Journal`). There is one file per vhost-user socket, readable by this user only. Opened by the devices in
+//! `vhost_user/net.rs` and `vsock/guest.rs`.
 //!
-//! It should lie in memory: on a disk the kernel writes a dirty page back now and then, and whoever stores to it meanwhile waits. So
-//! it stands beside the socket where that is a tmpfs (/run is), else in a folder of our own in /dev/shm.
+//! The file should be in memory: on a disk, a store to a page stalls while the kernel writes that page back. So it is placed
+//! beside the socket if that directory is a tmpfs (/run is), else in a directory of this user in /dev/shm.
 
 use crate::sys;
 use ringroad_mem::Region;
@@ -21,7 +22,7 @@ use std::{
     sync::Arc,
 };
 
-/// Notes of all vrings of a port; none, if there is no place for them.
+/// The notes of all vrings of a port; empty if the file cannot be opened.
 #[derive(Clone, Default)]
 pub(crate) struct Notes {
     file: Option<Arc<Open>>,
@@ -29,18 +30,18 @@ pub(crate) struct Notes {
 
 struct Open {
     region: Arc<Region>,
-    /// Locked as long as we are there: notes have one writer.
+    /// Locked while open: notes have one writer.
     _file: File,
 }
 
 impl Notes {
-    /// Opens or makes the notes of the socket at `path`. A port works without; what is wrong is logged.
+    /// Opens or creates the notes of the socket at `path`. On failure it logs a warning, and the port runs without notes.
     pub(crate) fn open(name: &str, path: &Path, vrings: usize) -> Notes {
         match Self::try_open(path, vrings) {
             Ok(open) => Notes { file: Some(Arc::new(open)) },
             Err((file, error)) => {
                 log::warn!(
-                    "{name}: cannot keep notes of its rings in {}: {error}; after a crash of ringroad packed rings will not go on",
+                    "{name}: cannot record ring positions in {}: {error}; packed rings will not resume after a crash of ringroad",
                     file.display()
                 );
                 Notes::default()
@@ -62,7 +63,8 @@ impl Notes {
             .map_err(failed)?;
         let meta = file.metadata().map_err(failed)?;
         if !meta.is_file() || meta.uid() != sys::user() || meta.mode() & 0o077 != 0 || meta.nlink() != 1 {
-            let why = "it belongs to somebody else, or others can open it; expected a file of mode 0600 of this user, remove it";
+            let why =
+                "owned by another user, or open to others; expected a file of mode 0600 owned by this user; remove it";
             return Err(failed(io::Error::other(why)));
         }
         file.try_lock().map_err(|error| failed(error.into()))?;
@@ -74,32 +76,36 @@ impl Notes {
         Ok(Open { region, _file: file })
     }
 
-    /// The journal of a vring.
+    /// Returns the journal of a vring.
     pub(crate) fn journal(&self, vring: usize) -> Journal {
         self.file.as_ref().map_or(Journal::NONE, |open| Journal::new(&open.region, vring))
     }
 }
 
-/// Logs how a vring has found its place, if that is worth a line.
+/// Logs how a vring found its starting position, unless it is the frontend's base.
 pub(crate) fn say(name: &str, vring: usize, base: u32, resumed: Resumed) {
     match resumed {
         Resumed::Base => {}
         Resumed::Journal { finished } => log::info!(
-            "{name} queue {vring}: goes on where it was before, not at {base:#x} as the frontend says; {finished} buffers given back that had been taken"
+            "{name} queue {vring}: resumes at its recorded position instead of base {base:#x} from the frontend; \
+             {finished} buffers in flight were returned to the driver"
         ),
         Resumed::Inflight { resubmitted } => log::info!(
-            "{name} queue {vring}: goes on as its inflight region says, not at {base:#x} as the frontend says; {resubmitted} buffers taken once more"
+            "{name} queue {vring}: resumes by its inflight region instead of base {base:#x} from the frontend; \
+             {resubmitted} buffers in flight are processed again"
         ),
         Resumed::UsedIndex => log::info!(
-            "{name} queue {vring}: goes on at its used index, not at {base:#x} as the frontend says: what lies between was never given back"
+            "{name} queue {vring}: resumes at its used index instead of base {base:#x} from the frontend; the buffers in \
+             between were taken but never returned"
         ),
         Resumed::Lost => log::warn!(
-            "{name} queue {vring}: the frontend says that the ring is fresh, but it has been used, and where it was is not known; reset the device in the guest to continue"
+            "{name} queue {vring}: base {base:#x} from the frontend is that of an unused ring, but this ring was in use and its \
+             position is unknown; reset the device in the guest to continue"
         ),
     }
 }
 
-/// Where the notes of a socket are kept.
+/// Returns the path of a socket's notes.
 fn place(socket: &Path) -> Result<PathBuf, (PathBuf, io::Error)> {
     let mut beside = socket.as_os_str().to_owned();
     beside.push(".rings");
@@ -108,7 +114,7 @@ fn place(socket: &Path) -> Result<PathBuf, (PathBuf, io::Error)> {
         return Ok(beside.into());
     }
     let folder = common_folder()?;
-    // A name for each path, of whatever length.
+    // The hash of the path makes the name unique and bounds its length.
     let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
     let hash =
         absolute.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| {
@@ -118,7 +124,7 @@ fn place(socket: &Path) -> Result<PathBuf, (PathBuf, io::Error)> {
     Ok(folder.join(format!("{name}-{hash:016x}.rings")))
 }
 
-/// The folder of notes whose sockets do not lie in memory.
+/// Returns the directory for notes of sockets that are not on a tmpfs, and creates it if necessary.
 pub(crate) fn common_folder() -> Result<PathBuf, (PathBuf, io::Error)> {
     let folder = PathBuf::from(format!("/dev/shm/ringroad-{}", sys::user()));
     let failed = |error| (folder.clone(), error);
@@ -129,7 +135,7 @@ pub(crate) fn common_folder() -> Result<PathBuf, (PathBuf, io::Error)> {
     }
     let meta = fs::symlink_metadata(&folder).map_err(failed)?;
     if !meta.is_dir() || meta.uid() != sys::user() || meta.mode() & 0o077 != 0 {
-        let why = "it belongs to somebody else, or others can write there; expected a folder of mode 0700 of this user";
+        let why = "owned by another user, or open to others; expected a directory of mode 0700 owned by this user";
         return Err(failed(io::Error::other(why)));
     }
     Ok(folder)
@@ -148,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_stand_beside_a_socket_in_memory_and_have_one_writer() {
+    fn notes_are_beside_a_socket_on_tmpfs_and_have_one_writer() {
         let folder = folder("beside");
         let socket = folder.join("vm1.sock");
         let notes = Notes::open("port vm1", &socket, 3);
@@ -163,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_else_has_put_there_is_not_used() {
+    fn a_symlink_or_a_file_open_to_others_is_not_used() {
         let folder = folder("squat");
         let (socket, file) = (folder.join("vm1.sock"), folder.join("vm1.sock.rings"));
         symlink("/dev/shm/elsewhere", &file).unwrap();
@@ -176,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn elsewhere_they_are_kept_apart_by_path() {
+    fn sockets_of_the_same_name_have_separate_notes_in_dev_shm() {
         let [one, other] = ["/proc/a/vm.sock", "/proc/b/vm.sock"].map(|path| place(Path::new(path)).unwrap());
         assert!(one != other && one.starts_with(format!("/dev/shm/ringroad-{}", sys::user())));
     }

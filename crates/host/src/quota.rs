@@ -1,10 +1,10 @@
-//! How often something may happen that a guest or a frontend can provoke: log lines, connects, requests. A token bucket for
-//! each guest and each kind of event, so that none uses up what others need.
+//! Rate limits for events that a guest or a frontend can trigger: log lines, connects, requests. One token bucket per guest
+//! and kind of event, so that none exhausts what the others need.
 
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// A token bucket: `burst` events at once, `rate` a second in the long run.
+/// A token bucket: a burst of `burst` events, then `rate` events a second.
 #[derive(Debug)]
 pub struct Quota {
     bucket: Mutex<Bucket>,
@@ -16,32 +16,31 @@ struct Bucket {
     burst: u32,
     /// Events that may happen now.
     tokens: u32,
-    /// Up to when tokens were added.
+    /// Time up to which tokens were added.
     filled: Instant,
     /// Events refused since the last one that was granted.
     refused: u64,
 }
 
 impl Quota {
-    /// `burst` events at once, then `rate` a second. A rate of 0: no more after the burst.
+    /// Creates a bucket of `burst` tokens that refills at `rate` a second. With a rate of 0 it never refills.
     pub fn new(burst: u32, rate: u32) -> Quota {
         let bucket = Bucket { rate, burst, tokens: burst, filled: Instant::now(), refused: 0 };
         Quota { bucket: Mutex::new(bucket) }
     }
 
-    /// From now on `burst` events at once and `rate` a second.
+    /// Changes the limits; tokens beyond the new burst are lost.
     pub fn set(&self, burst: u32, rate: u32) {
         let bucket = &mut *self.bucket.lock();
         (bucket.rate, bucket.burst, bucket.tokens) = (rate, burst, bucket.tokens.min(burst));
     }
 
-    /// Takes a token. `Some`: the event may happen; the number says how many were refused since the last one that could.
-    /// `None`: it may not.
+    /// Takes a token. Returns the number of events refused since the last one granted, or `None` if this event is refused.
     pub fn take(&self) -> Option<u64> {
         self.take_at(Instant::now())
     }
 
-    /// When there will be a token; `None`: there is one, or there will never be.
+    /// Returns when the next token is due; `None` if there is one now or there will never be one.
     pub fn until(&self) -> Option<Instant> {
         let bucket = self.bucket.lock();
         (bucket.tokens == 0 && bucket.rate > 0).then(|| bucket.filled + bucket.interval())
@@ -85,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_and_then_so_many_a_second() {
+    fn a_burst_then_the_rate() {
         let quota = Quota::new(3, 10);
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
@@ -101,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_rate_there_is_the_burst_alone() {
+    fn a_rate_of_zero_grants_only_the_burst() {
         let quota = Quota::new(1, 0);
         assert_eq!(quota.take(), Some(0));
         assert_eq!(quota.take_at(Instant::now() + Duration::from_secs(3600)), None);

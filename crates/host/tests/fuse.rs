@@ -1,7 +1,7 @@
-//! What a frontend can do with files of a file system of its own (FUSE) that does not answer. In a program of its own: other tests
-//! look at all descriptors that their process has.
+//! Files on a FUSE mount of the frontend that does not answer. A separate test program, as other tests inspect all
+//! descriptors of their process.
 
-#[expect(dead_code, reason = "what other tests need")]
+#[expect(dead_code, reason = "parts for other tests")]
 mod common;
 
 use common::{request::*, *};
@@ -19,15 +19,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A file system in user space that answers until it is told not to. Dropped, it is gone, and who waits for it goes on.
+/// A FUSE file system that answers until it is silenced. Dropped, it is unmounted, and pending requests fail.
 struct Fuse {
     folder: PathBuf,
     silent: Arc<AtomicBool>,
     ended: Arc<AtomicBool>,
-    /// What it was asked since it is silent.
+    /// Requests received since it was silenced.
     asked: Arc<AtomicU32>,
     thread: Option<JoinHandle<()>>,
-    /// Its file. To close it is something to be answered too, so that it goes last.
+    /// A file on it. Closing it needs an answer too, so it is closed last.
     file: Option<File>,
 }
 
@@ -58,7 +58,7 @@ impl Fuse {
             [longs(&[ino, size, 8, 0, 0, 0]), words(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()
         };
         let mut request = vec![0; 1 << 18];
-        // Ends when it is unmounted.
+        // Ends on unmount.
         while let Ok(len) = device.read(&mut request) {
             if ended.load(Ordering::Relaxed) {
                 return;
@@ -89,7 +89,7 @@ impl Fuse {
 
 impl Drop for Fuse {
     fn drop(&mut self) {
-        // With its device closed the kernel answers in its place. One more request wakes the thread that has it.
+        // With /dev/fuse closed, the kernel fails pending requests. One more request wakes the thread that reads them.
         self.ended.store(true, Ordering::Relaxed);
         let folder = self.folder.clone();
         let wakes = thread::spawn(move || fs::metadata(folder).is_ok());
@@ -101,8 +101,8 @@ impl Drop for Fuse {
 }
 
 #[test]
-fn files_of_a_file_system_that_does_not_answer() {
-    // Only root can mount one without a helper program.
+fn files_on_a_fuse_mount_that_does_not_answer() {
+    // Mounting without a helper program takes root.
     if fs::metadata("/proc/self").unwrap().uid() != 0 {
         return;
     }
@@ -113,7 +113,7 @@ fn files_of_a_file_system_that_does_not_answer() {
         let path = fuse.folder.join("file");
         let mut guest = rig.guest(0, SPLIT);
         exchange(&mut guest, &mut others.0);
-        // The message carries the last descriptor of it: closing here must not wait for the test's own.
+        // The message carries the last reference to the file: the test's own close must not block.
         let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
         let fd = [file.as_raw_fd()];
         fuse.file = Some(file);
@@ -123,15 +123,15 @@ fn files_of_a_file_system_that_does_not_answer() {
             0 => guest.peer.refused(SET_VRING_KICK, &longs(&[1]), &fd),
             1 => guest.peer.refused(SET_VRING_CALL, &longs(&[1]), &fd),
             2 => guest.peer.refused(ADD_MEM_REG, &mem_reg(region), &fd),
-            // A message that has no descriptors: the `vhost` crate closes it, in the thread of the port.
+            // A message without descriptors: the `vhost` crate closes it, in the port's thread.
             _ => guest.peer.send(&message(SET_VRING_NUM, VERSION, 8, &words(&[1, 64])), &fd),
         }
-        // It was asked something: to close the file.
+        // A request has arrived: to close the file.
         assert!(within(PATIENCE, || fuse.asked.load(Ordering::Relaxed) > 0), "way {way}");
         others.work();
         if way < 3 {
             logged(&rig.victim(), &["ERROR", " descriptor is ", "/file, expected ", "refused"]);
-            // While it is not closed the frontend is not heard, the end of the port is.
+            // Until it is closed, the frontend's messages wait, but the port can be stopped.
             let asked = message(GET_FEATURES, VERSION, 0, &[]);
             guest.peer.0.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
             guest.peer.send(&asked, &[]);

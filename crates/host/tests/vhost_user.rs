@@ -1,5 +1,5 @@
-//! What a frontend and its guest can do wrong, over real sockets against the server and worker of this crate: that queue
-//! or port stops, with a line in the log, a counter and the vring's err descriptor; everything else goes on.
+//! What a frontend and its guest can do wrong, over real sockets against the server and worker of this crate: their queue or
+//! port stops with a log line, a counter and the vring's err descriptor; everything else goes on.
 
 mod common;
 #[path = "vhost_user/connections.rs"]
@@ -23,8 +23,8 @@ mod reconnect;
 
 use ringroad_wire::ethernet::MacAddr;
 
-/// Feature bits for each layout of the rings.
+/// Feature bits for each ring layout.
 const LAYOUTS: [u64; 2] = [common::SPLIT, common::PACKED];
 
-/// Anybody's address.
+/// An address that no port has.
 const NOBODY: MacAddr = MacAddr([2, 0, 0, 0, 0xff, 0xff]);

@@ -1,16 +1,16 @@
-//! Sockets of the host behind a guest's vsock, over real sockets, with our own driver as the guest: what programs on either
-//! side get wrong or do at a bad moment ends their own connection, at once and for both, and nothing else.
+//! Host sockets behind a guest's vsock, over real sockets, with this project's driver as the guest: errors and disconnects of
+//! programs on either side end their own connection, at once and for both ends, and nothing else.
 
 #[path = "vsock/attacks.rs"]
 mod attacks;
-#[allow(dead_code, reason = "what is there for a switch and its guests")]
+#[allow(dead_code, reason = "parts for a switch and its guests")]
 mod common;
+#[path = "vsock/connects.rs"]
+mod connects;
 #[path = "vsock/ends.rs"]
 mod ends;
 #[path = "vsock/many.rs"]
 mod many;
-#[path = "vsock/ways.rs"]
-mod ways;
 
 use ringroad_host::vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker};
 use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Stack, Stream};
@@ -28,21 +28,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// For how long anything is waited for that should happen.
+/// How long to wait for an expected event.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// What "at once" is on a busy machine.
+/// The time limit for "at once" on a busy machine.
 const SOON: Duration = Duration::from_secs(2);
 
 type Guest = Stream<DriverSide>;
 
-/// Who counts descriptors of this process wants no other test beside it.
-static COMPANY: RwLock<()> = RwLock::new(());
+/// Locked for writing by tests that count the descriptors of this process, for reading by all others.
+static DESCRIPTORS: RwLock<()> = RwLock::new(());
 
-fn company() -> RwLockReadGuard<'static, ()> {
-    COMPANY.read().unwrap_or_else(|poisoned| poisoned.into_inner())
+fn share_descriptors() -> RwLockReadGuard<'static, ()> {
+    DESCRIPTORS.read().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// A guest's device with its sockets of the host, and the guest.
+/// A guest's device with its host sockets, and the guest.
 struct Rig {
     // Dropped in this order.
     client: VsockClient,
@@ -50,10 +50,10 @@ struct Rig {
     worker: VsockWorker,
     folder: Folder,
     config: VsockConfig,
-    _company: Option<RwLockReadGuard<'static, ()>>,
+    _shared: Option<RwLockReadGuard<'static, ()>>,
 }
 
-/// A folder that goes with its owner.
+/// A directory that is removed on drop.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -81,10 +81,10 @@ fn driver(socket: &Path) -> VsockClient {
 
 impl Rig {
     fn new() -> Rig {
-        Rig { _company: Some(company()), ..Rig::alone(Vec::new()) }
+        Rig { _shared: Some(share_descriptors()), ..Rig::alone(Vec::new()) }
     }
 
-    /// For who has [`COMPANY`] himself. Some ports may lead to TCP.
+    /// For tests that hold [`DESCRIPTORS`] themselves. The ports in `forward` lead to TCP addresses.
     fn alone(forward: Vec<(u32, SocketAddr)>) -> Rig {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -99,7 +99,7 @@ impl Rig {
         let worker = VsockWorker::start(None, Duration::ZERO, 0).unwrap();
         let server = VsockServer::start(config.clone(), &worker).unwrap();
         let client = driver(&config.socket);
-        let rig = Rig { client, server, worker, folder, config, _company: None };
+        let rig = Rig { client, server, worker, folder, config, _shared: None };
         soon("the device runs", || rig.server.stack().is_running());
         rig
     }
@@ -112,12 +112,12 @@ impl Rig {
         self.client.stack()
     }
 
-    /// Where the guest listens.
+    /// Listens on a port of the guest.
     fn listen(&self, port: u32) -> Listener<DriverSide> {
         Listener::bind(self.guest(), port, Kind::Stream).unwrap()
     }
 
-    /// Where a program of the host listens.
+    /// Listens on a port of the host.
     fn listen_on_host(&self, port: u32) -> UnixListener {
         UnixListener::bind(self.path(port)).unwrap()
     }
@@ -126,7 +126,7 @@ impl Rig {
         self.folder.0.join(format!("host_{port}"))
     }
 
-    /// A program on the host's socket, which has said nothing yet.
+    /// Connects a program to the host's socket; it has not sent anything yet.
     fn program(&self) -> UnixStream {
         let program = UnixStream::connect(self.folder.0.join("host")).unwrap();
         program.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -134,7 +134,7 @@ impl Rig {
         program
     }
 
-    /// One that asks for a port, and what it is told; `None`: the end.
+    /// Connects a program and requests a port. Returns `None` if the request is refused.
     fn ask(&self, port: u32) -> Option<UnixStream> {
         let mut program = self.program();
         program.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
@@ -153,14 +153,14 @@ impl Rig {
         Some(program)
     }
 
-    /// A connection that a program has asked for, both ends of it.
+    /// Returns both ends of a connection that a program has requested.
     fn to_guest(&self, port: u32) -> (UnixStream, Guest) {
         let listener = self.listen(port);
         let program = self.ask(port).expect("somebody listens there");
         (program, accept(&listener))
     }
 
-    /// A connection that the guest has asked for, both ends of it.
+    /// Returns both ends of a connection that the guest has requested.
     fn to_host(&self, port: u32) -> (Guest, UnixStream) {
         let listener = self.listen_on_host(port);
         let guest = self.dial(port).unwrap();
@@ -176,18 +176,18 @@ impl Rig {
         Ok(guest)
     }
 
-    /// Both ends forget all connections.
+    /// Checks that both ends drop all connections.
     #[track_caller]
-    fn nothing_is_left(&self) {
+    fn expect_no_connections(&self) {
         soon("no connections at the host", || self.host().report().connections == 0);
         soon("no connections at the guest", || self.guest().report().connections == 0);
         assert_eq!(self.host().report().wrong, 0, "packets that broke the rules, at the host");
         assert_eq!(self.guest().report().wrong, 0, "packets that broke the rules, at the guest");
     }
 
-    /// A new connection works.
+    /// Checks that a new connection works.
     #[track_caller]
-    fn all_is_well(&self) {
+    fn expect_service(&self) {
         let (program, guest) = self.to_guest(9999);
         exchange(&program, &guest);
     }
@@ -208,7 +208,7 @@ fn soon(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// Some bytes each way.
+/// Exchanges some bytes each way.
 #[track_caller]
 fn exchange(mut program: impl Read + Write, mut guest: &Guest) {
     let mut got = [0; 5];
@@ -220,7 +220,7 @@ fn exchange(mut program: impl Read + Write, mut guest: &Guest) {
     assert_eq!(&got, b"world");
 }
 
-/// The end, at once: a reset if it has sent what nobody has read.
+/// Checks for the end of the stream at once: a reset if the program has sent something that was not read.
 #[track_caller]
 fn turned_away(program: &mut UnixStream) {
     at_once(|| turned_away_at_last(program));
@@ -233,12 +233,12 @@ fn turned_away_at_last(program: &mut UnixStream) {
     assert!(matches!(end, Ok(0)) || reset, "{end:?}");
 }
 
-/// Byte `at` of what is sent.
+/// Byte `at` of the test data.
 fn known(at: usize) -> u8 {
     (at ^ at >> 8 ^ at >> 17).wrapping_mul(31) as u8
 }
 
-/// Sends so many known bytes, in parts of all sizes.
+/// Sends `total` bytes of test data, in parts of all sizes.
 fn send(mut to: impl Write, total: usize) -> io::Result<()> {
     let (mut sent, mut step) = (0, 1);
     while sent < total {
@@ -250,7 +250,7 @@ fn send(mut to: impl Write, total: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads to the end, wants known bytes, says how many there were.
+/// Reads to the end, checks the test data, and returns its length.
 fn receive(mut from: impl Read) -> io::Result<usize> {
     let (mut buffer, mut total) = (vec![0; 70_000], 0);
     loop {
@@ -264,7 +264,7 @@ fn receive(mut from: impl Read) -> io::Result<usize> {
     }
 }
 
-/// Runs it and wants it done at once.
+/// Runs a function and checks that it returns at once.
 #[track_caller]
 fn at_once<T>(run: impl FnOnce() -> T) -> T {
     let start = Instant::now();

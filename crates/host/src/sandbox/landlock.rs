@@ -1,5 +1,5 @@
-//! Which files and TCP ports the process may use. A rule belongs to a file or a folder itself, with all below it, not to its path:
-//! what is put in its place later is not allowed.
+//! Landlock: the files and TCP ports that the process may use. Called by `confine` in mod.rs. A rule applies to a file, or to
+//! a directory and everything below it, not to a path: an object put at the same path later is not allowed.
 
 use super::Confinement;
 use crate::sys;
@@ -14,22 +14,22 @@ use std::{
     sync::OnceLock,
 };
 
-/// The newest version that was looked at; what the kernel does not know of it is left out, and said.
+/// The newest ABI version considered; what the kernel lacks of it is left out and reported.
 const NEWEST: ABI = ABI::V9;
 
-/// What each version of the kernel's brought, by number, for those who have an older one.
+/// What each ABI version added, for the report about an older kernel.
 const BROUGHT: [(u32, &str); 5] = [
     (3, "truncation of files (Linux 6.2)"),
     (4, "TCP ports (Linux 6.7)"),
     (5, "ioctl on devices (Linux 6.10)"),
     (6, "signals and abstract sockets (Linux 6.12)"),
-    (9, "sockets outside its folders (Linux 7.1)"),
+    (9, "Unix sockets outside the configured folders (Linux 7.1)"),
 ];
 
-/// The versions up to this one are what `missing` counts: the newer ones are too new for most.
+/// Features up to this ABI version are reported as missing; newer ones are too recent to expect.
 const WANTED: u32 = 6;
 
-/// How much of it there is.
+/// What is in force.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Status {
     pub version: u32,
@@ -37,7 +37,7 @@ pub(super) struct Status {
     pub tcp: bool,
 }
 
-/// Puts the rules over this thread, and so over all that it starts.
+/// Restricts the calling thread and all threads that it starts.
 pub(super) fn restrict(confinement: &Confinement, notes: Option<&Path>, missing: &mut Vec<String>) -> Status {
     let status = match try_restrict(confinement, notes) {
         Ok(status) => status,
@@ -47,19 +47,21 @@ pub(super) fn restrict(confinement: &Confinement, notes: Option<&Path>, missing:
         }
     };
     match status.landlock {
-        LandlockStatus::NotEnabled => missing.push("Landlock: the kernel was started without it (lsm=)".to_owned()),
-        LandlockStatus::NotImplemented => missing.push("Landlock: the kernel does not have it (Linux 5.13)".to_owned()),
+        LandlockStatus::NotEnabled => missing.push("Landlock: disabled at boot (kernel parameter lsm=)".to_owned()),
+        LandlockStatus::NotImplemented => {
+            missing.push("Landlock: not supported by this kernel; it needs Linux 5.13".to_owned())
+        }
         LandlockStatus::Available { effective_abi, .. } => {
             let version = effective_abi as u32;
             let lacks = BROUGHT.iter().filter(|(since, _)| (version + 1..=WANTED).contains(since));
-            missing.extend(lacks.map(|(_, what)| format!("Landlock {version} knows nothing of {what}")));
+            missing.extend(lacks.map(|(_, what)| format!("Landlock ABI {version} does not restrict {what}")));
             return Status { version, files: true, tcp: version >= 4 };
         }
     }
     Status::default()
 }
 
-/// As much as the kernel can.
+/// Applies all rules that the kernel supports.
 fn try_restrict(confinement: &Confinement, notes: Option<&Path>) -> Result<RestrictionStatus, RulesetError> {
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -78,7 +80,7 @@ fn try_restrict(confinement: &Confinement, notes: Option<&Path>) -> Result<Restr
         rules.read(path)?;
     }
     for path in &confinement.write {
-        // Pipes and sockets without a name are open to all that have them.
+        // Pipes and unnamed sockets need no rule: whoever has the descriptor may use them.
         if fs::canonicalize(path).is_ok_and(|real| real.exists()) {
             rules.path(path, AccessFs::WriteFile | AccessFs::Truncate)?;
         }
@@ -87,7 +89,7 @@ fn try_restrict(confinement: &Confinement, notes: Option<&Path>) -> Result<Restr
         rules.read(Path::new(path))?;
     }
     if let Ok(program) = std::env::current_exe() {
-        // Where a backtrace finds its names.
+        // For the symbol names in backtraces.
         rules.read(&program)?;
     }
     rules.path(Path::new("/dev/net/tun"), AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev)?;
@@ -98,7 +100,7 @@ fn try_restrict(confinement: &Confinement, notes: Option<&Path>) -> Result<Restr
     rules.0.restrict_self()
 }
 
-/// What is read on the way: CPUs and interfaces, when a configuration is checked; users and groups by name; the C library's
+/// Paths read along the way: CPUs and interfaces when a configuration is checked; users and groups by name; the C library's
 /// allocator.
 const READ: [&str; 6] = [
     "/sys/devices/system/cpu",
@@ -109,20 +111,20 @@ const READ: [&str; 6] = [
     "/proc/sys/vm/overcommit_memory",
 ];
 
-/// Notes of rings: plain files in a folder of ours.
+/// Access to notes of rings: regular files in a directory of this process.
 const FILES: BitFlags<AccessFs> = landlock::make_bitflags!(AccessFs::{
     ReadFile | WriteFile | Truncate | MakeReg | RemoveFile
 });
-/// Sockets, made and connected to.
+/// Access to sockets: create and connect.
 const SOCKETS: BitFlags<AccessFs> = landlock::make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile | ResolveUnix});
 
 struct Rules(RulesetCreated);
 
 impl Rules {
-    /// What is not there cannot be allowed.
+    /// Allows access to a path; one that does not exist cannot be allowed and is skipped.
     fn path(&mut self, path: &Path, access: BitFlags<AccessFs>) -> Result<(), RulesetError> {
         let Ok(fd) = PathFd::new(path) else { return Ok(()) };
-        // Of a file, only what a file has.
+        // A file takes only the access rights that apply to files.
         let access = if path.is_dir() { access } else { access & AccessFs::from_file(NEWEST) };
         (&mut self.0).add_rule(PathBeneath::new(fd, access)).map(|_| ())
     }
@@ -131,16 +133,16 @@ impl Rules {
         self.path(path, AccessFs::ReadFile | AccessFs::ReadDir)
     }
 
-    /// A folder of sockets. Notes of their rings are kept there only if it lies in memory.
+    /// Allows a directory of sockets, and files for ring notes in it if it is on a tmpfs.
     fn folder(&mut self, path: &Path) -> Result<(), RulesetError> {
         let in_memory = File::open(path).and_then(|folder| sys::is_tmpfs(folder.as_fd())).unwrap_or(false);
         self.path(path, if in_memory { SOCKETS | FILES } else { SOCKETS })
     }
 
-    /// What the kernel says of this process: its descriptors, its mappings.
+    /// Allows /proc/self: descriptors and mappings of this process.
     fn own_process(&mut self) -> Result<(), RulesetError> {
-        /// Kept open for ever: the kernel may forget the folder when it is short of memory, and make another one, which the rule
-        /// does not know.
+        /// Never closed: under memory pressure the kernel may drop the directory's inode and create a new one, to which the
+        /// rule does not apply.
         static KEEP: OnceLock<File> = OnceLock::new();
         let path = PathBuf::from("/proc/self");
         if let Ok(folder) = File::open(&path) {

@@ -1,9 +1,9 @@
-//! The process confines itself: whoever takes it over from a guest's side finds little to do with it. `ringroad serve` calls
-//! [`confine`] before it starts its first thread, so that all threads have the same and everything is opened, at the start as at
-//! a reload, under the same rules.
+//! The sandbox: limits what an attacker who takes over the process from a guest can do. `ringroad serve` calls [`confine`]
+//! before it starts its first thread, so that the same rules hold for all threads, at start-up and for every reload.
 //!
-//! Four parts: no_new_privs; Landlock (landlock.rs) says which files and TCP ports; capabilities go; seccomp (seccomp.rs) says which
-//! system calls, with fewer of them for the thread that carries frames. A kernel that lacks one costs that part, which is said.
+//! Four layers: no_new_privs; Landlock (landlock.rs) for files and TCP ports; dropped capabilities; seccomp (seccomp.rs) for
+//! system calls, with fewer of them for the thread that forwards frames. A layer that the kernel lacks is skipped and
+//! reported.
 #![cfg_attr(
     not(test),
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
@@ -21,15 +21,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What the process is to keep. All else goes.
+/// What the process keeps. Everything else is dropped.
 #[derive(Clone, Debug, Default)]
 pub struct Confinement {
-    /// Folders where it makes, removes and connects to sockets, and keeps notes of rings if they lie in memory. They need not
-    /// exist; one that does not cannot be used later.
+    /// Directories where it creates, removes and connects to sockets, and keeps ring notes if they are on a tmpfs. A
+    /// directory that does not exist yet is skipped and cannot be used later.
     pub folders: Vec<PathBuf>,
-    /// Files and folders that it reads.
+    /// Files and directories that it reads.
     pub read: Vec<PathBuf>,
-    /// Files that it writes, which exist.
+    /// Existing files that it writes.
     pub write: Vec<PathBuf>,
     /// TCP ports that it connects to.
     pub tcp: Vec<u16>,
@@ -37,24 +37,24 @@ pub struct Confinement {
     pub privileges: Vec<Privilege>,
 }
 
-/// A capability that some of what can be configured needs.
+/// A capability that part of the configuration needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Privilege {
-    /// To make TAP interfaces, and to bring them up.
+    /// To create TAP interfaces and to bring them up.
     NetAdmin,
     /// To give sockets to other users and groups.
     Chown,
-    /// To set the permissions of what was given away.
+    /// To set the mode of a socket after giving it away.
     Fowner,
-    /// To use folders and sockets of other users.
+    /// To use directories and sockets of other users.
     DacOverride,
 }
 
 impl Privilege {
-    /// All there are.
+    /// All of them.
     pub const ALL: [Privilege; 4] = [Privilege::NetAdmin, Privilege::Chown, Privilege::Fowner, Privilege::DacOverride];
 
-    /// As it is written: `net_admin`.
+    /// Returns its name in the configuration, such as `net_admin`.
     pub fn name(self) -> &'static str {
         match self {
             Privilege::NetAdmin => "net_admin",
@@ -74,53 +74,53 @@ impl Privilege {
     }
 }
 
-/// Why the process is as it was.
+/// Why the process was not confined.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
-    /// Landlock and capabilities are the calling thread's: the others would keep theirs.
-    #[error("expected to be the only thread of the process, found {0}")]
+    /// Landlock and capabilities apply to the calling thread: other threads would stay unconfined.
+    #[error("expected one thread in the process before it is confined, found {0}")]
     Threads(usize),
-    /// How many threads there are is not known.
-    #[error("cannot count the threads of this process: {0}")]
+    /// The threads of the process cannot be counted.
+    #[error("cannot count the threads of this process in /proc/self/task: {0}")]
     Proc(io::Error),
 }
 
-/// What is in force. As text, a line for the log.
+/// What is in force. Displayed, it is one log line.
 #[derive(Clone, Debug)]
 pub struct InForce {
-    /// Folders that may be used, by the paths that lead there without links.
+    /// Directories that may be used, as canonical paths.
     folders: Vec<PathBuf>,
     tcp: Vec<u16>,
-    /// Capabilities that were kept, and those that were there before; `None`: they are as they were.
+    /// Capabilities that were kept, and those before; `None`: unchanged.
     privileges: Option<(Vec<Privilege>, Vec<Privilege>)>,
     no_new_privileges: bool,
     landlock: landlock::Status,
-    /// System calls that are left, and those that the worker has.
+    /// The numbers of system calls allowed to the process and to the worker.
     calls: Option<(usize, usize)>,
     /// What is not in force, and why.
     missing: Vec<String>,
 }
 
 impl InForce {
-    /// What is not in force, and why; nothing, if all is.
+    /// Returns what is not in force, and why; empty if everything is.
     pub fn missing(&self) -> &[String] {
         &self.missing
     }
 
-    /// Whether sockets can be made in a folder.
+    /// Returns whether sockets can be created in a directory.
     pub fn allows_folder(&self, folder: &Path) -> bool {
         let within = |path: PathBuf| self.folders.iter().any(|allowed| path.starts_with(allowed));
         !self.landlock.files || fs::canonicalize(folder).is_ok_and(within)
     }
 
-    /// Whether a TCP port can be connected to.
+    /// Returns whether a TCP port can be connected to.
     pub fn allows_tcp(&self, port: u16) -> bool {
-        // Without a port at the start there are no such sockets at all.
+        // If no port was configured at start-up, seccomp forbids TCP sockets altogether.
         let sockets = self.calls.is_none() || !self.tcp.is_empty();
         sockets && (!self.landlock.tcp || self.tcp.contains(&port))
     }
 
-    /// Whether it had a capability that it has not any more.
+    /// Returns whether the process has dropped a capability that it had.
     pub fn has_dropped(&self, privilege: Privilege) -> bool {
         self.privileges.as_ref().is_some_and(|(kept, had)| had.contains(&privilege) && !kept.contains(&privilege))
     }
@@ -163,10 +163,10 @@ impl fmt::Display for InForce {
     }
 }
 
-/// Confines the process to that, for good. To be called by its first thread, before there is another one.
+/// Confines the process irrevocably. Must be called by its first thread, before it starts another one.
 ///
 /// # Errors
-/// There are other threads; nothing has been done. What the kernel cannot do is no error, see [`InForce::missing`].
+/// There are other threads; nothing was changed. A layer that the kernel lacks is no error, see [`InForce::missing`].
 pub fn confine(confinement: &Confinement) -> Result<InForce, SandboxError> {
     let threads = fs::read_dir("/proc/self/task").map_err(SandboxError::Proc)?.count();
     if threads != 1 {
@@ -174,15 +174,15 @@ pub fn confine(confinement: &Confinement) -> Result<InForce, SandboxError> {
     }
     let mut missing = Vec::new();
     let Confinement { folders, tcp, .. } = confinement;
-    // Made now, as it could not be made later.
+    // Created now, as it cannot be created under the rules.
     let notes = notes::common_folder().ok();
     let mut note = |what: &str, error: &dyn fmt::Display| missing.push(format!("{what}: {error}"));
     let no_new_privileges = sys::no_new_privileges().inspect_err(|error| note("no_new_privs", error)).is_ok();
     let landlock = landlock::restrict(confinement, notes.as_deref(), &mut missing);
     let mut note = |what: &str, error: &dyn fmt::Display| missing.push(format!("{what}: {error}"));
     let privileges =
-        drop_capabilities(&confinement.privileges).inspect_err(|error| note("capabilities as they were", error)).ok();
-    // The last: it forbids what the others have just done.
+        drop_capabilities(&confinement.privileges).inspect_err(|error| note("capabilities not dropped", error)).ok();
+    // Last, as it forbids the calls made above.
     let calls = seccomp::install(!tcp.is_empty()).inspect_err(|error| note("seccomp", error)).ok();
     let mut folders: Vec<_> = folders.iter().filter_map(|folder| fs::canonicalize(folder).ok()).collect();
     folders.sort();
@@ -193,7 +193,7 @@ pub fn confine(confinement: &Confinement) -> Result<InForce, SandboxError> {
     Ok(InForce { folders, tcp, privileges, no_new_privileges, landlock, calls, missing })
 }
 
-/// Drops all capabilities but these, for good; says which of those that have a name here are left, and which there were.
+/// Drops all capabilities except `keep`, irrevocably. Returns which of [`Privilege::ALL`] are left, and which there were.
 fn drop_capabilities(keep: &[Privilege]) -> Result<(Vec<Privilege>, Vec<Privilege>), caps::errors::CapsError> {
     let had = caps::read(None, CapSet::Permitted)?;
     let named: Vec<_> = Privilege::ALL.into_iter().filter(|privilege| had.contains(&privilege.capability())).collect();

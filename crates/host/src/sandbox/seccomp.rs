@@ -1,13 +1,14 @@
-//! Which system calls the process makes: filters over all of it, one more over the worker. The kernel asks them all, and
-//! the strictest answer holds.
+//! seccomp: the system calls that the process may make. `confine` in mod.rs installs filters for the whole process; the
+//! worker adds a narrower one to its own thread. The kernel runs all of them, and the most restrictive result applies.
 //!
-//! - What only foreign code would call ([`NEVER`]: other programs, other processes, the kernel's own settings) ends the process
-//!   at once: whoever asks for that has taken it over already, and guests are better off without it.
-//! - All else that is not on the list is refused, and the kernel logs it; the daemon goes on. A library of tomorrow that makes
-//!   a new call for something old must not cost all guests their network. It hears ENOSYS, so that it makes the old one instead.
-//! - A call that is on the list with arguments that are not: EPERM.
+//! - What only injected code would call ([`NEVER`]: executing programs, other processes, kernel settings) kills the process
+//!   at once: it has been taken over already, and guests are better off without it.
+//! - Any other call that is not on the list fails and is logged by the kernel; the daemon goes on. A later library version
+//!   that makes a new call for an old purpose must not cut off all guests. It gets ENOSYS, so that it falls back to the old
+//!   call.
+//! - A listed call with arguments that are not allowed fails with EPERM.
 //!
-//! The kernel keeps a table of calls that are allowed whatever their arguments: none of these filters is run for them.
+//! The kernel caches which calls are allowed whatever their arguments and runs no filter for them.
 
 use crate::sys;
 use seccompiler::{
@@ -15,11 +16,11 @@ use seccompiler::{
 };
 use std::{collections::BTreeMap, io, sync::OnceLock};
 
-/// Those of the worker, once the process is confined.
+/// The worker's filter, once the process is confined.
 static WORKER: OnceLock<BpfProgram> = OnceLock::new();
 
-/// Puts the filters over this thread, and so over all that it starts; says how many calls are left, for all and for the worker.
-/// `tcp`: there are TCP addresses to connect to.
+/// Installs the filters for the calling thread and all threads that it starts. Returns the numbers of calls allowed to the
+/// process and to the worker. `tcp`: there are TCP addresses to connect to.
 pub(super) fn install(tcp: bool) -> io::Result<(usize, usize)> {
     let (all, worker) = (general(tcp), worker());
     let counts = (all.len(), worker.len());
@@ -30,20 +31,20 @@ pub(super) fn install(tcp: bool) -> io::Result<(usize, usize)> {
     let programs = [
         program(never, SeccompAction::Allow, SeccompAction::KillProcess)?,
         program(all, refuse(libc::EPERM), SeccompAction::Allow)?,
-        // After that, as of two that refuse the newer one names the error.
+        // Installed after the one above: if two filters return an errno, that of the newer one is used.
         program(numbers, refuse(libc::ENOSYS), SeccompAction::Allow)?,
     ];
     for program in &programs {
         sys::add_filter(program, true)?;
     }
-    // The C library asks for each thread: not worth a line of the kernel's each time.
+    // The C library tries clone3 for each thread: not logged, unlike the other refusals.
     let threads = program([(libc::SYS_clone3, Vec::new())].into(), SeccompAction::Allow, refuse(libc::ENOSYS))?;
     sys::add_filter(&threads, false)?;
     let _ = WORKER.set(worker);
     Ok(counts)
 }
 
-/// Leaves the calling thread, which carries frames, only what that takes. Nothing, if the process is not confined.
+/// Restricts the calling thread, a worker, to the calls that forwarding takes. Does nothing if the process is not confined.
 pub(crate) fn narrow() -> io::Result<()> {
     WORKER.get().map_or(Ok(()), |program| sys::add_filter(program, true))
 }
@@ -56,10 +57,10 @@ fn program(rules: Rules, other: SeccompAction, listed: SeccompAction) -> io::Res
     BpfProgram::try_from(filter).map_err(io::Error::other)
 }
 
-/// What one argument has to be.
+/// A condition on one argument.
 #[derive(Clone, Copy)]
 enum Arg {
-    /// This value, of 32 bits.
+    /// This 32-bit value.
     Is(u8, u64),
     /// These bits of a mask.
     Bits(u8, u64, u64),
@@ -77,7 +78,7 @@ impl Arg {
     }
 }
 
-/// Allows a call with arguments that are as one of `cases` says. A case that cannot be said allows nothing.
+/// Allows a call whose arguments match one of `cases`. A case that cannot be expressed allows nothing.
 fn allow(rules: &mut Rules, call: i64, cases: &[&[Arg]]) {
     let rule = |case: &&[Arg]| {
         let conditions = case.iter().map(|arg| arg.condition()).collect::<Option<Vec<_>>>()?;
@@ -89,12 +90,12 @@ fn allow(rules: &mut Rules, call: i64, cases: &[&[Arg]]) {
     }
 }
 
-/// Allows a call with one argument of a list.
+/// Allows a call whose argument `index` is one of `values`.
 fn allow_each(rules: &mut Rules, call: i64, index: u8, values: impl IntoIterator<Item = u64>) {
     values.into_iter().for_each(|value| allow(rules, call, &[&[Arg::Is(index, value)]]));
 }
 
-/// What differs by architecture: calls that newer ones do not have, and the C library makes where they are.
+/// Calls of this architecture: old ones that newer architectures lack and that the C library prefers where they exist.
 #[cfg(target_arch = "x86_64")]
 const HERE: &[i64] = &[
     libc::SYS_open,
@@ -118,13 +119,13 @@ const HERE: &[i64] = &[
 ];
 #[cfg(target_arch = "aarch64")]
 const HERE: &[i64] = &[
-    // renameat, which the library of system calls does not name here.
+    // renameat, which the libc crate does not define for this architecture.
     38,
 ];
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const HERE: &[i64] = &[];
 
-/// What any thread of a program makes: memory, time, locks, its end. Memory and signals have arguments that matter, below.
+/// What any thread needs: memory, time, locks, exit. Calls for memory and signals whose arguments matter are in `base`.
 const BASE: &[i64] = &[
     libc::SYS_brk,
     libc::SYS_clock_getres,
@@ -157,7 +158,7 @@ const BASE: &[i64] = &[
     libc::SYS_statx,
 ];
 
-/// What moves bytes, and waits for some.
+/// Calls that move bytes or wait for them.
 const DATA: &[i64] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
@@ -179,7 +180,7 @@ const DATA: &[i64] = &[
     libc::SYS_writev,
 ];
 
-/// What control does: sockets, files where Landlock allows them, descriptors.
+/// What control needs: sockets, files (limited by Landlock), descriptors.
 const CONTROL: &[i64] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
@@ -234,23 +235,23 @@ fn value(number: libc::c_int) -> u64 {
     u64::from(number.cast_unsigned())
 }
 
-/// What holds for every thread: no memory that can be written and run, no signals to others.
+/// Rules for every thread: no memory that is both written and executed, no signals to other processes.
 fn base() -> Rules {
     let mut rules: Rules = BASE.iter().chain(DATA).map(|&call| (call, Vec::new())).collect();
     let no_code = Arg::Bits(2, value(libc::PROT_EXEC), 0);
     allow(&mut rules, libc::SYS_mmap, &[&[no_code]]);
     allow(&mut rules, libc::SYS_mprotect, &[&[no_code]]);
-    // A panic that aborts; the guard's interruption of a thread.
+    // Used by a panic that aborts, and by the guard that interrupts a thread.
     allow(&mut rules, libc::SYS_tgkill, &[&[Arg::Is(0, u64::from(std::process::id()))]]);
     allow(&mut rules, libc::SYS_sched_setaffinity, &[&[Arg::Is(0, 0)]]);
     allow_each(&mut rules, libc::SYS_prctl, 0, PRCTL.iter().map(|&option| value(option)));
     rules
 }
 
-/// Names of threads, and of memory of the C library.
+/// Names of threads, and of the C library's memory areas.
 const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 
-/// What TAP interfaces and sockets are asked; the last two are how the standard library sets flags.
+/// Requests to TAP interfaces and sockets; the last two are how the standard library sets flags.
 const IOCTL: &[u64] = &[
     libc::TUNSETIFF,
     libc::TUNSETVNETHDRSZ,
@@ -259,7 +260,7 @@ const IOCTL: &[u64] = &[
     libc::SIOCSIFFLAGS,
     libc::SIOCGIFMTU,
     libc::SIOCSIFMTU,
-    // SIOCOUTQ, and whether a descriptor is a terminal.
+    // SIOCOUTQ (the same number), and isatty.
     libc::TIOCOUTQ,
     libc::TCGETS,
     libc::FIONBIO,
@@ -276,7 +277,7 @@ const FCNTL: &[libc::c_int] = &[
     libc::F_ADD_SEALS,
 ];
 
-/// For the whole process.
+/// Rules for the whole process.
 fn general(tcp: bool) -> Rules {
     let mut rules = base();
     rules.extend(CONTROL.iter().chain(HERE).map(|&call| (call, Vec::new())));
@@ -284,7 +285,7 @@ fn general(tcp: bool) -> Rules {
     allow_each(&mut rules, libc::SYS_fcntl, 1, FCNTL.iter().map(|&command| value(command)));
     allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX))]]);
     if tcp {
-        // TCP by both of its names and no other: Landlock knows the ports of TCP, and not of MPTCP or UDP.
+        // TCP under both its protocol numbers and nothing else: Landlock restricts the ports of TCP, but not of MPTCP or UDP.
         for family in [libc::AF_INET, libc::AF_INET6] {
             for protocol in [0, libc::IPPROTO_TCP] {
                 let stream = Arg::Bits(1, 0xf, value(libc::SOCK_STREAM));
@@ -294,12 +295,12 @@ fn general(tcp: bool) -> Rules {
         }
     }
     allow(&mut rules, libc::SYS_socketpair, &[&[Arg::Is(0, value(libc::AF_UNIX))]]);
-    // Options of a packet filter, for instance, are at other levels.
+    // Other levels are excluded; they have options to attach packet filters, for instance.
     for call in [libc::SYS_setsockopt, libc::SYS_getsockopt] {
         allow_each(&mut rules, call, 1, [value(libc::SOL_SOCKET), value(libc::IPPROTO_TCP)]);
     }
-    // Threads, and no processes or namespaces. clone3 hides its flags in memory: it is not on the list, and the C library calls
-    // clone when it hears that.
+    // Threads, but no processes or namespaces. clone3 keeps its flags in memory, where a filter cannot read them; it gets
+    // ENOSYS, and the C library falls back to clone.
     let threads = value(libc::CLONE_VM | libc::CLONE_THREAD);
     let spaces = libc::CLONE_NEWNS
         | libc::CLONE_NEWUTS
@@ -314,7 +315,7 @@ fn general(tcp: bool) -> Rules {
     for process in [Arg::Is(0, 0), own] {
         allow(&mut rules, libc::SYS_prlimit64, &[&[process]]);
     }
-    // One more filter can only take away. Not one that has its calls answered by somebody else.
+    // Another filter can only restrict further; user notification, which lets another process answer calls, is excluded.
     for flags in [0, libc::SECCOMP_FILTER_FLAG_LOG] {
         let more = [Arg::Is(0, u64::from(libc::SECCOMP_SET_MODE_FILTER)), Arg::Is(1, flags)];
         allow(&mut rules, libc::SYS_seccomp, &[&more]);
@@ -322,12 +323,12 @@ fn general(tcp: bool) -> Rules {
     rules
 }
 
-/// For the thread that carries frames: rings are memory, TAP interfaces and notifications are bytes to read and write.
+/// Rules for a thread that forwards frames: rings are memory; TAP interfaces and eventfds are read and written.
 fn worker() -> Rules {
     let mut rules = base();
     #[cfg(target_arch = "x86_64")]
     rules.extend([(libc::SYS_epoll_wait, Vec::new()), (libc::SYS_poll, Vec::new())]);
-    // The MTU of an interface, by any socket, when a frame is longer than it was.
+    // The MTU of an interface, through any socket, if a frame is longer than the last known MTU.
     allow(&mut rules, libc::SYS_ioctl, &[&[Arg::Is(1, libc::SIOCGIFMTU)]]);
     let datagram = Arg::Bits(1, 0xf, value(libc::SOCK_DGRAM));
     allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX)), datagram]]);
@@ -340,9 +341,9 @@ fn worker() -> Rules {
     rules
 }
 
-/// What no code of this program calls, nor of its libraries, whatever happens.
+/// What neither this program nor its libraries ever call.
 const NEVER: &[i64] = &[
-    // Other programs.
+    // Executing programs.
     libc::SYS_execve,
     libc::SYS_execveat,
     // Other processes.
@@ -352,7 +353,7 @@ const NEVER: &[i64] = &[
     libc::SYS_process_madvise,
     libc::SYS_pidfd_getfd,
     libc::SYS_kcmp,
-    // Ways around these filters, or far into the kernel.
+    // Ways around these filters, or deep into the kernel.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -365,7 +366,7 @@ const NEVER: &[i64] = &[
     libc::SYS_personality,
     libc::SYS_name_to_handle_at,
     libc::SYS_open_by_handle_at,
-    // Other rights.
+    // Other privileges.
     libc::SYS_capset,
     libc::SYS_setuid,
     libc::SYS_setgid,
@@ -376,7 +377,7 @@ const NEVER: &[i64] = &[
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
     libc::SYS_setgroups,
-    // Another view of the machine.
+    // Mounts and namespaces.
     libc::SYS_mount,
     libc::SYS_umount2,
     libc::SYS_pivot_root,
@@ -426,7 +427,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worker_has_a_part_of_what_all_have() {
+    fn the_workers_calls_are_a_subset() {
         let (all, few) = (general(true), worker());
         assert!(few.keys().all(|call| all.contains_key(call)), "{few:?}");
         assert!(few.len() < 2 * all.len() / 3, "{} of {}", few.len(), all.len());
@@ -436,14 +437,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_both_allowed_and_the_end() {
+    fn no_call_is_both_allowed_and_deadly() {
         let all = general(true);
         let both: Vec<_> = NEVER.iter().chain(NEVER_HERE).filter(|call| all.contains_key(call)).collect();
         assert_eq!(both, Vec::<&i64>::new());
     }
 
     #[test]
-    fn filters_are_programs_that_the_kernel_takes() {
+    fn filters_fit_the_kernels_size_limit() {
         for rules in [general(true), general(false), worker()] {
             let program = program(rules, SeccompAction::Errno(1), SeccompAction::Allow).unwrap();
             // BPF_MAXINSNS.
@@ -452,15 +453,15 @@ mod tests {
     }
 
     #[test]
-    fn what_the_worker_cannot_do() {
-        // Filters are a thread's own: the others of this test are as they were.
+    fn calls_refused_to_the_worker() {
+        // Filters belong to a thread: the other tests are not affected.
         let tried = std::thread::spawn(|| {
             let path = std::env::temp_dir().join(format!("ringroad-worker-{}", std::process::id()));
             sys::no_new_privileges().unwrap();
             let rules = program(worker(), SeccompAction::Errno(1), SeccompAction::Allow).unwrap();
             sys::add_filter(&rules, false).unwrap();
-            assert!(vmm_sys_util::eventfd::EventFd::new(0).is_err(), "control makes these");
-            // What it may do.
+            assert!(vmm_sys_util::eventfd::EventFd::new(0).is_err(), "only control creates eventfds");
+            // Calls that it may make.
             std::fs::read("/proc/self/status").unwrap();
             std::os::unix::net::UnixDatagram::unbound().unwrap();
             drop(vec![1u8; 8 << 20]);

@@ -1,21 +1,21 @@
-//! Calls on a peer's descriptor that end in time, whatever the peer does to it.
+//! Writes to a peer's descriptor that cannot block forever, whatever the peer does to it. Called by `vhost_user/call.rs`.
 //!
-//! A notification is a `write` to an eventfd (or a socket) that a frontend has handed over. The frontend has the same open
-//! file: it can fill the counter up to 2⁶⁴ − 2 and clear O_NONBLOCK, at any time, and the next `write` waits until the
-//! frontend reads. What was considered against that:
+//! A notification is a `write` to an eventfd (or socket) that a frontend has sent. The frontend shares the open file
+//! description: at any time it can fill the counter up to 2⁶⁴ − 2 and clear O_NONBLOCK, and the next `write` blocks until the
+//! frontend reads. The alternatives:
 //!
-//! - Looking first (the flags, `poll`, the counter in fdinfo) is a race that the frontend can win, at one more system call.
-//! - RWF_NOWAIT: `eventfd_write` looks at the file's O_NONBLOCK only (it is no `write_iter`); `pwritev2` refuses it.
-//! - `eventfd_signal` in the kernel never waits, but is only reached by an asynchronous operation that completes (io_submit with
-//!   IOCB_FLAG_RESFD, io_uring with a registered eventfd): two or three times the cost of the `write`, for each notification
-//!   of every guest, by interfaces that many hosts turn off.
-//! - A descriptor of our own with a thread that passes notifications on: a switch of threads for each notification.
-//! - A thread that looks after those that signal, and interrupts the one that hangs. That is this module: a notification
-//!   costs two stores more, nothing else, and the frontend cannot win: what has waited was interrupted (`EINTR` is an
-//!   answer that an eventfd gives to those only that wait), so that the caller knows, and disconnects it.
+//! - Checking first (the flags, `poll`, the counter in fdinfo) is a race that the frontend can win, and costs a system call.
+//! - RWF_NOWAIT: `eventfd_write` checks only O_NONBLOCK of the file; `pwritev2` fails, as eventfd has no `write_iter`.
+//! - `eventfd_signal` in the kernel never blocks, but only the completion of an asynchronous operation reaches it (io_submit
+//!   with IOCB_FLAG_RESFD, io_uring with a registered eventfd): two to three times the cost of the `write` for every
+//!   notification of every guest, through interfaces that many hosts disable.
+//! - A private descriptor with a thread that forwards notifications costs a context switch per notification.
+//! - A thread that watches the notifying threads and interrupts one that is stuck: this module. It costs two more stores per
+//!   notification, and the frontend cannot win: only a `write` that blocks on an eventfd returns `EINTR`, so the caller knows
+//!   that the frontend has misbehaved and disconnects it.
 //!
-//! A `write` that waits is interrupted after one to two ticks of 2 ms. The thread ticks as long as anybody signals and a little
-//! longer; then it sleeps until the next notification wakes it.
+//! A blocked `write` is interrupted after one to two ticks of 2 ms. The thread ticks while notifications are sent and for 25
+//! ticks more; then it sleeps until the next notification wakes it.
 
 use std::{
     cell::OnceCell,
@@ -29,13 +29,13 @@ use std::{
     time::Duration,
 };
 
-/// How often the guard looks.
+/// Interval between two checks.
 const TICK: Duration = Duration::from_millis(2);
-/// After so many looks at which nobody had signalled it sleeps.
+/// Checks without a notification before the guard sleeps.
 const LINGER: u32 = 25;
 
-/// Adds one to a peer's eventfd. `WouldBlock`: it is full, so that the peer is notified already. `Interrupted`: it would have
-/// waited, which only a peer brings about that wants that.
+/// Adds one to a peer's eventfd. `WouldBlock`: the counter is full, so the peer has a notification pending. `Interrupted`:
+/// the call blocked, which only a misbehaving peer causes.
 #[inline]
 pub(crate) fn add_one(fd: BorrowedFd<'_>) -> io::Result<()> {
     let one = 1u64.to_ne_bytes();
@@ -44,7 +44,7 @@ pub(crate) fn add_one(fd: BorrowedFd<'_>) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The same for a socket: eight bytes, a one.
+/// Like [`add_one`], for a socket: sends eight bytes with the value one.
 pub(crate) fn send_one(fd: BorrowedFd<'_>) -> io::Result<()> {
     let one = 1u64.to_ne_bytes();
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
@@ -53,15 +53,15 @@ pub(crate) fn send_one(fd: BorrowedFd<'_>) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Takes what a peer's eventfd has, if it has anything. Nothing here waits: `eventfd_read` knows RWF_NOWAIT (Linux 5.8).
+/// Resets a peer's eventfd to zero. Never blocks: `eventfd_read` honours RWF_NOWAIT (Linux 5.8).
 pub(crate) fn drain(fd: BorrowedFd<'_>) {
     let mut value = [0u8; 8];
     let piece = libc::iovec { iov_base: value.as_mut_ptr().cast(), iov_len: value.len() };
-    // SAFETY: one piece, which describes a private array of eight bytes. Position -1: the file has none.
+    // SAFETY: one iovec, which describes a private array of eight bytes. Offset -1: an eventfd has no file position.
     unsafe { libc::preadv2(fd.as_raw_fd(), &piece, 1, -1, libc::RWF_NOWAIT) };
 }
 
-/// Starts the thread that looks after the others, if there is none. To be called before there can be a notification.
+/// Starts the guard thread, if it is not running. Must be called before the first notification.
 pub(crate) fn start() -> io::Result<()> {
     static STARTING: Mutex<()> = Mutex::new(());
     let _starting = lock(&STARTING);
@@ -75,20 +75,20 @@ pub(crate) fn start() -> io::Result<()> {
 }
 
 static GUARD: OnceLock<Thread> = OnceLock::new();
-/// The guard sleeps: whoever signals wakes it first.
+/// The guard sleeps: the next thread to notify a peer must wake it.
 static ASLEEP: AtomicBool = AtomicBool::new(false);
 static SLOTS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
 
-/// A thread that signals.
+/// A thread that notifies peers.
 struct Slot {
     thread: libc::pid_t,
-    /// Odd while it is in a call.
+    /// Odd while the thread is in a call.
     turn: AtomicU64,
-    /// Its turn at the guard's last look.
+    /// Value of `turn` at the guard's last check.
     seen: AtomicU64,
 }
 
-/// A thread's own hold of its slot. It ends with the thread, so that nobody else of that number is interrupted.
+/// Owns a thread's slot. Dropped when the thread ends, so that a later thread with the same id is not interrupted.
 struct Mine(Arc<Slot>);
 
 impl Mine {
@@ -117,8 +117,8 @@ fn guarded<T>(call: impl Fn() -> T) -> T {
     thread_local!(static MINE: OnceCell<Mine> = const { OnceCell::new() });
     MINE.with(|mine| {
         let slot = &*mine.get_or_init(Mine::new).0;
-        // Sequentially consistent, as is what the guard does before it sleeps: either it sees that there is a call, or we see
-        // that it sleeps.
+        // Sequentially consistent, as is the guard's store to `ASLEEP` before its last check: either the guard sees this
+        // call, or this thread sees that the guard sleeps.
         slot.turn.fetch_add(1, Ordering::SeqCst);
         if ASLEEP.load(Ordering::SeqCst) {
             wake();
@@ -161,7 +161,8 @@ fn watch() {
     }
 }
 
-/// Interrupts those that have been in the same call at the last look. Says whether anybody has signalled since then, or does.
+/// Interrupts threads that are still in the call of the last check. Returns whether any call was made since then or is in
+/// progress.
 fn look() -> bool {
     let mut active = false;
     for slot in &*lock(&SLOTS) {
@@ -170,7 +171,7 @@ fn look() -> bool {
         let inside = !turn.is_multiple_of(2);
         active |= inside || turn != seen;
         if inside && turn == seen {
-            // Once more at each look: a signal that comes just before the call begins to wait does not end it.
+            // Repeated at each check: a signal that arrives just before the call blocks does not interrupt it.
             // SAFETY: no memory is involved; the thread is one of this process, as its slot is in the list.
             unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), slot.thread, interruption()) };
         }
@@ -178,15 +179,15 @@ fn look() -> bool {
     active
 }
 
-/// A signal that nothing else uses.
+/// A signal that nothing else in the process uses.
 fn interruption() -> libc::c_int {
     libc::SIGRTMIN() + 5
 }
 
 fn install_handler() -> io::Result<()> {
     extern "C" fn nothing(_signal: libc::c_int) {}
-    // SAFETY: zeros are a valid sigaction; the handler has the signature that goes without SA_SIGINFO, and does nothing. Without
-    // SA_RESTART, so that the call that it interrupts ends.
+    // SAFETY: zeros are a valid sigaction; the handler has the signature for use without SA_SIGINFO, and does nothing.
+    // Without SA_RESTART, so that the interrupted call returns EINTR.
     let result = unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         action.sa_sigaction = nothing as *const () as usize;
@@ -196,9 +197,9 @@ fn install_handler() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whoever has started this thread may have blocked all signals.
+/// The thread may have inherited a mask that blocks all signals.
 fn unblock() {
-    // SAFETY: a set that is initialised before it is read.
+    // SAFETY: the set is initialised before it is read.
     unsafe {
         let mut set = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&mut set);
@@ -220,11 +221,11 @@ mod tests {
     }
 
     #[test]
-    fn what_would_wait_is_interrupted_each_time() {
+    fn a_write_that_blocks_is_interrupted_each_time() {
         start().unwrap();
         let eventfd = full();
         for round in 0..20 {
-            // Also when the guard has gone to sleep.
+            // Also when the guard is asleep.
             thread::sleep(if round < 3 { TICK * (LINGER + 10) } else { Duration::ZERO });
             let begin = Instant::now();
             let error = add_one(crate::sys::borrow(&eventfd)).unwrap_err();
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn several_at_once_with_flags_that_change() {
+    fn several_threads_while_o_nonblock_is_toggled() {
         start().unwrap();
         let eventfd = Arc::new(full());
         let threads: Vec<_> = (0..4)
@@ -263,14 +264,14 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_eventfd_and_a_full_socket_make_nobody_wait() {
+    fn an_empty_eventfd_and_a_full_socket_do_not_block() {
         start().unwrap();
         let eventfd = EventFd::new(0).unwrap();
         drain(crate::sys::borrow(&eventfd));
         eventfd.write(3).unwrap();
         drain(crate::sys::borrow(&eventfd));
         drain(crate::sys::borrow(&eventfd));
-        // Both ends block, as a frontend can make ours at any time.
+        // Both ends are in blocking mode, which a frontend can set at any time.
         let (ours, theirs) = UnixStream::pair().unwrap();
         let refused = (0..100_000).find_map(|_| send_one(ours.as_fd()).err()).unwrap();
         assert_eq!(refused.kind(), ErrorKind::WouldBlock);

@@ -1,4 +1,4 @@
-//! System calls that no library offers safely, or not for memory that is shared with a guest.
+//! System calls for which no library has a safe interface, or none for memory that is shared with a guest.
 
 mod confine;
 mod descriptor;
@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-/// Pieces of one `readv` or `writev`: a frame's head and what follows it.
+/// Maximum iovecs of one `readv` or `writev`: a frame's header and its payload.
 pub(crate) const IOVECS: usize = 64;
 
 /// Bytes of freed memory that the allocator keeps at the end of each of its heaps. A guest that fills and drains its budget then
@@ -39,7 +39,7 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// Runs the calling thread on one CPU only.
+/// Pins the calling thread to a CPU.
 pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     if cpu >= libc::CPU_SETSIZE as usize {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -53,9 +53,9 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Lets the calling thread run where the first thread of the process may, which nobody pins.
+/// Lets the calling thread run on the CPUs of the process's first thread, which is never pinned.
 pub fn unpin_current_thread() -> io::Result<()> {
-    // SAFETY: the calls fill and read a cpu_set_t, whose size they are told; a zeroed one is the empty set.
+    // SAFETY: the calls fill and read a cpu_set_t of the given size; a zeroed one is the empty set.
     let result = unsafe {
         let mut set = std::mem::zeroed::<libc::cpu_set_t>();
         match libc::sched_getaffinity(libc::getpid(), size_of_val(&set), &mut set) {
@@ -66,7 +66,10 @@ pub fn unpin_current_thread() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether this process may make files in a folder; else why not.
+/// Checks whether this process may create files in a directory.
+///
+/// # Errors
+/// It may not; the error says why.
 pub fn is_writable(folder: &std::path::Path) -> io::Result<()> {
     use std::os::unix::ffi::OsStrExt;
     let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;
@@ -75,9 +78,9 @@ pub fn is_writable(folder: &std::path::Path) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Allows this process as many open files as it may allow itself: a connection of a vsock device can be one.
+/// Raises the limit of open files to its maximum: each connection of a vsock device may be a socket.
 pub fn raise_file_limit() {
-    // SAFETY: the calls fill and read the structure that they are given.
+    // SAFETY: the calls fill and read the given structure.
     unsafe {
         let mut limit = std::mem::zeroed::<libc::rlimit>();
         if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
@@ -87,9 +90,9 @@ pub fn raise_file_limit() {
     }
 }
 
-/// How many files this process may have open at once.
+/// Returns how many files this process may have open.
 pub(crate) fn file_limit() -> usize {
-    // SAFETY: the call fills the structure that it is given.
+    // SAFETY: the call fills the given structure.
     let limit = unsafe {
         let mut limit = std::mem::zeroed::<libc::rlimit>();
         libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
@@ -98,7 +101,7 @@ pub(crate) fn file_limit() -> usize {
     usize::try_from(limit).unwrap_or(usize::MAX)
 }
 
-/// The process at the other end of a Unix socket, as it was when it connected; 0 if it is not to be seen from here.
+/// Returns the process at the other end of a Unix socket when it connected; 0 if it is not visible in this PID namespace.
 pub(crate) fn peer_process(fd: BorrowedFd<'_>) -> i32 {
     // SAFETY: the call writes at most `len` bytes, the structure's size, into the structure.
     unsafe {
@@ -110,9 +113,9 @@ pub(crate) fn peer_process(fd: BorrowedFd<'_>) -> i32 {
     }
 }
 
-/// The CPU time that this process has used so far, user and system together.
+/// Returns the CPU time used by this process, user and system together.
 pub fn cpu_time() -> Duration {
-    // SAFETY: the call fills the structure that it is given.
+    // SAFETY: the call fills the given structure.
     let usage = unsafe {
         let mut usage = std::mem::zeroed::<libc::rusage>();
         libc::getrusage(libc::RUSAGE_SELF, &mut usage);
@@ -122,14 +125,14 @@ pub fn cpu_time() -> Duration {
     time(usage.ru_utime) + time(usage.ru_stime)
 }
 
-/// Waits until one of up to four descriptors can be read or has hung up, or until the time is over (`None`: for ever).
-/// Says which.
+/// Waits until one of the descriptors is readable or has hung up, or until the timeout (`None`: no timeout). Returns which
+/// are; none after a timeout or a signal.
 pub(crate) fn wait_readable<const N: usize>(
     fds: [Option<BorrowedFd<'_>>; N],
     timeout: Option<Duration>,
 ) -> io::Result<[bool; N]> {
     let mut list = fds.map(|fd| libc::pollfd {
-        // The kernel ignores negative descriptors.
+        // poll ignores negative descriptors.
         fd: fd.map_or(-1, |fd| fd.as_raw_fd()),
         events: libc::POLLIN,
         revents: 0,
@@ -147,7 +150,7 @@ pub(crate) fn wait_readable<const N: usize>(
     Ok(list.map(|entry| entry.revents != 0))
 }
 
-/// Looks at what is next to be read from a socket, without waiting and without taking it. Says how much that is.
+/// Copies what is next to be read from a socket without consuming it and without blocking. Returns its length.
 pub(crate) fn peek(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
     // SAFETY: the kernel writes at most the target's length into it.
@@ -155,12 +158,12 @@ pub(crate) fn peek(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Whether what was written to a socket has not been read at its other end.
+/// Returns whether data written to a socket has not been read at the other end.
 pub(crate) fn is_unread(fd: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(unread(fd)? > 0)
 }
 
-/// How much of what was written to a socket has not been read at its other end, in bytes of the kernel's.
+/// Returns how much of the data written to a socket has not been read at the other end, in bytes of kernel memory.
 pub(crate) fn unread(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: SIOCOUTQ, which Linux defines as the same number as TIOCOUTQ, stores an int there.
@@ -168,7 +171,7 @@ pub(crate) fn unread(fd: BorrowedFd<'_>) -> io::Result<usize> {
     if result == 0 { Ok(usize::try_from(bytes).unwrap_or(0)) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes reading from and writing to a descriptor return instead of waiting.
+/// Sets O_NONBLOCK.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: flags of an open descriptor are read and written; no memory is involved.
     let result = unsafe {
@@ -178,7 +181,7 @@ pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Writes a private head and then spans as one message. `None` as an error: too many pieces.
+/// Writes a private header and then spans as one message. The error is `None` if there are too many spans.
 #[inline]
 pub(crate) fn write_message<'a>(
     fd: BorrowedFd<'_>,
@@ -194,13 +197,13 @@ pub(crate) fn write_message<'a>(
         *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
         count += 1;
     }
-    // SAFETY: the entries describe the borrowed head and spans, whose bounds were checked when they were made and whose
-    // memory lives for `'a`; the kernel only reads them, and answers EFAULT where a peer has truncated the file.
+    // SAFETY: the entries describe the borrowed header and spans, whose bounds were checked when they were made and whose
+    // memory lives for `'a`; the kernel only reads them, and returns EFAULT where a peer has truncated the file.
     let result = unsafe { libc::writev(fd.as_raw_fd(), list.as_ptr(), count as libc::c_int) };
     if result < 0 { Err(Some(io::Error::last_os_error())) } else { Ok(result as usize) }
 }
 
-/// Reads one message into spans, and what they do not hold into `overflow`.
+/// Reads one message into spans, and what does not fit into `overflow`.
 #[inline]
 pub(crate) fn read_message(fd: BorrowedFd<'_>, target: &[Span<'_>], overflow: &[Span<'_>]) -> io::Result<usize> {
     let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
@@ -211,13 +214,13 @@ pub(crate) fn read_message(fd: BorrowedFd<'_>, target: &[Span<'_>], overflow: &[
         *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
         count += 1;
     }
-    // SAFETY: spans are writable memory of their length, which their lifetimes keep mapped; the kernel answers EFAULT where
-    // a peer has truncated the file.
+    // SAFETY: spans are writable memory of their length, kept mapped by their lifetimes; the kernel returns EFAULT where a
+    // peer has truncated the file.
     let result = unsafe { libc::readv(fd.as_raw_fd(), list.as_ptr(), count as libc::c_int) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// The first spans, as many as a system call takes, as it wants them.
+/// Converts the first [`IOVECS`] spans to iovecs.
 fn pieces<'a>(spans: impl Iterator<Item = Span<'a>>) -> ([libc::iovec; IOVECS], usize) {
     let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; IOVECS];
     let mut count = 0;
@@ -228,11 +231,11 @@ fn pieces<'a>(spans: impl Iterator<Item = Span<'a>>) -> ([libc::iovec; IOVECS], 
     (list, count)
 }
 
-/// Writes spans to a socket, as much as it takes without waiting; says how much.
+/// Writes spans to a socket without blocking. Returns how many bytes were written.
 pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Span<'a>>) -> io::Result<usize> {
     let (mut list, count) = pieces(spans);
     // SAFETY: the entries describe spans, whose bounds were checked when they were made and whose memory lives for `'a`; the
-    // kernel only reads them, and answers EFAULT where a peer has truncated the file.
+    // kernel only reads them, and returns EFAULT where a peer has truncated the file.
     let result = unsafe {
         let mut message = std::mem::zeroed::<libc::msghdr>();
         message.msg_iov = list.as_mut_ptr();
@@ -242,10 +245,10 @@ pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Spa
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Reads from a socket into spans what there is without waiting; says how much. 0: there will be no more.
+/// Reads from a socket into spans without blocking. Returns how many bytes were read; 0 at the end of the stream.
 pub(crate) fn receive_spans(fd: BorrowedFd<'_>, spans: &[Span<'_>]) -> io::Result<usize> {
     let (mut list, count) = pieces(spans.iter().copied());
-    // SAFETY: spans are writable memory of their length, which their lifetimes keep mapped; the kernel answers EFAULT where a
+    // SAFETY: spans are writable memory of their length, kept mapped by their lifetimes; the kernel returns EFAULT where a
     // peer has truncated the file.
     let result = unsafe {
         let mut message = std::mem::zeroed::<libc::msghdr>();
@@ -256,21 +259,21 @@ pub(crate) fn receive_spans(fd: BorrowedFd<'_>, spans: &[Span<'_>]) -> io::Resul
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// An eventfd as a borrowed descriptor; its library has only the raw form.
+/// Borrows an eventfd's descriptor; the library offers only the raw one.
 pub(crate) fn borrow(fd: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor is open as long as its owner, which is borrowed for as long.
+    // SAFETY: the descriptor stays open while its owner is borrowed.
     unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
 }
 
-/// The user that this process acts as.
+/// Returns the effective user id of this process.
 pub(crate) fn user() -> u32 {
-    // SAFETY: no memory is involved, and it cannot fail.
+    // SAFETY: no memory is involved, and the call cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// Whether a file lies in memory, on a tmpfs.
+/// Returns whether a file is on a tmpfs.
 pub(crate) fn is_tmpfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    // SAFETY: the call fills the structure that it is given.
+    // SAFETY: the call fills the given structure.
     let (result, kind) = unsafe {
         let mut stat = std::mem::zeroed::<libc::statfs>();
         (libc::fstatfs(fd.as_raw_fd(), &mut stat), stat.f_type)
@@ -278,9 +281,9 @@ pub(crate) fn is_tmpfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
     if result == 0 { Ok(kind == libc::TMPFS_MAGIC) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Process and user at the other end of a Unix socket, when it connected.
+/// Returns the process and user at the other end of a Unix socket when it connected.
 pub(crate) fn peer_of(fd: BorrowedFd<'_>) -> Option<(i32, u32)> {
-    // SAFETY: zeros are a valid ucred; the kernel fills in no more than it is told there is.
+    // SAFETY: zeros are a valid ucred; the kernel writes at most the given length.
     let (peer, result) = unsafe {
         let mut peer = std::mem::zeroed::<libc::ucred>();
         let mut len = size_of_val(&peer) as libc::socklen_t;
@@ -291,7 +294,7 @@ pub(crate) fn peer_of(fd: BorrowedFd<'_>) -> Option<(i32, u32)> {
     (result == 0).then_some((peer.pid, peer.uid))
 }
 
-/// Sets the permissions of what is at a path, which must not be a link.
+/// Sets the mode of a file; fails if the path is a symbolic link.
 pub(crate) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: the path is a C string.
@@ -299,18 +302,18 @@ pub(crate) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Sets the permissions that a socket will have where it is bound to, at most: the umask takes some away.
+/// Sets the mode that a socket file gets from `bind`, before the umask.
 pub(crate) fn set_socket_mode(fd: BorrowedFd<'_>, mode: u32) -> io::Result<()> {
     // SAFETY: no memory is involved.
     let result = unsafe { libc::fchmod(fd.as_raw_fd(), mode) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The number of a user by name; `None`: there is none.
+/// Returns the id of a user, or `None` if there is no such user.
 pub fn user_id(name: &str) -> Option<u32> {
     let name = CString::new(name).ok()?;
     let mut buffer = vec![0; 16384];
-    // SAFETY: zeros are a valid passwd (null pointers), which the call fills in together with the buffer; it stores null or the
+    // SAFETY: zeros are a valid passwd (null pointers), which the call fills together with the buffer; it stores null or the
     // address of the entry in `found`.
     unsafe {
         let mut entry = std::mem::zeroed::<libc::passwd>();
@@ -320,7 +323,7 @@ pub fn user_id(name: &str) -> Option<u32> {
     }
 }
 
-/// The number of a group by name; `None`: there is none.
+/// Returns the id of a group, or `None` if there is no such group.
 pub fn group_id(name: &str) -> Option<u32> {
     let name = CString::new(name).ok()?;
     let mut buffer = vec![0; 65536];
@@ -333,29 +336,29 @@ pub fn group_id(name: &str) -> Option<u32> {
     }
 }
 
-/// A descriptor of a library's own type as a file.
+/// Duplicates a descriptor into a file.
 #[cfg(test)]
 pub(crate) fn duplicate(fd: &impl AsRawFd) -> io::Result<std::fs::File> {
-    // SAFETY: the descriptor is open as long as its owner, which is borrowed for as long.
+    // SAFETY: the descriptor stays open while its owner is borrowed.
     let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
     fd.try_clone_to_owned().map(Into::into)
 }
 
-/// What a frontend can do to the descriptors that it shares with us.
+/// Clears O_NONBLOCK, as a frontend can on the descriptors that it has sent.
 #[cfg(test)]
 pub(crate) fn set_blocking(fd: &impl AsRawFd) {
     // SAFETY: flags of an open descriptor; no memory is involved.
     assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, 0) }, 0);
 }
 
-/// What another process can be told.
+/// A signal to another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// To end.
+    /// SIGTERM.
     Terminate,
-    /// To stand still.
+    /// SIGSTOP.
     Stop,
-    /// To go on.
+    /// SIGCONT.
     Continue,
 }
 

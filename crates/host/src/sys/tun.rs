@@ -1,4 +1,4 @@
-//! TAP interfaces (Linux, Documentation/networking/tuntap.rst).
+//! TAP interfaces (Linux, Documentation/networking/tuntap.rst), for `tap.rs`.
 
 use std::{
     fs::{File, OpenOptions},
@@ -13,7 +13,7 @@ fn request(name: &str) -> io::Result<libc::ifreq> {
     if bytes.is_empty() || bytes.len() >= libc::IFNAMSIZ || bytes.contains(&0) {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
-    // SAFETY: ifreq is plain data, for which zeros are a valid value.
+    // SAFETY: ifreq is plain data; zeros are a valid value.
     let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
     for (place, &byte) in request.ifr_name.iter_mut().zip(bytes) {
         *place = byte as libc::c_char;
@@ -25,14 +25,14 @@ fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Opens a TAP interface, which is made if there is none of that name: frames with a 12-byte virtio-net header, without
-/// packet information, without offloads, never waiting. With `multiqueue` each further call is one more queue of it.
+/// Opens a TAP interface, and creates it if there is none of that name: frames with a 12-byte virtio-net header, without
+/// packet information and offloads, in non-blocking mode. With `multiqueue`, each further call opens another queue.
 pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
     let mut request = request(name)?;
     let queues = if multiqueue { libc::IFF_MULTI_QUEUE } else { 0 };
     request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | queues) as libc::c_short;
-    // SAFETY: each request reads (TUNSETIFF also writes) the argument of the type that it is defined with.
+    // SAFETY: each request reads (TUNSETIFF also writes) an argument of the type that it is defined with.
     unsafe {
         check(libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &mut request))?;
         check(libc::ioctl(file.as_raw_fd(), libc::TUNSETVNETHDRSZ, &HEADER))?;
@@ -41,9 +41,9 @@ pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {
     Ok(file)
 }
 
-/// Sets the MTU.
+/// Sets the MTU of an interface.
 pub(crate) fn set_mtu(name: &str, mtu: u16) -> io::Result<()> {
-    // Any socket will do for interface requests.
+    // Interface requests work on any socket.
     let socket = std::os::unix::net::UnixDatagram::unbound()?;
     let mut request = request(name)?;
     request.ifr_ifru.ifru_mtu = mtu.into();
@@ -51,14 +51,14 @@ pub(crate) fn set_mtu(name: &str, mtu: u16) -> io::Result<()> {
     unsafe { check(libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFMTU, &mut request)) }
 }
 
-/// Sets the MTU, if one is given, and brings the interface up.
+/// Sets the MTU, if given, and brings the interface up.
 pub(crate) fn set_link(name: &str, mtu: Option<u16>) -> io::Result<()> {
     if let Some(mtu) = mtu {
         set_mtu(name, mtu)?;
     }
     let socket = std::os::unix::net::UnixDatagram::unbound()?;
     let fd = socket.as_raw_fd();
-    // SAFETY: the requests read and write an ifreq, and the union fields are those that they are defined with.
+    // SAFETY: the requests read and write an ifreq and the union fields that they are defined with.
     unsafe {
         let mut request = request(name)?;
         check(libc::ioctl(fd, libc::SIOCGIFFLAGS, &mut request))?;
@@ -67,7 +67,7 @@ pub(crate) fn set_link(name: &str, mtu: Option<u16>) -> io::Result<()> {
     }
 }
 
-/// The MTU of an interface.
+/// Returns the MTU of an interface.
 pub(crate) fn mtu(name: &str) -> io::Result<usize> {
     let socket = std::os::unix::net::UnixDatagram::unbound()?;
     let mut request = request(name)?;

@@ -1,4 +1,5 @@
-//! Descriptors by which a frontend is notified: SET_VRING_CALL and SET_VRING_ERR.
+//! Descriptors for notifying a frontend (vhost-user, SET_VRING_CALL and SET_VRING_ERR). Created by `session.rs`, signalled by
+//! the devices' queues.
 
 use super::descriptor::CallFd;
 use crate::sys;
@@ -20,33 +21,35 @@ use vmm_sys_util::{
     timerfd::TimerFd,
 };
 
-/// How long a socket has to be read: longer than User-Mode Linux takes to as a rule, much shorter than its tick of 10 ms.
+/// How long an unread socket waits for its second write: usually longer than User-Mode Linux takes to read it, much shorter
+/// than its tick of 10 ms.
 const PATIENCE: Duration = Duration::from_micros(100);
 
-/// A frontend's descriptor for notifications, an eventfd or a socket. Cheap to clone, so that nobody need signal with a lock held.
+/// A frontend's descriptor for notifications, an eventfd or a socket. Cheap to clone, so that no lock is held while
+/// signalling.
 ///
-/// User-Mode Linux sends a socket, and has it raise a signal. One that comes just before its idle loop sleeps is forgotten until
-/// the next tick of its timer (Linux 7.2: `os_idle_sleep` looks for pending timer signals only). So that it need not wait for
-/// that, a socket that has not been read a moment later is written to once more.
+/// User-Mode Linux sends a socket and makes it raise a signal. It misses a signal that arrives just before its idle loop
+/// sleeps, until its next timer tick (Linux 7.2: `os_idle_sleep` checks for pending timer signals only). To avoid that delay,
+/// a socket that is still unread a moment later is written to a second time.
 #[derive(Clone)]
 pub(crate) struct Call(Arc<Inner>);
 
 struct Inner {
     fd: CallFd,
     reminder: Option<Reminder>,
-    /// It made us wait: it is not written to again.
+    /// A write blocked: it is not written to again.
     spoilt: AtomicBool,
     alarm: Arc<Alarm>,
 }
 
 impl Call {
-    /// `alarm`: who is told if the frontend has us wait.
+    /// `alarm` is raised if a write blocks.
     pub(crate) fn new(fd: CallFd, alarm: Arc<Alarm>) -> Call {
         let reminder = if fd.is_socket() { Reminder::new(&fd).ok() } else { None };
         Call(Arc::new(Inner { fd, reminder, spoilt: AtomicBool::new(false), alarm }))
     }
 
-    /// Adds one to it. A peer that does not take its notifications misses them; one that tries to have us wait for it is
+    /// Notifies the frontend. A peer whose descriptor is full misses the notification; one that makes the write block is
     /// disconnected.
     pub(crate) fn signal(&self) {
         let Inner { fd, reminder, spoilt, alarm } = &*self.0;
@@ -63,14 +66,14 @@ impl Call {
     }
 }
 
-/// How whoever signals a frontend tells the thread of its socket that a descriptor is one to wait at.
+/// Reports a descriptor that blocks from the notifying thread to the socket's thread.
 pub(crate) struct Alarm {
     raised: AtomicBool,
     attention: EventFd,
 }
 
 impl Alarm {
-    /// `attention` wakes the thread of the socket.
+    /// `attention` wakes the socket's thread.
     pub(crate) fn new(attention: EventFd) -> Alarm {
         Alarm { raised: AtomicBool::new(false), attention }
     }
@@ -80,13 +83,13 @@ impl Alarm {
         let _ = self.attention.write(1);
     }
 
-    /// Whether it was raised since the last call.
+    /// Returns whether it was raised since the last call.
     pub(crate) fn take(&self) -> bool {
         self.raised.swap(false, Ordering::AcqRel)
     }
 }
 
-/// A socket's timer, which runs from its last notification on.
+/// A timer for one socket, restarted by each notification.
 struct Reminder {
     key: u64,
     timer: Mutex<TimerFd>,
@@ -101,7 +104,8 @@ impl Reminder {
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
         clock.files.lock().insert(key, fd.try_clone()?);
         let reminder = Reminder { key, timer: Mutex::new(timer), clock };
-        // Edge-triggered, so that nobody need read it. It is closed, and no longer waited for, before its key is.
+        // Edge-triggered, so that the timer need not be read. The timer is closed, and leaves the epoll, before its key is
+        // removed.
         let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, key);
         reminder.clock.epoll.ctl(ControlOperation::Add, reminder.timer.lock().as_raw_fd(), event)?;
         Ok(reminder)
@@ -114,7 +118,7 @@ impl Drop for Reminder {
     }
 }
 
-/// The thread that reminds. There is none until a frontend has sent a socket.
+/// The thread that writes a second time. It is started when a frontend first sends a socket.
 struct Clock {
     epoll: Epoll,
     files: Mutex<HashMap<u64, CallFd>>,
@@ -136,7 +140,7 @@ impl Clock {
         loop {
             let count = self.epoll.wait(-1, &mut events).unwrap_or(0);
             for event in events.iter().take(count) {
-                // These are sockets, which are written to with MSG_DONTWAIT: nobody waits for the lock.
+                // These are sockets, written to with MSG_DONTWAIT: the lock is not held for long.
                 if let Some(fd) = self.files.lock().get(&event.data())
                     && sys::is_unread(fd.as_fd()).unwrap_or(false)
                 {
@@ -172,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn an_eventfd_is_written_to_once() {
+    fn an_eventfd_is_written_once() {
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
         let call = call(sys::duplicate(&eventfd).unwrap());
         call.signal();
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_nobody_reads_is_written_to_twice() {
+    fn an_unread_socket_is_written_twice() {
         let (call, theirs) = socket();
         call.signal();
         let (mut bytes, start) = ([0; 64], Instant::now());
@@ -192,13 +196,13 @@ mod tests {
             thread::yield_now();
         }
         thread::sleep(20 * PATIENCE);
-        assert_eq!(peek(&mut bytes), 16, "nor a third one");
+        assert_eq!(peek(&mut bytes), 16, "expected no third notification");
         assert_eq!(bytes[..16], [1u64, 1].map(u64::to_ne_bytes).concat());
     }
 
     #[test]
-    fn a_socket_that_is_read_is_left_alone() {
-        // Whether we were in time is only known afterwards.
+    fn a_socket_that_is_read_is_written_once() {
+        // Only known afterwards: whether this thread read the socket in time.
         let in_time = (0..1000).any(|_| {
             let (call, mut theirs) = socket();
             let start = Instant::now();
@@ -209,22 +213,22 @@ mod tests {
             assert!(!in_time || theirs.read(&mut [0; 64]).is_err());
             in_time
         });
-        assert!(in_time, "a thousand times too late");
+        assert!(in_time, "never read within the time in 1000 attempts");
     }
 
     #[test]
-    fn what_is_gone_is_forgotten() {
+    fn a_dropped_call_closes_its_descriptors() {
         let (call, theirs) = socket();
         let clock = call.0.reminder.as_ref().unwrap().clock.clone();
         let key = call.0.reminder.as_ref().unwrap().key;
         assert!(clock.files.lock().contains_key(&key));
         drop(call);
         assert!(!clock.files.lock().contains_key(&key));
-        assert_eq!({ &theirs }.read(&mut [0; 64]).unwrap(), 0, "the end: nobody has it open");
+        assert_eq!({ &theirs }.read(&mut [0; 64]).unwrap(), 0, "the end of the stream: all copies are closed");
     }
 
     #[test]
-    fn a_socket_that_is_full_makes_nobody_wait() {
+    fn a_full_socket_does_not_block() {
         let (call, theirs) = socket();
         (0..100_000).for_each(|_| call.signal());
         drop(theirs);
@@ -232,11 +236,11 @@ mod tests {
     }
 
     #[test]
-    fn one_that_makes_us_wait_does_so_once() {
+    fn a_descriptor_that_blocks_does_so_once() {
         let eventfd = EventFd::new(0).unwrap();
         eventfd.write(u64::MAX - 1).unwrap();
         let call = call(sys::duplicate(&eventfd).unwrap());
-        // It is full, but does not wait: not a word.
+        // Full, but non-blocking: no alarm.
         call.signal();
         assert!(!call.0.alarm.take());
         sys::set_blocking(&eventfd);

@@ -1,11 +1,11 @@
-//! What a frontend's descriptors are. Each is looked at once, here, before anything else is done with it, and becomes a
-//! type that says what may be done: a [`Kick`] is waited for, a [`CallFd`] written to, a [`MemoryFile`] mapped.
+//! Validates the descriptors that a frontend sends. Each is checked once, here, before any other use, and becomes a type that
+//! determines its use: a [`Kick`] is waited for, a [`CallFd`] written to, a [`MemoryFile`] mapped. Called by `session.rs`.
 //!
-//! A descriptor can be a file of the frontend's own file system (FUSE): `fstat`, `fstatfs`, `poll`, a page fault and even `close`
-//! then take as long as the frontend likes. So it is asked by its link in /proc (`d_path`: names in the kernel's memory; those
-//! of the file systems that a user can mount begin with a slash, "anon_inode:" does not), by `getsockopt`, which refuses
-//! all but sockets, and by F_GET_SEALS, which only files in memory have. What is refused is closed by a thread of its own
-//! ([`Disposal`]).
+//! A descriptor may be a file on a FUSE mount of the frontend: then `fstat`, `fstatfs`, `poll`, a page fault and even `close`
+//! block for as long as the frontend likes. So it is identified by its link in /proc (`d_path`, which uses names in kernel
+//! memory; on file systems that a user can mount they begin with a slash, which "anon_inode:" does not), by `getsockopt`,
+//! which fails on anything but a socket, and by F_GET_SEALS, which only files in memory support. Refused descriptors are
+//! closed by a separate thread ([`Disposal`]).
 
 use crate::sys;
 use ringroad_mem::Region;
@@ -20,7 +20,7 @@ use std::{
     thread,
 };
 
-/// Why a descriptor is of no use. The file comes with it, for a [`Disposal`].
+/// Why a descriptor is refused, and the file, which goes to a [`Disposal`].
 pub(crate) struct Refused {
     pub file: File,
     expected: &'static str,
@@ -33,10 +33,10 @@ impl std::fmt::Display for Refused {
     }
 }
 
-/// The link's name: "anon_inode:[eventfd]", "socket:[17]", "/memfd:ram (deleted)", "/mnt/x".
+/// Returns the target of the link in /proc: "anon_inode:[eventfd]", "socket:[17]", "/memfd:ram (deleted)", "/mnt/x".
 fn name(file: &File) -> String {
     match fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())) {
-        // A frontend can make it as long as it likes, and of any bytes.
+        // The frontend controls its length and bytes.
         Ok(link) => link.to_string_lossy().chars().flat_map(char::escape_debug).take(80).collect(),
         Err(error) => format!("unknown ({error}; is /proc mounted?)"),
     }
@@ -46,12 +46,12 @@ fn is_eventfd(name: &str) -> bool {
     name == "anon_inode:[eventfd]"
 }
 
-/// By which a frontend says that there is something: an eventfd.
+/// A descriptor on which a frontend kicks: an eventfd.
 #[derive(Clone)]
 pub(crate) struct Kick(Arc<File>);
 
 impl Kick {
-    /// What the frontend has sent as one.
+    /// Checks a file from the frontend.
     pub(crate) fn new(file: File) -> Result<Kick, Refused> {
         let found = name(&file);
         if !is_eventfd(&found) {
@@ -60,7 +60,7 @@ impl Kick {
         Ok(Kick(Arc::new(file)))
     }
 
-    /// Takes what has come, without waiting.
+    /// Clears pending kicks without blocking.
     pub(crate) fn clear(&self) {
         sys::guard::drain(self.0.as_fd());
     }
@@ -78,26 +78,27 @@ impl AsRawFd for Kick {
     }
 }
 
-/// By which we notify a frontend: an eventfd, or a stream socket of this host (User-Mode Linux calls it a pipe). No other:
-/// a write to a pipe may wait, and other sockets have locks that a peer can hold (TCP, while it copies from a page that it
-/// does not deliver).
+/// A descriptor for notifying a frontend: an eventfd or a Unix stream socket (User-Mode Linux sends one, as it would a pipe).
+/// Nothing else: a write to a pipe may block, and other sockets have locks that a peer can hold (TCP, while it copies from a
+/// page that the peer does not provide).
 pub(crate) struct CallFd {
     file: File,
     socket: bool,
 }
 
 impl CallFd {
-    /// What the frontend has sent as one.
+    /// Checks a file from the frontend.
     pub(crate) fn new(file: File) -> Result<CallFd, Refused> {
         let socket = sys::socket_kind(file.as_fd()) == Some((libc::AF_UNIX, libc::SOCK_STREAM));
         let found = name(&file);
         if !socket && !is_eventfd(&found) {
-            return Err(Refused { file, expected: "an eventfd or a stream socket of this host", found });
+            return Err(Refused { file, expected: "an eventfd or a Unix stream socket", found });
         }
-        // It is not relied on: the frontend can change that. It makes a full one that behaves cost nothing.
+        // Not relied upon, as the frontend can clear it again. It spares an honest frontend whose descriptor is full from
+        // blocking.
         match sys::set_nonblocking(file.as_fd()) {
             Ok(()) => Ok(CallFd { file, socket }),
-            Err(error) => Err(Refused { file, expected: "one that need not wait", found: error.to_string() }),
+            Err(error) => Err(Refused { file, expected: "one that accepts O_NONBLOCK", found: error.to_string() }),
         }
     }
 
@@ -109,7 +110,7 @@ impl CallFd {
         Ok(CallFd { file: self.file.try_clone()?, socket: self.socket })
     }
 
-    /// Adds one. `WouldBlock`: full. `Interrupted`: the frontend had it wait.
+    /// Adds one. Fails with `WouldBlock` if it is full, with `Interrupted` if the frontend made the write block.
     #[inline]
     pub(crate) fn add_one(&self) -> io::Result<()> {
         if self.socket { sys::guard::send_one(self.file.as_fd()) } else { sys::guard::add_one(self.file.as_fd()) }
@@ -122,27 +123,27 @@ impl AsFd for CallFd {
     }
 }
 
-/// Guest memory, not mapped yet: a file that is in memory itself, so that a page fault is a matter of the kernel only.
+/// Guest memory that is not mapped yet: a file in memory, so that page faults are served by the kernel alone.
 pub(crate) struct MemoryFile(File);
 
 impl MemoryFile {
-    /// What the frontend has sent as one.
+    /// Checks a file from the frontend.
     pub(crate) fn new(file: File) -> Result<MemoryFile, Refused> {
         if !sys::has_seals(file.as_fd()) {
             let found = name(&file);
-            return Err(Refused { file, expected: "a memfd, or a file of tmpfs or hugetlbfs", found });
+            return Err(Refused { file, expected: "a memfd, or a file on tmpfs or hugetlbfs", found });
         }
         Ok(MemoryFile(file))
     }
 
-    /// Maps a part of it, as [`Region::map`].
+    /// Maps a part of it, see [`Region::map`].
     pub(crate) fn map(&self, offset: u64, len: u64, guest: u64, user: u64) -> Result<Arc<Region>, ringroad_mem::Error> {
         Region::map(&self.0, offset, len, guest, user)
     }
 }
 
-/// Closes descriptors that were refused. Closing a file of FUSE waits for the frontend: not in the thread of the port, which
-/// has to be there when it is to end.
+/// Closes refused descriptors. Closing a FUSE file may block until the frontend answers, so a separate thread does it: the
+/// port's thread must be able to stop.
 #[derive(Clone, Default)]
 pub(crate) struct Disposal(Arc<AtomicUsize>);
 
@@ -156,13 +157,13 @@ impl Disposal {
             pending.fetch_sub(1, Ordering::Release);
         };
         if thread::Builder::new().name("close".into()).stack_size(64 << 10).spawn(close).is_err() {
-            // Without a thread they were closed here: the closure is dropped where it was made.
+            // No thread: the files were closed here, when the closure was dropped.
             self.0.fetch_sub(1, Ordering::Release);
         }
     }
 
-    /// Whether there are some that are not closed yet: until then the frontend can do nothing, so that it has one message's at
-    /// most.
+    /// Returns whether descriptors are still being closed. Until they are, the frontend's messages wait, so that at most one
+    /// message's descriptors are pending.
     pub(crate) fn is_busy(&self) -> bool {
         self.0.load(Ordering::Acquire) > 0
     }
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn each_is_taken_for_what_it_is() {
+    fn each_kind_of_file_is_recognised() {
         let (pipe, _other) = std::io::pipe().unwrap();
         let (stream, _peer) = UnixStream::pair().unwrap();
         let (datagram, _peer) = UnixDatagram::pair().unwrap();
@@ -195,7 +196,7 @@ mod tests {
         let tmpfs = OpenOptions::new().read(true).write(true).create_new(true).open(&shm).unwrap();
         fs::remove_file(&shm).unwrap();
         let proc = File::open("/proc/self/status").unwrap();
-        // Named so that its link begins as one of a memfd does.
+        // Named so that its link begins like that of a memfd.
         let named = TempFile::new_with_prefix("/tmp/memfd:").unwrap();
         let cases: [(&str, File, [bool; 3]); 12] = [
             ("eventfd", file(&EventFd::new(0).unwrap()), [true, true, false]),

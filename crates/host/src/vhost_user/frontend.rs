@@ -1,5 +1,5 @@
-//! The other side of vhost-user: a driver that connects to a network device, ours or another's (what DPDK calls
-//! virtio-user).
+//! The front end of vhost-user: a driver that connects to any vhost-user network device (DPDK's virtio-user). Used by the
+//! program's traffic tools; `vsock/client.rs` shares [`Handshake`].
 
 use super::place::connect;
 use crate::sys;
@@ -28,92 +28,92 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 /// How to connect a driver.
 #[derive(Clone, Debug)]
 pub struct Connector {
-    /// The socket.
+    /// Path of the socket.
     pub socket: PathBuf,
-    /// Make the socket and wait for the device, instead of connecting to one.
+    /// Create the socket and wait for the device, instead of connecting to one.
     pub listen: bool,
-    /// For how long to wait for the other side.
+    /// How long to wait for the other side.
     pub patience: Duration,
-    /// The feature bits wanted of those that the device offers.
+    /// Feature bits to negotiate, if the device offers them.
     pub features: u64,
-    /// Pairs of queues.
+    /// Number of queue pairs.
     pub queue_pairs: u16,
     /// Entries of each queue.
     pub queue_size: u32,
-    /// The largest frame that one buffer should hold.
+    /// Bytes of the largest frame that one buffer holds.
     pub frame: usize,
-    /// Hugepages, where there are any.
+    /// Use hugepages if available.
     pub huge: bool,
 }
 
 /// Why a driver cannot be connected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Nobody there.
+    /// No device listens on the socket.
     #[error("cannot connect to {path}: {error}; is a vhost-user device listening there?")]
     Connect {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What the kernel says.
+        /// The error from the kernel.
         error: io::Error,
     },
-    /// The socket cannot be made, or nobody came.
+    /// The socket cannot be created, or no device connected in time.
     #[error("no device connected to {path}: {error}")]
     Listen {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What the kernel says.
+        /// The error from the kernel.
         error: io::Error,
     },
-    /// It lacks what the caller insists on.
-    #[error("the device offers features {offered:#x}, which lack {missing}")]
+    /// The device lacks a required feature.
+    #[error("the device offers features {offered:#x}, expected {missing} among them")]
     Features {
-        /// What it offers.
+        /// The offered features.
         offered: u64,
-        /// What is missing, by name.
+        /// The name of the missing feature.
         missing: &'static str,
     },
-    /// It has fewer queues than wanted.
-    #[error("the device has {found} pairs of queues, fewer than the {wanted} wanted")]
+    /// The device has too few queues.
+    #[error("the device has {found} queue pairs, expected at least {wanted}")]
     Queues {
-        /// What it has.
+        /// Queue pairs of the device.
         found: u64,
-        /// What was asked for.
+        /// Queue pairs of the driver.
         wanted: u16,
     },
-    /// The device that came back cannot go on with the rings.
+    /// A reconnected device lacks features of the running rings.
     #[error(
-        "the device that came back offers features {offered:#x} and lacks {lacks:#x}, which the rings were set up with; \
-        start it with the features that it had, or connect anew"
+        "the reconnected device offers features {offered:#x} and lacks {lacks:#x}, which the rings use; \
+        start it with the same features as before, or open a new connection"
     )]
     Changed {
-        /// What it offers.
+        /// The offered features.
         offered: u64,
-        /// Those in use that it does not offer.
+        /// The features in use that are missing.
         lacks: u64,
     },
-    /// It did not like a message, or went away.
+    /// The device refused a message or closed the connection.
     #[error("the device at {path} did not accept {what}: {error}")]
     Refused {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Which message.
+        /// The message.
         what: &'static str,
-        /// How the `vhost` crate puts it.
+        /// The error from the `vhost` crate.
         error: String,
     },
-    /// No memory, or no such ring.
+    /// The rings or their memory cannot be created.
     #[error(transparent)]
     Driver(#[from] DriverError),
-    /// The same of a vsock driver.
+    /// The same for a vsock driver.
     #[error(transparent)]
     Vsock(#[from] ringroad_vsock::DriverError),
-    /// No eventfd.
+    /// An eventfd or a socket operation failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// Notifications of one queue.
+/// The notification descriptors of one queue.
 pub struct Notifier {
     kick: EventFd,
     call: EventFd,
@@ -125,53 +125,53 @@ impl Notifier {
         Ok(Notifier { kick: eventfd()?, call: eventfd()? })
     }
 
-    /// Tells the device that there is something.
+    /// Notifies the device.
     pub fn kick(&self) {
         let _ = self.kick.write(1);
     }
 
-    /// Readable when the device has told something.
+    /// Returns the descriptor that is readable when the device has notified.
     pub(crate) fn call(&self) -> &EventFd {
         &self.call
     }
 
-    /// Forgets notifications that have come.
+    /// Clears pending notifications.
     pub fn clear(&self) {
         let _ = self.call.read();
     }
 }
 
-/// A driver that is connected to a device. Dropped, it disconnects.
+/// A driver that is connected to a device. Dropped, it stops the queues and disconnects.
 ///
-/// Memory, rings and buffers outlive the device: when it is gone, [`Connection::reconnect`] hands them to the one that comes in its
-/// place, and all that was under way goes on.
+/// Memory, rings and buffers outlive the device: after a disconnect, [`Connection::reconnect`] hands them to the next one,
+/// and everything in flight continues.
 pub struct Connection {
     /// Memory and queues.
     pub driver: Driver,
-    /// Notifications, one for each receive queue.
+    /// Notifications of the receive queues.
     pub rx: Vec<Notifier>,
-    /// Notifications, one for each transmit queue.
+    /// Notifications of the transmit queues.
     pub tx: Vec<Notifier>,
-    /// The feature bits in use.
+    /// The negotiated feature bits.
     pub acked: u64,
     handshake: Handshake,
     connector: Connector,
-    /// Not stopped by us.
+    /// The queues were not stopped by [`Connection::stop`].
     running: bool,
 }
 
-/// What a driver of any kind does with the socket to its device.
+/// The connection to a device, for a driver of any kind.
 pub(crate) struct Handshake {
     pub frontend: Frontend,
     pub socket: UnixStream,
     pub path: PathBuf,
-    /// The feature bits in use.
+    /// The negotiated feature bits.
     pub acked: u64,
     protocol: Protocol,
 }
 
 impl Handshake {
-    /// Connects, or waits for the device to.
+    /// Connects to the device, or waits for it to connect.
     pub(crate) fn open(path: &Path, listen: bool, patience: Duration) -> Result<UnixStream, ConnectError> {
         let start = Instant::now();
         let path = path.to_owned();
@@ -184,7 +184,7 @@ impl Handshake {
             return Ok(accepted.map_err(failed)?.0);
         }
         loop {
-            // A device whose backlog is full is waited for as one that is not there yet.
+            // A full backlog is retried like a device that does not listen yet.
             match connect(&path).and_then(|socket| socket.set_nonblocking(false).map(|()| socket)) {
                 Ok(socket) => return Ok(socket),
                 Err(error) if start.elapsed() >= patience => return Err(ConnectError::Connect { path, error }),
@@ -193,7 +193,7 @@ impl Handshake {
         }
     }
 
-    /// Negotiates the features `wanted` of those that the device offers, for so many vrings.
+    /// Negotiates those of the `wanted` features that the device offers, for a device with `vrings` vrings.
     pub(crate) fn negotiate(
         socket: UnixStream,
         path: &Path,
@@ -221,12 +221,12 @@ impl Handshake {
         Ok(Handshake { frontend, socket, path: path.to_owned(), acked, protocol: both })
     }
 
-    /// Says which features are used. To be called before anything that follows.
+    /// Sends SET_FEATURES. Must be called before the methods below that set up memory and rings.
     pub(crate) fn accept(&self) -> Result<(), ConnectError> {
         self.frontend.set_features(self.acked).map_err(refused(&self.path, "SET_FEATURES"))
     }
 
-    /// The first bytes of the configuration space, if the device shows it.
+    /// Returns the first `len` bytes of the configuration space, or `None` if the device did not offer CONFIG.
     pub(crate) fn config(&mut self, len: usize) -> Result<Option<Vec<u8>>, ConnectError> {
         if !self.protocol.contains(Protocol::CONFIG) {
             return Ok(None);
@@ -236,11 +236,14 @@ impl Handshake {
         Ok(Some(config.map_err(refused(&self.path, "GET_CONFIG"))?.1))
     }
 
-    /// Hands the driver's memory over.
+    /// Shares the driver's memory with the device.
     pub(crate) fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
-        // Else the device could truncate it under us. Without the seal we would rather go on: it is our own device as a rule.
+        // The seal keeps the device from truncating the file. Not fatal without it, as the device is usually trusted.
         if let Err(error) = Region::seal(file) {
-            log::warn!("{}: the device can truncate the driver's memory: {error}", self.path.display());
+            log::warn!(
+                "{}: cannot seal the driver's memory, so the device can truncate it: {error}",
+                self.path.display()
+            );
         }
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: region.guest(),
@@ -253,7 +256,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Sets a vring up that has not been used yet.
+    /// Sets up a vring that has not been used yet.
     pub(crate) fn ring(&mut self, index: usize, size: u32, at: Addresses) -> Result<Notifier, ConnectError> {
         let notifier = Notifier::new()?;
         let fresh = if self.acked & bits::RING_PACKED == 0 { 0 } else { ringroad_ring::packed::Base::FRESH.0 };
@@ -261,7 +264,7 @@ impl Handshake {
         Ok(notifier)
     }
 
-    /// Sets a vring up that goes on at `base`.
+    /// Sets up a vring that resumes at `base`.
     pub(crate) fn ring_at(
         &mut self,
         index: usize,
@@ -289,7 +292,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Lets vrings run that were set up.
+    /// Enables vrings that were set up.
     pub(crate) fn enable(&mut self, vrings: usize) -> Result<(), ConnectError> {
         if self.acked & bits::PROTOCOL_FEATURES != 0 {
             for index in 0..vrings {
@@ -299,12 +302,13 @@ impl Handshake {
         Ok(())
     }
 
-    /// Stops vrings, so that the device leaves their memory alone: each with the base that it says, until it answers no more.
+    /// Stops vrings, after which the device leaves their memory alone. Yields each vring with its base, up to the first one
+    /// for which the device does not reply.
     pub(crate) fn stop(&self, vrings: usize) -> impl Iterator<Item = (usize, u32)> {
         (0..vrings).map_while(|index| Some((index, self.frontend.get_vring_base(index).ok()?)))
     }
 
-    /// The `vhost` crate carries 16 bits of a base; a packed ring has 32 (both positions with their wrap counters).
+    /// The `vhost` crate sends 16 bits of a base; that of a packed ring has 32 (both positions with their wrap counters).
     fn set_vring_base(&self, index: usize, base: u32) -> vhost::Result<()> {
         if self.acked & bits::RING_PACKED == 0 {
             return self.frontend.set_vring_base(index, base as u16);
@@ -313,7 +317,7 @@ impl Handshake {
         const VERSION: u32 = 1;
         let words = [SET_VRING_BASE, VERSION, 8, index as u32, base];
         let message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        // No reply was asked for; messages of the crate before and after it are sent by this thread too.
+        // No reply is requested, and the crate's own messages are sent by the same thread, so the order is kept.
         let mut socket = &self.socket;
         socket.write_all(&message).map_err(broken)
     }
@@ -344,7 +348,7 @@ impl Connector {
         Ok(connection)
     }
 
-    /// Finds a device that has as many queues as wanted, and agrees on features with it.
+    /// Connects to a device, checks its number of queue pairs, and negotiates features.
     fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
         let socket = Handshake::open(&self.socket, self.listen, patience)?;
         if self.queue_pairs > 1 {
@@ -357,7 +361,7 @@ impl Connector {
     }
 }
 
-/// Hands the driver's memory over, and sets all queues up where they are: new ones at their beginning.
+/// Shares the driver's memory and sets up all queues at their current positions.
 fn set_up(
     handshake: &mut Handshake,
     driver: &Driver,
@@ -378,8 +382,8 @@ fn broken(error: io::Error) -> vhost::Error {
     vhost::Error::VhostUserProtocol(vhost::vhost_user::Error::SocketBroken(error))
 }
 
-/// How many pairs of queues the device has. Asked through a front end of its own: the `vhost` crate takes the answer as the
-/// number of vrings that it may talk about, while devices answer in pairs.
+/// Returns the number of queue pairs of the device. Uses a separate `Frontend`: the `vhost` crate takes the reply to
+/// GET_QUEUE_NUM as the number of vrings that it may use, while devices reply with pairs.
 fn queue_pairs(socket: &UnixStream) -> vhost::Result<u64> {
     let mut frontend = Frontend::from_stream(socket.try_clone().map_err(broken)?, 2);
     if frontend.get_features()? & bits::PROTOCOL_FEATURES == 0 {
@@ -394,21 +398,22 @@ fn queue_pairs(socket: &UnixStream) -> vhost::Result<u64> {
 }
 
 impl Connection {
-    /// Whether the device has gone.
+    /// Returns whether the device has disconnected.
     pub fn is_closed(&self) -> bool {
-        // It never sends anything that was not asked for; what can be read is the end.
+        // The device sends nothing without a request, so a readable socket means the end.
         !matches!(sys::wait_readable([Some(self.handshake.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
     }
 
-    /// Connects to the device that comes in the place of one that has gone, within `patience`, and hands it the same memory and
-    /// rings, each at the base that the driver knows. A device that keeps notes of its rings, as ours does, goes on exactly
-    /// where its predecessor was killed; any other takes again what that had taken and not given back. Nothing is lost of what
-    /// the driver has under way; kicks that went nowhere are made up for, and notifications that were never sent have to be: look
-    /// at all queues afterwards.
+    /// Connects, within `patience`, to the device that replaces one that has disconnected, and hands it the same memory and
+    /// rings, each at the base that the driver knows. A device that records ring positions, like this crate's, resumes
+    /// exactly where its predecessor was killed; any other processes again what its predecessor had taken but not returned.
+    /// Nothing in flight in the driver is lost. Kicks that the old device missed are repeated; notifications that it never
+    /// sent are not, so check all queues afterwards.
     ///
     /// # Errors
-    /// [`ConnectError::Changed`] at once if the new device lacks a feature in use. Anything else is tried again until `patience`
-    /// is over, as a device may be killed while it talks to us, too; then it is the last error. The connection is as it was.
+    /// [`ConnectError::Changed`] at once if the new device lacks a feature in use, [`ConnectError::Queues`] if it has too few
+    /// queues. Other errors are retried, as a device may also be killed during the handshake; after `patience` the last one
+    /// is returned. The connection is unchanged.
     pub fn reconnect(&mut self, patience: Duration) -> Result<(), ConnectError> {
         let start = Instant::now();
         loop {
@@ -436,13 +441,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Some devices wait for the first kick before they look at a queue at all.
+    /// Some devices wait for the first kick before they process a queue.
     fn kick(&self) {
         self.rx.iter().chain(&self.tx).for_each(Notifier::kick);
     }
 
-    /// Stops all queues; says how many buffers the device took and never gave back, which no device should. `None`: it has gone,
-    /// or gives no answer. What it used before it stopped can still be taken back and received.
+    /// Stops all queues. Returns how many buffers the device took and never returned, which should be 0; `None` if it has
+    /// disconnected or does not reply. Buffers that it used before it stopped can still be reclaimed and received.
     pub fn stop(&mut self) -> Option<u32> {
         self.running = false;
         let (vrings, mut stopped, mut missing) = (self.rx.len() + self.tx.len(), 0, 0);
@@ -456,7 +461,7 @@ impl Connection {
         (stopped == vrings).then_some(missing)
     }
 
-    /// Waits until the device has used something of a pair of queues, or has gone, or the time is over.
+    /// Waits until the device has notified one queue of a pair or disconnected, or until the timeout.
     pub fn wait(&self, pair: usize, timeout: Duration) -> io::Result<()> {
         let fds = [
             self.rx.get(pair).map(|notifier| sys::borrow(&notifier.call)),
@@ -467,7 +472,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The socket.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.handshake.path
     }
@@ -475,7 +480,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // A device that takes GET_VRING_BASE as the end of a queue is given the chance to stop before its memory goes.
+        // GET_VRING_BASE lets the device stop its queues before the memory is unmapped.
         if self.running {
             let _ = self.stop();
         }

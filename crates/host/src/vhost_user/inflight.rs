@@ -1,5 +1,5 @@
-//! The inflight region of a connection (GET_INFLIGHT_FD, SET_INFLIGHT_FD): made or mapped for `session.rs`, one part for each vring. What
-//! is in it is `ringroad_ring::Inflight`'s.
+//! The inflight region of a connection (vhost-user, GET_INFLIGHT_FD and SET_INFLIGHT_FD): created or mapped for `session.rs`,
+//! with one part per vring. `ringroad_ring::Inflight` handles its contents.
 
 use super::descriptor::MemoryFile;
 use crate::sys;
@@ -11,33 +11,34 @@ use std::{
 };
 use vhost::vhost_user::message::VhostUserInflight as Message;
 
-/// As many as a message about a vring can name.
+/// The vrings that a message can address.
 const MOST_QUEUES: u16 = 256;
 
-/// A region that the frontend keeps for our successors.
+/// A region that the frontend keeps for the next back end.
 pub(crate) struct InflightRegion {
     region: Arc<Region>,
     queues: u16,
     queue_size: u16,
-    /// Whether it was used for packed rings or for others, if it was used.
+    /// Whether it was last used for packed rings; `None`: not used yet.
     packed: Option<bool>,
 }
 
 impl InflightRegion {
-    /// Makes a new one, with room for either layout. Of its queues the first `vrings` are tracked. Also says what the frontend is told.
+    /// Creates a region with room for either layout; the first `vrings` queues are tracked. Also returns the reply to the
+    /// frontend and the descriptor to send with it.
     pub(crate) fn make(asked: &Message, vrings: usize) -> Result<(InflightRegion, Message, File), String> {
         let (queues, queue_size) = (asked.num_queues, asked.queue_size);
         check(queues, queue_size)?;
         let len = usize::from(queues) * Inflight::bytes(true, queue_size);
         let file =
-            sys::sealed_memory(len as u64).map_err(|error| format!("cannot make an inflight region: {error}"))?;
-        // A copy, so that the padding is the frontend's own and not what happens to be on our stack.
+            sys::sealed_memory(len as u64).map_err(|error| format!("cannot create an inflight region: {error}"))?;
+        // A copy of the request, so that the padding is the frontend's and not uninitialised stack.
         let mut message = *asked;
         (message.mmap_size, message.mmap_offset) = (len as u64, 0);
         Ok((Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?, message, file))
     }
 
-    /// Takes one that the frontend hands back, of a back end of whatever make.
+    /// Maps a region that the frontend hands back, from any back end.
     pub(crate) fn take(told: &Message, file: &MemoryFile, vrings: usize) -> Result<InflightRegion, String> {
         check(told.num_queues, told.queue_size)?;
         let len = usize::try_from(told.mmap_size).unwrap_or(usize::MAX);
@@ -45,7 +46,7 @@ impl InflightRegion {
         Self::map(len, vrings, told, |len| file.map(offset, len, 0, 0))
     }
 
-    /// Maps no more than vrings of ours have room in.
+    /// Maps the part that the device's vrings use.
     fn map(
         len: usize,
         vrings: usize,
@@ -54,23 +55,23 @@ impl InflightRegion {
     ) -> Result<InflightRegion, String> {
         let (queues, queue_size) = (told.num_queues, told.queue_size);
         let most = vrings.min(queues.into()) * Inflight::bytes(true, queue_size);
-        let region = map(len.min(most) as u64).map_err(|error| format!("inflight region: {error}"))?;
+        let region = map(len.min(most) as u64).map_err(|error| format!("cannot map the inflight region: {error}"))?;
         Ok(InflightRegion { region, queues, queue_size, packed: None })
     }
 
-    /// The part of a vring that starts in this layout; none if the frontend did not count it.
+    /// Returns the part of a vring that starts in this layout; [`Inflight::NONE`] if the region does not cover it.
     pub(crate) fn start(&mut self, index: usize, packed: bool) -> Result<Inflight, String> {
         if index >= usize::from(self.queues) {
             return Ok(Inflight::NONE);
         }
         if self.packed.replace(packed) == Some(!packed) {
-            // Another driver: what the one before has left means nothing.
+            // Another driver with the other layout: the old contents are meaningless.
             let words: Option<Words<AtomicU64>> = Words::new(&self.region, 0, self.region.len() / 8);
             words.iter().flat_map(|words| words.iter()).for_each(|word| word.store(0, Ordering::Relaxed));
         }
         self.part(index, packed).ok_or_else(|| {
             format!(
-                "the inflight region of {} bytes has no room for it; expected {} for each of {} queues of {}, aligned to 8",
+                "the inflight region of {} bytes has no room for it; expected {} bytes for each of {} queues of {} entries",
                 self.region.len(),
                 Inflight::bytes(packed, self.queue_size),
                 self.queues,
@@ -83,7 +84,7 @@ impl InflightRegion {
         Inflight::new(&self.region, index, self.queue_size, packed)
     }
 
-    /// The frontend knows where this vring is, or its driver begins anew.
+    /// Clears a vring's part: the frontend knows its position, or its driver starts over.
     pub(crate) fn end(&self, index: usize) {
         if let Some(part) = self.packed.and_then(|packed| self.part(index, packed)) {
             part.end();
@@ -94,7 +95,7 @@ impl InflightRegion {
 fn check(queues: u16, queue_size: u16) -> Result<(), String> {
     if queues == 0 || queues > MOST_QUEUES || queue_size == 0 || u32::from(queue_size) > MAX_SIZE {
         return Err(format!(
-            "an inflight region for {queues} queues of {queue_size} entries, expected 1 to {MOST_QUEUES} of up to {MAX_SIZE}"
+            "inflight region for {queues} queues of {queue_size} entries, expected 1 to {MOST_QUEUES} queues of 1 to {MAX_SIZE}"
         ));
     }
     Ok(())

@@ -1,14 +1,14 @@
-//! What a frontend may use up of what it shares with others: address space, the log, the time of this process.
+//! Limits on the shared resources that one frontend may use: address space, the log, the time of its port's thread.
 
 use crate::Quota;
 use std::{fmt, sync::Arc};
 
-/// So many at once, so many a second in the long run.
+/// A rate limit: `burst` events at once, then `rate` a second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate {
-    /// At once.
+    /// Events at once.
     pub burst: u32,
-    /// A second.
+    /// Events a second.
     pub rate: u32,
 }
 
@@ -21,26 +21,27 @@ impl Rate {
 /// The limits of one port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of address space that its memory takes up here; beyond it memory is refused. While memory is replaced (SET_MEM_TABLE,
-    /// ADD_MEM_REG) up to twice as much is mapped.
+    /// Bytes of address space for its memory; memory beyond that is refused. Up to twice as much is mapped while memory is
+    /// replaced (SET_MEM_TABLE, ADD_MEM_REG).
     pub mapped: u64,
-    /// Regions that it may be made of, as GET_MAX_MEM_SLOTS says; at most [`ringroad_mem::SLOTS`].
+    /// Memory regions, also the reply to GET_MAX_MEM_SLOTS; at most [`ringroad_mem::SLOTS`].
     pub regions: usize,
-    /// Connections that are accepted; beyond it they wait in the socket's backlog.
+    /// Connections that are accepted; the others wait in the socket's backlog.
     pub connects: Rate,
-    /// Messages that are looked at; beyond it they wait in the socket.
+    /// Messages that are handled; the others wait in the socket.
     pub messages: Rate,
-    /// Messages that are refused on one connection; beyond it the connection ends.
+    /// Refused messages on one connection; the connection ends beyond that.
     pub refusals: Rate,
-    /// Lines in the log; beyond it they are counted, and the next line says how many.
+    /// Log lines; the others are counted, and the next line logs their number.
     pub lines: Rate,
 }
 
 impl Limits {
-    /// Bytes that all ports of a process may be allowed together: x86-64 has 128 TiB, half of which stays free while memory is
-    /// replaced.
+    /// Upper bound for the sum of `mapped` over all ports: x86-64 has 128 TiB of address space, and up
+    /// to twice the limit is mapped while memory is replaced.
     pub const ALL_MAPPED: u64 = 48 << 40;
-    /// The same of regions: each is a mapping, of which a process may have 65 530 by default (vm.max_map_count).
+    /// Upper bound for the sum of `regions`: each is a mapping, of which a process may have 65 530 by default
+    /// (vm.max_map_count).
     pub const ALL_REGIONS: usize = 24_000;
 }
 
@@ -57,7 +58,7 @@ impl Default for Limits {
     }
 }
 
-/// Lines in the log that a frontend or guest can provoke.
+/// Rate-limited log lines that a frontend or guest can trigger.
 #[derive(Clone)]
 pub(crate) struct Lines {
     name: Arc<str>,
@@ -65,17 +66,17 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// `name`: whose they are, as in "port vm1".
+    /// `name` is the prefix of its lines, such as "port vm1".
     pub(crate) fn new(name: &str, rate: Rate) -> Lines {
         Lines { name: name.into(), quota: Arc::new(rate.quota()) }
     }
 
-    /// From now on so many.
+    /// Changes the rate.
     pub(crate) fn set(&self, rate: Rate) {
         self.quota.set(rate.burst, rate.rate);
     }
 
-    /// One line, which begins with the name itself; or none, if there were too many.
+    /// Logs a line, which begins with the name itself, unless the rate is exceeded.
     pub(crate) fn say(&self, level: log::Level, line: fmt::Arguments<'_>) {
         let Some(suppressed) = self.quota.take() else { return };
         if suppressed > 0 {

@@ -1,8 +1,11 @@
 //! vhost-user (QEMU, docs/interop/vhost-user.rst), back end and front end.
 //!
-//! [`VhostPort`] is what the switch sees of a guest, `net` makes it a [`Device`]; `session` is one connection's protocol with
-//! any device; `descriptor` says what a frontend's descriptors are, `limits` what it may use up; `place` is where a socket is;
-//! `server` has the thread that waits for connections; [`Connection`] is the other side: a driver that connects to any vhost-user network device.
+//! Back end: `server` runs the thread of a socket, which accepts frontends; `session` is the protocol of one connection with
+//! any [`Device`]; `net` is the network device; [`VhostPort`] is its port in the switch. `descriptor` validates the
+//! descriptors that a frontend sends, `limits` bounds what it may use, `place` creates sockets, `call` notifies the driver,
+//! `inflight` keeps the inflight region.
+//!
+//! Front end: [`Connection`], a driver that connects to any vhost-user network device.
 
 mod call;
 mod descriptor;

@@ -1,4 +1,4 @@
-//! Where a listening socket is, and who may connect to it.
+//! Unix sockets in the file system: creates listening sockets with their owner and mode, removes them, connects to others.
 
 use crate::sys;
 use socket2::{Domain, SockAddr, Type};
@@ -14,78 +14,78 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Why there is no socket.
+/// Why a socket cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// A program answers there.
-    #[error("{name}: socket {path} is in use by a running program; stop that or choose another path")]
+    /// A program listens on it.
+    #[error("{name}: socket {path} is in use by a running program; stop that program or choose another path")]
     InUse {
-        /// Whose it would be.
+        /// Name of the port or device.
         name: String,
         /// The socket.
         path: PathBuf,
     },
-    /// Something else has that name.
+    /// The path exists and is not a socket.
     #[error("{name}: {path} exists and is not a socket; remove it or choose another path")]
     NotASocket {
-        /// Whose it would be.
+        /// Name of the port or device.
         name: String,
         /// The path.
         path: PathBuf,
     },
     /// The directory is missing, not writable, …
-    #[error("{name}: cannot make socket {path}: {error}")]
+    #[error("{name}: cannot create socket {path}: {error}")]
     Bind {
-        /// Whose it would be.
+        /// Name of the port or device.
         name: String,
         /// The socket.
         path: PathBuf,
-        /// What the kernel says.
+        /// The error from the kernel.
         error: io::Error,
     },
     /// The owner or group cannot be set.
-    #[error("{name}: cannot give socket {path} to user {owner:?}, group {group:?}: {error}")]
+    #[error("{name}: cannot change socket {path} to user {owner:?}, group {group:?}: {error}")]
     Owner {
-        /// Whose it would be.
+        /// Name of the port or device.
         name: String,
         /// The socket.
         path: PathBuf,
-        /// The user's number, if one was asked for.
+        /// The user id, if one is configured.
         owner: Option<u32>,
-        /// The group's.
+        /// The group id, if one is configured.
         group: Option<u32>,
-        /// What the kernel says.
+        /// The error from the kernel.
         error: io::Error,
     },
-    /// No thread, no eventfd.
+    /// A thread or an eventfd cannot be created.
     #[error("{name}: {error}")]
     Start {
-        /// Whose it would be.
+        /// Name of the port or device.
         name: String,
-        /// What the kernel says.
+        /// The error from the kernel.
         error: io::Error,
     },
 }
 
-/// Who may connect to a socket: those who may write to it.
+/// Who may connect to a socket, which takes write permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// Its permissions, whatever the umask.
+    /// Its mode, regardless of the umask.
     pub mode: u32,
-    /// The number of its user; `None`: the one that this process runs as.
+    /// Its user id; `None`: that of this process.
     pub owner: Option<u32>,
-    /// The number of its group; `None`: that of this process, or of the folder.
+    /// Its group id; `None`: that of this process, or of the directory.
     pub group: Option<u32>,
 }
 
 impl Default for Access {
-    /// For this process's user only.
+    /// Only the user of this process.
     fn default() -> Access {
         Access { mode: 0o600, owner: None, group: None }
     }
 }
 
-/// A socket in the file system. Dropped, it is removed, unless somebody else has put another one there.
+/// A listening socket's file. Dropped, the file is removed, unless it was replaced by another one.
 pub(crate) struct Place {
     path: PathBuf,
     /// Device and inode.
@@ -97,12 +97,12 @@ impl Place {
         identity(&self.path).is_ok_and(|there| there == self.identity)
     }
 
-    /// From now on these may connect.
+    /// Sets owner, group and mode.
     pub(crate) fn give(&self, name: &str, access: Access) -> Result<(), SocketError> {
         let Access { mode, owner, group } = access;
         let (name, path) = (name.to_owned(), self.path.clone());
         if !self.is_ours() {
-            let error = io::Error::other("it is not ours any more");
+            let error = io::Error::other("the file was replaced by another one");
             return Err(SocketError::Bind { name, path, error });
         }
         if (owner.is_some() || group.is_some())
@@ -119,7 +119,7 @@ impl Drop for Place {
         if self.is_ours() {
             let _ = fs::remove_file(&self.path);
         } else {
-            log::warn!("socket {} is not ours any more: left alone", self.path.display());
+            log::warn!("socket {} was replaced by another file, which is not removed", self.path.display());
         }
     }
 }
@@ -128,14 +128,14 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|data| (data.dev(), data.ino()))
 }
 
-/// Connects without waiting: `WouldBlock` if there is no room in the backlog of who listens.
+/// Connects without blocking. Fails with `WouldBlock` if the listener's backlog is full.
 pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
     let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None)?;
     socket.connect(&SockAddr::unix(path)?)?;
     Ok(OwnedFd::from(socket).into())
 }
 
-/// Makes a listening socket. One that a dead program has left is removed.
+/// Creates a listening socket. Removes a stale one that nobody listens on.
 pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListener, Place), SocketError> {
     let (name, path) = (name.to_owned(), path.to_owned());
     if let Ok(metadata) = fs::symlink_metadata(&path) {
@@ -144,7 +144,7 @@ pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListe
         }
         match connect(&path) {
             Ok(_) => return Err(SocketError::InUse { name, path }),
-            // Somebody listens, with so many that wait that there is no room.
+            // The backlog is full, so a program listens.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(SocketError::InUse { name, path }),
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 log::info!("{name}: removing the stale socket {}", path.display());
@@ -156,7 +156,7 @@ pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListe
         }
     }
     let made = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None).and_then(|socket| {
-        // For nobody until it is as it should be. Nobody can connect before it listens either.
+        // Mode 0 until owner and mode are set. Nobody can connect before `listen` either.
         sys::set_socket_mode(socket.as_fd(), 0)?;
         socket.bind(&SockAddr::unix(&path)?)?;
         Ok((socket, Place { identity: identity(&path)?, path: path.clone() }))
@@ -172,5 +172,5 @@ pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListe
     }
 }
 
-/// Connections that wait to be accepted.
+/// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;

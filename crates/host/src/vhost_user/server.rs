@@ -1,5 +1,5 @@
-//! The thread of a vhost-user socket: waits for a frontend, or for a socket to connect to, and lives with one connection at a
-//! time.
+//! The thread of a vhost-user socket: accepts a frontend, or connects to one, and serves one connection at a time. Started by
+//! the devices in `net.rs` and `vsock/guest.rs`.
 
 use super::{
     Access, Limits, Place, SocketError, bind,
@@ -8,7 +8,7 @@ use super::{
     device::Device,
     limits::{Lines, say},
     place::connect,
-    session::{Session, Surroundings, explain, is_violation},
+    session::{Session, SessionContext, explain, is_violation},
 };
 use crate::{Quota, sys};
 use std::{
@@ -27,42 +27,42 @@ use std::{
 use vhost::vhost_user::{BackendReqHandler, VhostUserBackendReqHandlerMut};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// Which end of the socket is ours.
+/// Which side creates the socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Role {
-    /// We make the socket, frontends connect to it.
+    /// This side creates the socket and listens; frontends connect.
     #[default]
     Server,
-    /// The frontend makes it, we connect, again and again until it is there.
+    /// The frontend creates the socket and listens; this side retries until it can connect.
     Client,
 }
 
-/// Flags of a message's header.
+/// Flags of a message header.
 const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 
-/// How often a client tries.
+/// Interval between attempts to connect.
 const RETRY: Duration = Duration::from_millis(250);
 
-/// How often a thread looks again at what has no event.
-const MOMENT: Duration = Duration::from_millis(5);
+/// Interval at which a thread polls a condition that has no event.
+const RECHECK: Duration = Duration::from_millis(5);
 
-/// For how long the end of a port waits for its thread, which a frontend can hold up by a descriptor that takes long to close.
-const FAREWELL: Duration = Duration::from_millis(500);
+/// How long dropping a [`Socket`] waits for its thread, which a frontend can delay by a descriptor that is slow to close.
+const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// For how long a frontend is kept out that has tried to make us wait: each time costs the others a few milliseconds.
-const BANISHMENT: Duration = Duration::from_secs(1);
+/// How long a frontend that made a notification block cannot reconnect: each attempt costs other ports a few milliseconds.
+const EXCLUSION: Duration = Duration::from_secs(1);
 
-/// Why a connection ends whose frontend cannot be told that a message was refused.
-const CANNOT_REFUSE: &str = "a message was refused, and there is no REPLY_ACK to tell it by";
+/// Why a connection ends if a message is refused and the frontend cannot be told.
+const CANNOT_REFUSE: &str = "a message was refused, and without REPLY_ACK the frontend cannot be told";
 
-/// The connection there is. A frontend that sends half a message, or does not read replies, holds up the port's thread;
-/// who ends the port shuts it down.
+/// The current connection. A frontend that sends half a message, or does not read replies, blocks the thread; dropping the
+/// [`Socket`] shuts the connection down.
 type Current = Arc<Mutex<Option<UnixStream>>>;
 
-/// Where a socket is, and what its frontends may do.
+/// Configuration of a socket and of what its frontends may do.
 pub(crate) struct SocketConfig<'a> {
-    /// Its name in log lines.
+    /// Name in log lines.
     pub name: &'a str,
     pub path: &'a Path,
     pub role: Role,
@@ -70,7 +70,8 @@ pub(crate) struct SocketConfig<'a> {
     pub access: Access,
 }
 
-/// A socket with a device behind it, and the thread that serves it. Dropped, it disconnects and is removed.
+/// A socket with a device behind it, and the thread that serves it. Dropped, it disconnects the frontend and removes the
+/// socket.
 pub(crate) struct Socket {
     name: String,
     stop: EventFd,
@@ -80,7 +81,7 @@ pub(crate) struct Socket {
     live: Live,
 }
 
-/// What of its limits is in use.
+/// The limits that can be changed while the thread runs.
 struct Live {
     limits: Arc<parking_lot::Mutex<Limits>>,
     connects: Arc<Quota>,
@@ -88,8 +89,9 @@ struct Live {
 }
 
 impl Socket {
-    /// Makes the socket (as a server) and starts its thread. `make` brings the device, which takes longer than to see that
-    /// there can be no socket. `attention`: the device's word that its memory is gone.
+    /// Creates the socket (as a server) and starts its thread. `make` creates the device; it is called once the socket
+    /// exists, as it is slow compared with failing to create one. `attention` is signalled by the device to have its frontend
+    /// disconnected.
     pub(crate) fn start<D: Device>(
         config: SocketConfig<'_>,
         attention: EventFd,
@@ -109,24 +111,24 @@ impl Socket {
         let connects = Arc::new(limits.connects.quota());
         let limits = Arc::new(parking_lot::Mutex::new(limits));
         let live = Live { limits: limits.clone(), connects: connects.clone(), lines: lines.clone() };
-        let around = Surroundings { limits, lines, alarm, disposal: Disposal::default() };
+        let context = SessionContext { limits, lines, alarm, disposal: Disposal::default() };
         let device = make().map_err(failed)?;
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
             let (path, current) = (path.to_owned(), current.clone());
             thread::Builder::new().name(format!("vhost {name}")).stack_size(256 << 10).spawn(move || {
-                Thread { device, path, attention, stop, current, listener, around, connects }.run();
+                Thread { device, path, attention, stop, current, listener, context, connects }.run();
             })
         };
         let thread = Some(thread.map_err(failed)?);
         Ok(Socket { name: name.to_owned(), stop, current, thread, place, live })
     }
 
-    /// Has it behave like this from now on; how many messages and refusals there may be, from the next connection on.
+    /// Changes limits and access. Limits on messages and refusals take effect with the next connection.
     ///
     /// # Errors
-    /// Its owner or permissions cannot be changed; the limits are.
+    /// Owner or mode cannot be changed; the limits are in effect nevertheless.
     pub(crate) fn set(&self, limits: Limits, access: Access) -> Result<(), SocketError> {
         *self.live.limits.lock() = limits;
         self.live.connects.set(limits.connects.burst, limits.connects.rate);
@@ -138,20 +140,23 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         let _ = self.stop.write(1);
-        // After `stop`: the thread sees either that, or the end of the connection.
+        // After `stop`: the thread sees either that or the shutdown of its connection.
         if let Some(stream) = &*lock(&self.current) {
             let _ = stream.shutdown(Shutdown::Both);
         }
         let Some(thread) = self.thread.take() else { return };
         let start = Instant::now();
-        while !thread.is_finished() && start.elapsed() < FAREWELL {
+        while !thread.is_finished() && start.elapsed() < STOP_TIMEOUT {
             thread::sleep(Duration::from_micros(200));
         }
         if thread.is_finished() {
             let _ = thread.join();
         } else {
-            let waited = FAREWELL.as_millis();
-            log::error!("{}: its frontend has held up its thread for {waited} ms; left behind", self.name);
+            let waited = STOP_TIMEOUT.as_millis();
+            log::error!(
+                "{}: the frontend has blocked the port's thread for {waited} ms; not waiting for it any longer",
+                self.name
+            );
         }
     }
 }
@@ -160,9 +165,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Obeys SET_VRING_ENABLE where the `vhost` crate would not: QEMU sends it as soon as there are protocol features, but the
-/// crate wants to have seen SET_FEATURES; and DPDK's driver, as the server, disables its vrings before all else when a device
-/// has come back. `false`: something else comes next.
+/// Handles SET_VRING_ENABLE where the `vhost` crate would refuse it: QEMU sends it right after the protocol features, but the
+/// crate expects SET_FEATURES before it; and DPDK's driver, in server mode, first of all disables the vrings of a device that
+/// has reconnected. Returns `false` if the next message is another one, or one for the crate.
 fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
     const REQUEST: u32 = 18;
     const NEED_REPLY: u32 = 1 << 3;
@@ -170,7 +175,7 @@ fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<
     if !session.is_early(false) {
         return Ok(false);
     }
-    // Request, flags, size of what follows; vring, 0 or 1.
+    // Request, flags, payload size; vring, 0 or 1.
     let mut message = [[0; 4]; 5];
     let len = sys::peek(socket.as_fd(), message.as_flattened_mut())?;
     let [request, flags, size, vring, enable] = message.map(u32::from_ne_bytes);
@@ -200,21 +205,21 @@ struct Thread<D> {
     stop: EventFd,
     current: Current,
     listener: Option<UnixListener>,
-    around: Surroundings,
+    context: SessionContext,
     connects: Arc<Quota>,
 }
 
-/// How a connection has ended.
+/// How a connection ended.
 enum End {
-    /// Why, for the log.
-    Over(String),
-    /// It has tried to make others wait.
-    Banished,
+    /// The reason, for the log.
+    Closed(String),
+    /// A notification to the frontend blocked.
+    Excluded,
 }
 
 impl<D: Device> Thread<D> {
     fn run(&self) {
-        let (name, lines) = (self.device.name(), &self.around.lines);
+        let (name, lines) = (self.device.name(), &self.context.lines);
         while let Some(stream) = self.next_frontend() {
             match sys::peer_of(stream.as_fd()) {
                 Some((process, user)) => {
@@ -222,35 +227,41 @@ impl<D: Device> Thread<D> {
                 }
                 None => say!(lines, Info, "{name}: frontend connected"),
             }
-            let session = Arc::new(Mutex::new(Session::new(self.device.clone(), self.around.clone())));
-            // A panic is a mistake of ours, and a frontend that finds one may end its own port's connection by it, no more.
+            let session = Arc::new(Mutex::new(Session::new(self.device.clone(), self.context.clone())));
+            // A panic is a bug in ringroad; a frontend that triggers one loses its own connection and nothing else.
             let end = catch_unwind(AssertUnwindSafe(|| self.serve(stream, &session)));
-            // Stops what runs. Not within the above: a panic while a panic is on its way ends the process.
+            // Stops the queues. Not within the call above: a panic during unwinding aborts the process.
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
             *lock(&self.current) = None;
             self.device.forget();
             let mut pause = self.listener.is_none().then_some(RETRY);
             match end {
-                Ok(End::Over(why)) => say!(lines, Info, "{name}: frontend gone: {why}"),
-                Ok(End::Banished) => {
-                    pause = Some(BANISHMENT);
+                Ok(End::Closed(why)) => say!(lines, Info, "{name}: frontend disconnected: {why}"),
+                Ok(End::Excluded) => {
+                    pause = Some(EXCLUSION);
                     say!(
                         lines,
                         Error,
-                        "{name}: frontend gone: writing to a call or err descriptor waits (its counter is full and O_NONBLOCK \
-                         was cleared), expected one that does not; disconnected, and kept out for {BANISHMENT:?}"
+                        "{name}: frontend disconnected: a write to a call or err descriptor blocked (counter full and O_NONBLOCK \
+                         cleared), expected one that does not block; no new connection for {EXCLUSION:?}"
                     );
                 }
                 Err(_) => {
                     self.device.count_fault(None);
-                    say!(lines, Error, "{name}: frontend gone: a panic, which is a bug of ringroad; disconnected")
+                    say!(
+                        lines,
+                        Error,
+                        "{name}: frontend disconnected: a panic in its session, a bug in ringroad; please report it"
+                    )
                 }
             }
             if stopped.is_err() {
-                log::error!("{name}: a panic while it was stopped, which is a bug of ringroad; device stopped");
+                log::error!(
+                    "{name}: a panic while the device was stopped, a bug in ringroad; please report it; its socket is closed"
+                );
                 return;
             }
-            // A peer that closes each connection at once must not keep us busy.
+            // A peer that closes each connection at once must not cause a busy loop.
             if let Some(pause) = pause
                 && self.stops_within(pause)
             {
@@ -259,26 +270,26 @@ impl<D: Device> Thread<D> {
         }
     }
 
-    /// Waits; `true` if it is to stop.
+    /// Sleeps for `time`; returns `true` at once if the thread is to stop.
     fn stops_within(&self, time: Duration) -> bool {
         let end = Instant::now() + time;
         loop {
             let left = end.saturating_duration_since(Instant::now());
             match sys::wait_readable([Some(sys::borrow(&self.stop))], Some(left)) {
                 Ok([true]) | Err(_) => return true,
-                // Poll takes whole milliseconds.
+                // poll's timeout is in whole milliseconds.
                 Ok([false]) if left < Duration::from_millis(1) => return false,
                 Ok([false]) => {}
             }
         }
     }
 
-    /// Waits for a frontend. `None`: to stop.
+    /// Waits for a frontend. Returns `None` if the thread is to stop.
     fn next_frontend(&self) -> Option<UnixStream> {
         let mut said = false;
         loop {
-            while self.around.disposal.is_busy() {
-                if self.stops_within(MOMENT) {
+            while self.context.disposal.is_busy() {
+                if self.stops_within(RECHECK) {
                     return None;
                 }
             }
@@ -289,7 +300,7 @@ impl<D: Device> Thread<D> {
                         Ok([false, false]) => continue,
                         Ok([true, _]) => return None,
                         Err(error) => {
-                            log::error!("{}: {error}; device stopped", self.device.name());
+                            log::error!("{}: cannot wait for a frontend: {error}; device stopped", self.device.name());
                             return None;
                         }
                     }
@@ -302,11 +313,11 @@ impl<D: Device> Thread<D> {
             };
             match connected {
                 Ok(stream) if stream.set_nonblocking(false).is_ok() => return Some(stream),
-                // Gone again.
+                // The frontend has closed its connection already.
                 Err(error) if self.listener.is_some() && error.kind() == io::ErrorKind::WouldBlock => continue,
-                // Out of descriptors, mostly: the frontend stays in the queue, and is no event to wait for.
+                // Mostly EMFILE: the frontend stays in the backlog, so the listener stays readable; retry after a pause.
                 Err(error) if self.listener.is_some() && !std::mem::replace(&mut said, true) => {
-                    log::error!("{}: cannot accept a frontend: {error}; trying again", self.device.name());
+                    log::error!("{}: cannot accept a frontend: {error}; retrying", self.device.name());
                 }
                 _ => {}
             }
@@ -316,7 +327,7 @@ impl<D: Device> Thread<D> {
         }
     }
 
-    /// Waits until one more connection may be accepted. `false`: to stop.
+    /// Waits until the connection rate allows another one. Returns `false` if the thread is to stop.
     fn may_connect(&self) -> bool {
         while self.connects.take().is_none() {
             let until = self.connects.until().unwrap_or_else(|| Instant::now() + RETRY);
@@ -327,94 +338,95 @@ impl<D: Device> Thread<D> {
         true
     }
 
-    /// One connection, to its end. Says why it ended.
+    /// Serves one connection and returns why it ended.
     fn serve(&self, stream: UnixStream, session: &Arc<Mutex<Session<D>>>) -> End {
-        let over = |why: &str| End::Over(why.into());
+        let closed = |why: &str| End::Closed(why.into());
         let (socket, current) = match stream.try_clone().and_then(|socket| Ok((socket, stream.try_clone()?))) {
             Ok(both) => both,
-            Err(error) => return End::Over(error.to_string()),
+            Err(error) => return End::Closed(error.to_string()),
         };
         *lock(&self.current) = Some(current);
-        // Both are from the last one.
+        // Both may be left over from the previous connection.
         let _ = self.attention.read();
-        let _ = self.around.alarm.take();
-        let messages = self.around.limits.lock().messages.quota();
-        // Up to when a second frontend is left in the queue, and messages in the socket.
-        let (mut deaf_to_others, mut deaf) = (None::<Instant>, None::<Instant>);
+        let _ = self.context.alarm.take();
+        let messages = self.context.limits.lock().messages.quota();
+        // Until when the listener and the connection are not polled.
+        let (mut accept_after, mut read_after) = (None::<Instant>, None::<Instant>);
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
         loop {
             let now = Instant::now();
-            deaf_to_others = deaf_to_others.filter(|&until| until > now);
-            deaf = deaf.filter(|&until| until > now);
-            let timeout = [deaf, deaf_to_others].into_iter().flatten().min();
-            // No shorter than a millisecond: poll would not wait at all.
+            accept_after = accept_after.filter(|&until| until > now);
+            read_after = read_after.filter(|&until| until > now);
+            let timeout = [read_after, accept_after].into_iter().flatten().min();
+            // At least a millisecond: with 0, poll would not sleep at all.
             let timeout = timeout.map(|until| (until - now).max(Duration::from_millis(1)));
-            let listener = self.listener.as_ref().filter(|_| deaf_to_others.is_none());
+            let listener = self.listener.as_ref().filter(|_| accept_after.is_none());
             let fds = [
                 Some(sys::borrow(&self.stop)),
                 Some(sys::borrow(&self.attention)),
-                Some(socket.as_fd()).filter(|_| deaf.is_none()),
+                Some(socket.as_fd()).filter(|_| read_after.is_none()),
                 listener.map(|listener| listener.as_fd()),
             ];
             match sys::wait_readable(fds, timeout) {
-                Ok([true, ..]) => return over("the device is going down"),
+                Ok([true, ..]) => return closed("the device is being removed"),
                 Ok([_, true, ..]) => {
                     let _ = self.attention.read();
-                    if self.around.alarm.take() {
+                    if self.context.alarm.take() {
                         self.device.count_fault(None);
-                        return End::Banished;
+                        return End::Excluded;
                     }
-                    return over("its memory is gone");
+                    return closed("an error has stopped the device (see the line above)");
                 }
                 Ok([_, _, true, _]) => {}
-                // Only when the first one is still there, seen after the second one: a frontend that closes and connects
-                // again, perhaps while we look from one to the other, must find its old connection ended.
+                // Turned away only if the first frontend is still connected, checked after the second one has arrived: a
+                // frontend that closes and reconnects, perhaps between the two checks, must find its old connection ended.
                 Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {
                     Ok([true]) => {}
                     _ => {
-                        deaf_to_others = self.turn_away();
+                        accept_after = self.turn_away();
                         continue;
                     }
                 },
                 Ok(_) => continue,
-                Err(error) => return End::Over(error.to_string()),
+                Err(error) => return End::Closed(error.to_string()),
             }
-            if self.around.disposal.is_busy() {
-                deaf = Some(Instant::now() + MOMENT);
+            if self.context.disposal.is_busy() {
+                read_after = Some(Instant::now() + RECHECK);
                 continue;
             }
             if messages.take().is_none() {
-                deaf = messages.until();
+                read_after = messages.until();
                 continue;
             }
             match set_vring_enable(&socket, session) {
                 Ok(true) => continue,
                 Ok(false) => {}
-                Err(error) => return End::Over(error.to_string()),
+                Err(error) => return End::Closed(error.to_string()),
             }
-            // The `vhost` crate answers some refusals by itself, and says nothing of them here.
+            // The `vhost` crate refuses some messages by itself, without a call to the session.
             lock(session).refused = false;
             let result = handler.handle_request();
             let mut session = lock(session);
             if session.exhausted {
-                session.violated("more messages that cannot be obeyed than there is a reason for");
-                return over("it was refused too often");
+                session.violated("more refused messages than `limits.refusals` allows");
+                return closed("too many refused messages");
             }
             if let Err(error) = result {
                 match std::mem::take(&mut session.refused) {
                     true if session.can_refuse() => {}
-                    true => return over(CANNOT_REFUSE),
+                    true => return closed(CANNOT_REFUSE),
                     false if is_violation(&error) => {
                         session.violated(explain(&error));
-                        return over("it does not keep to the protocol");
+                        return closed("protocol violation");
                     }
-                    false => return End::Over(explain(&error)),
+                    false => return End::Closed(explain(&error)),
                 }
             }
         }
     }
 
-    /// A second frontend while there is one: the socket has one device behind it. Up to when the next one is left in the queue.
+    /// Turns away a second frontend: the socket has one device. Returns until when further ones stay in the backlog; `None`:
+    /// no limit.
     fn turn_away(&self) -> Option<Instant> {
         let listener = self.listener.as_ref()?;
         if self.connects.take().is_none() {
@@ -424,13 +436,13 @@ impl<D: Device> Thread<D> {
             Ok(_) => {
                 let name = self.device.name();
                 say!(
-                    self.around.lines,
+                    self.context.lines,
                     Warn,
-                    "{name}: a second frontend was turned away; the first one is still connected"
+                    "{name}: a second frontend was turned away: the first one is still connected, expected to disconnect first"
                 );
                 None
             }
-            // It could not be accepted, and is still in the queue.
+            // Not accepted; it is still in the backlog.
             Err(_) => Some(Instant::now() + RETRY),
         }
     }
@@ -442,7 +454,7 @@ mod tests {
     use crate::vhost_user::{Call, Kick, Ring};
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// A device that panics the first time that it is asked what it offers.
+    /// A device that panics when its features are asked for the first time.
     #[derive(Clone, Default)]
     struct Broken {
         asked: Arc<AtomicU32>,
@@ -454,7 +466,7 @@ mod tests {
             "broken"
         }
         fn offer(&self) -> u64 {
-            assert!(self.asked.fetch_add(1, Ordering::Relaxed) > 0, "a panic that this test provokes");
+            assert!(self.asked.fetch_add(1, Ordering::Relaxed) > 0, "a panic provoked by this test");
             1 << 32
         }
         fn queue_num(&self) -> u64 {
@@ -486,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_costs_the_connection() {
+    fn a_panic_ends_only_its_connection() {
         let path = std::env::temp_dir().join(format!("ringroad-panic-{}", std::process::id()));
         let (limits, access, role) = (Limits::default(), Access::default(), Role::Server);
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).unwrap();
@@ -498,7 +510,7 @@ mod tests {
             peer.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
             peer.write_all([1u32, VERSION, 0].map(u32::to_ne_bytes).as_flattened()).unwrap();
             let mut answer = Vec::new();
-            // To the end, or eight bytes after the header.
+            // Until the end, or eight bytes after the header.
             let _ = peer.take(20).read_to_end(&mut answer);
             answer.len()
         };

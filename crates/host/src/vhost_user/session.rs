@@ -1,5 +1,5 @@
-//! One connection of a frontend: what it has told us so far, and the queues that run by it. Called by `server.rs` through
-//! the `vhost` crate, message by message. Everything in here may be wrong; what is, is refused with a log line.
+//! One connection of a frontend: the state that its messages set up, and the vrings that run by it. `server.rs` calls it
+//! through the `vhost` crate, message by message. Every message is validated; an invalid one is refused with a log line.
 
 use super::{
     Call, Device, Kick, Limits, Ring,
@@ -22,63 +22,63 @@ use vhost::vhost_user::{
     },
 };
 
-/// An address in the frontend, in replies that only postcopy migration has.
+/// An address in the frontend's address space, used in replies for postcopy migration only.
 type UserAddress = u64;
 
-/// What the frontend has said about one vring.
+/// The state of a vring, as the frontend has set it up.
 #[derive(Default)]
 struct Vring {
     size: u32,
     addresses: Option<Addresses>,
     base: u32,
-    /// `Some(None)`: it will not kick, we have to poll.
+    /// `Some(None)`: the frontend does not kick, the vring is polled.
     kick: Option<Option<Kick>>,
-    /// `None`: it has not said; then PROTOCOL_FEATURES decide.
+    /// `None`: not set; then it is enabled unless PROTOCOL_FEATURES was negotiated.
     enabled: Option<bool>,
     running: bool,
-    /// It has run on this connection: its base is known, whatever was noted of it.
+    /// It has run on this connection, so its position is known and any recorded position is obsolete.
     ran: bool,
 }
 
-/// What a session needs of the thread that it runs in.
+/// What a session shares with the thread that it runs in.
 #[derive(Clone)]
-pub(crate) struct Surroundings {
-    /// Can be changed while it runs.
+pub(crate) struct SessionContext {
+    /// May change while the session runs.
     pub limits: Arc<Mutex<Limits>>,
     pub lines: Lines,
-    /// Raised by whoever notifies the frontend and is made to wait.
+    /// Raised when a notification to the frontend blocks.
     pub alarm: Arc<Alarm>,
-    /// Where descriptors go that are refused.
+    /// Closes refused descriptors.
     pub disposal: Disposal,
 }
 
 /// One connection.
 pub(crate) struct Session<D: Device> {
     device: D,
-    around: Surroundings,
-    /// Refusals that are still answered.
+    context: SessionContext,
+    /// How many more messages may be refused.
     refusals: Quota,
     acked: u64,
     protocol: Protocol,
     memory: Arc<Table>,
     vrings: Vec<Vring>,
     inflight: Option<InflightRegion>,
-    /// The channel for requests of ours. There are none yet, but a frontend takes its end for the end of the device
-    /// (User-Mode Linux removes it), so that it has to stay open.
+    /// The channel for requests from the back end. None are sent, but it stays open, as User-Mode Linux takes its end for the
+    /// removal of the device.
     backend: Option<Backend>,
-    /// The last message was refused, as the log says, but the connection can go on.
+    /// The last message was refused and logged, and the connection can go on.
     pub(crate) refused: bool,
-    /// More messages were refused than a frontend can have a reason for.
+    /// More messages were refused than the limit allows.
     pub(crate) exhausted: bool,
 }
 
 impl<D: Device> Session<D> {
-    pub(crate) fn new(device: D, around: Surroundings) -> Session<D> {
+    pub(crate) fn new(device: D, context: SessionContext) -> Session<D> {
         let vrings = (0..device.vrings()).map(|_| Vring::default()).collect();
-        let refusals = around.limits.lock().refusals.quota();
+        let refusals = context.limits.lock().refusals.quota();
         Session {
             device,
-            around,
+            context,
             refusals,
             acked: 0,
             protocol: Protocol::empty(),
@@ -98,30 +98,30 @@ impl<D: Device> Session<D> {
             | Protocol::BACKEND_REQ
             | Protocol::RESET_DEVICE
             | Protocol::INFLIGHT_SHMFD;
-        // With a single pair nobody need ask.
+        // A frontend need not ask for a single pair.
         if self.device.queue_num() > 1 { always | Protocol::MQ } else { always }
     }
 
-    /// Whether a message that could not be obeyed was answered with an error, so that the frontend knows.
+    /// Returns whether a refused message is answered with an error.
     pub(crate) fn can_refuse(&self) -> bool {
         self.protocol.contains(Protocol::REPLY_ACK)
     }
 
-    /// Whether SET_VRING_ENABLE may come though PROTOCOL_FEATURES is not acknowledged: once protocol features are negotiated;
-    /// what does not run yet may be disabled in any case.
+    /// Returns whether SET_VRING_ENABLE is accepted although PROTOCOL_FEATURES is not acknowledged: once protocol features
+    /// are negotiated, or, before SET_FEATURES, to disable a vring that does not run yet.
     pub(crate) fn is_early(&self, enable: bool) -> bool {
         self.acked & bits::PROTOCOL_FEATURES == 0 && (!self.protocol.is_empty() || self.acked == 0 && !enable)
     }
 
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
-        say!(self.around.lines, Error, "{}: {why}; refused", self.device.name());
+        say!(self.context.lines, Error, "{}: {why}; refused", self.device.name());
         self.device.count_fault(None);
         self.count_refusal()
     }
 
-    /// The same for what concerns one vring, whose err descriptor tells it too.
+    /// Like `refuse`, for one vring, whose err descriptor is signalled.
     fn refuse_vring<T>(&mut self, index: usize, why: impl std::fmt::Display) -> Result<T> {
-        say!(self.around.lines, Error, "{} queue {index}: {why}; refused", self.device.name());
+        say!(self.context.lines, Error, "{} queue {index}: {why}; refused", self.device.name());
         self.device.count_fault(Some(index));
         self.count_refusal()
     }
@@ -132,34 +132,34 @@ impl<D: Device> Session<D> {
         Err(Error::InvalidParam)
     }
 
-    /// The same for a descriptor, which is closed elsewhere.
+    /// Like `refuse`, for a descriptor, which is handed to the [`Disposal`].
     fn refuse_file<T>(&mut self, index: Option<usize>, what: &str, refused: Refused) -> Result<T> {
         let why = format!("the {what} descriptor {refused}");
-        self.around.disposal.close([refused.file]);
+        self.context.disposal.close([refused.file]);
         match index {
             Some(index) => self.refuse_vring(index, why),
             None => self.refuse(why),
         }
     }
 
-    /// The frontend does not keep to the protocol: the connection cannot go on.
+    /// Logs a protocol violation, after which the connection cannot go on.
     pub(crate) fn violated(&mut self, why: impl std::fmt::Display) {
-        say!(self.around.lines, Error, "{}: {why}; disconnected", self.device.name());
+        say!(self.context.lines, Error, "{}: {why}; disconnected", self.device.name());
         self.device.count_fault(None);
         (0..self.vrings.len()).for_each(|index| self.device.signal_err(index));
     }
 
-    /// The vring with this index, or the error for a message about one that there is not.
+    /// Returns the index, or refuses the message if there is no such vring.
     fn vring(&mut self, index: u32) -> Result<usize> {
         if (index as usize) < self.vrings.len() {
             return Ok(index as usize);
         }
         let last = self.vrings.len().saturating_sub(1);
-        self.refuse(format_args!("a message about vring {index}, expected 0 to {last}"))
+        self.refuse(format_args!("a message for vring {index}, expected 0 to {last}"))
     }
 
-    /// Starts a vring if all is there that it needs. If that fails it stays stopped until there is a new kick, so that
-    /// the frontend can put it right message by message.
+    /// Starts a vring once everything that it needs is set. If that fails, it stays stopped until the next kick descriptor,
+    /// so that the frontend can correct its setup message by message.
     fn start(&mut self, index: usize) -> Result<()> {
         let result = self.try_start(index);
         if result.is_err()
@@ -178,7 +178,7 @@ impl<D: Device> Session<D> {
         };
         let kick = kick.as_ref();
         if self.acked & bits::VERSION_1 == 0 {
-            let why = "the driver does not speak virtio 1.0 (VIRTIO_F_VERSION_1 not acknowledged)";
+            let why = "expected a driver that acknowledges VIRTIO_F_VERSION_1 (virtio 1.0), found a legacy one";
             return self.refuse_vring(index, why);
         }
         let (memory, acked, size, base) = (self.memory.clone(), self.acked, vring.size, vring.base);
@@ -188,7 +188,7 @@ impl<D: Device> Session<D> {
             Err(why) => return self.refuse_vring(index, why),
         };
         match self.device.start(index, Ring { memory, acked, size, addresses, base, inflight }, kick) {
-            Ok(base) => log::debug!("{}: queue {index} runs, {size} entries, base {base:#x}", self.device.name()),
+            Ok(base) => log::debug!("{} queue {index}: started, {size} entries, base {base:#x}", self.device.name()),
             Err(why) => return self.refuse_vring(index, why),
         }
         if let Some(vring) = self.vrings.get_mut(index) {
@@ -197,42 +197,45 @@ impl<D: Device> Session<D> {
         Ok(())
     }
 
-    /// Stops a vring; it can go on where it was.
+    /// Stops a vring and keeps the base at which it can resume.
     fn stop(&mut self, index: usize) {
         let Some(vring) = self.vrings.get_mut(index) else { return };
         if !std::mem::take(&mut vring.running) {
             return;
         }
         vring.base = self.device.stop(index, vring.kick.as_ref().and_then(Option::as_ref));
-        log::debug!("{}: queue {index} stopped, base {:#x}", self.device.name(), vring.base);
+        log::debug!("{} queue {index}: stopped, base {:#x}", self.device.name(), vring.base);
     }
 
-    /// Stops a vring, changes what is known of it, and starts it again, if it now has all that it needs.
+    /// Stops a vring, changes its setup, and starts it again if that is complete.
     fn change(&mut self, index: usize, change: impl FnOnce(&mut Vring)) -> Result<()> {
         self.stop(index);
         self.vrings.get_mut(index).map(change);
         self.start(index)
     }
 
-    /// Whether a vring is in use: what it was set up with does not change.
+    /// Returns whether a vring is in use, so that its setup cannot change.
     fn is_running(&self, index: usize) -> bool {
         self.vrings.get(index).is_some_and(|vring| vring.running) && !self.device.has_fault(index)
     }
 
-    /// One more region in a table, within the limits.
+    /// Returns a table with one more region, within the limits.
     fn add(&mut self, table: &Table, file: &MemoryFile, [guest, len, user, offset]: [u64; 4]) -> Result<Table> {
-        let Limits { mapped, regions, .. } = *self.around.limits.lock();
+        let Limits { mapped, regions, .. } = *self.context.limits.lock();
         if table.regions().len() >= regions {
-            return self.refuse(format_args!("more than {regions} memory regions (`limits.regions`)"));
+            return self.refuse(format_args!("more than {regions} memory regions, the limit (`limits.regions`)"));
         }
         let there: u64 = table.regions().iter().map(|region| region.mapped() as u64).sum();
         let too_much = |len: u64| {
             let more = there.saturating_add(len) > mapped;
             more.then(|| {
-                format!("a memory region of {len:#x} bytes beside {there:#x}, expected {mapped:#x} at most (`limits.mapped`)")
+                format!(
+                    "a memory region of {len:#x} bytes in addition to {there:#x}, expected {mapped:#x} at most in all \
+                     (`limits.mapped`)"
+                )
             })
         };
-        // Before anything is mapped, and once more with its pages, which may be of a gigabyte.
+        // Checked before mapping, and again with the mapped size, which is rounded up to pages of up to a gigabyte.
         if let Some(why) = too_much(len) {
             return self.refuse(why);
         }
@@ -249,16 +252,16 @@ impl<D: Device> Session<D> {
         }
     }
 
-    /// Puts new memory in the place of the old one. Running queues go on in it where they were; the old one is unmapped
-    /// before this returns.
+    /// Replaces the guest memory. Running queues resume in it where they were; the old memory is unmapped before this
+    /// returns.
     fn replace_memory(&mut self, memory: Table) -> Result<()> {
         let vrings = self.vrings.iter().enumerate();
         let mut running: Vec<usize> = vrings.filter(|(_, vring)| vring.running).map(|(index, _)| index).collect();
         running.iter().for_each(|&index| self.stop(index));
-        // New memory does not mend what the driver has broken.
+        // A vring that a driver's fault has stopped stays stopped.
         running.retain(|&index| !self.device.has_fault(index));
         self.memory = Arc::new(memory);
-        // One that cannot go on is refused; the others do.
+        // A vring that cannot resume is refused; the others resume.
         let mut result = Ok(());
         for index in running {
             result = result.and(self.start(index));
@@ -270,20 +273,20 @@ impl<D: Device> Session<D> {
         let index = match self.vring(index.into()) {
             Ok(index) => index,
             Err(error) => {
-                self.around.disposal.close(file);
+                self.context.disposal.close(file);
                 return Err(error);
             }
         };
         let call = match file.map(CallFd::new).transpose() {
-            Ok(fd) => fd.map(|fd| Call::new(fd, self.around.alarm.clone())),
+            Ok(fd) => fd.map(|fd| Call::new(fd, self.context.alarm.clone())),
             Err(refused) => return self.refuse_file(Some(index), if err { "err" } else { "call" }, refused),
         };
         self.device.set_fd(index, call, err);
         Ok(())
     }
 
-    /// Back to how a connection begins, but for what is not the driver's: memory and the descriptors for notifications. QEMU
-    /// resets the device when the guest does, and counts on those.
+    /// Returns to the state of a new connection, but keeps memory and notification descriptors, which belong to the frontend.
+    /// QEMU resets the device when the guest does, and relies on that.
     fn reset(&mut self) {
         for index in 0..self.vrings.len() {
             self.stop(index);
@@ -297,12 +300,12 @@ impl<D: Device> Session<D> {
 }
 
 impl<D: Device> Session<D> {
-    /// The driver begins anew: where its rings were means nothing any more.
+    /// Clears all recorded ring positions: the driver starts over.
     fn end_all_notes(&self) {
         (0..self.vrings.len()).for_each(|index| self.end_notes(index));
     }
 
-    /// The same for a vring; or the frontend knows where it is.
+    /// Clears the recorded position of a vring: the driver starts over, or the frontend knows the position.
     fn end_notes(&self, index: usize) {
         self.device.end_notes(index);
         self.inflight.iter().for_each(|region| region.end(index));
@@ -343,16 +346,16 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     fn set_features(&mut self, features: u64) -> Result<()> {
         let unknown = features & !(self.device.offer() | bits::PROTOCOL_FEATURES);
         if unknown != 0 {
-            return self.refuse(format_args!("features {unknown:#x} acknowledged that were not offered"));
+            return self.refuse(format_args!("features {unknown:#x} acknowledged but not offered"));
         }
-        // Rings run by what was acknowledged when they started. QEMU says the same again when a migration begins and ends; what
-        // differs has to come while they are stopped.
+        // Rings keep the features that were acknowledged when they started. QEMU repeats the same ones when a migration
+        // begins and ends; other ones require stopped rings.
         if features != self.acked
             && let Some(index) = (0..self.vrings.len()).find(|&index| self.is_running(index))
         {
             let before = self.acked;
             return self.refuse(format_args!(
-                "features {features:#x} while queue {index} runs with {before:#x}; expected after GET_VRING_BASE"
+                "features {features:#x} while queue {index} runs with {before:#x}, expected GET_VRING_BASE first"
             ));
         }
         self.acked = features;
@@ -367,17 +370,18 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     ) -> Result<Option<Vec<UserAddress>>> {
         if regions.len() != files.len() {
             let (regions, count) = (regions.len(), files.len());
-            self.around.disposal.close(files);
-            return self.refuse(format_args!("{regions} memory regions with {count} descriptors"));
+            self.context.disposal.close(files);
+            return self
+                .refuse(format_args!("{regions} memory regions with {count} descriptors, expected one for each"));
         }
-        // All of them first: after one that is refused nothing is done with the others but closing them.
+        // All descriptors are checked first: if one is refused, the others are only closed.
         let mut memory = Vec::new();
         let mut files = files.into_iter();
         for file in files.by_ref() {
             match MemoryFile::new(file) {
                 Ok(file) => memory.push(file),
                 Err(refused) => {
-                    self.around.disposal.close(files);
+                    self.context.disposal.close(files);
                     return self.refuse_file(None, "memory", refused);
                 }
             }
@@ -400,7 +404,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         }
         let before = self.vrings.get(index).map_or(0, |vring| vring.size);
         if size != before && self.is_running(index) {
-            let why = format!("size {size} while it runs with {before}; expected after GET_VRING_BASE");
+            let why = format!("size {size} while it runs with {before}, expected GET_VRING_BASE first");
             return self.refuse_vring(index, why);
         }
         if let Some(vring) = self.vrings.get_mut(index) {
@@ -430,16 +434,17 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
         let vring = self.vring(index).inspect_err(|_| {
-            // Its only answer is a base; without one the frontend would wait for ever.
+            // The only reply is a base; without one the frontend would wait forever, so the connection ends.
             self.refused = false;
         })?;
         self.stop(vring);
         let (base, ran) = self.vrings.get_mut(vring).map_or((0, false), |vring| {
-            // The ring stays stopped until there is a new kick.
+            // The ring stays stopped until the next kick descriptor.
             vring.kick = None;
             (vring.base, vring.ran)
         });
-        // DPDK's driver asks a device that has come back at once; that knows nothing yet but what its predecessor has noted.
+        // DPDK's driver asks a device that has reconnected right away, when the only known position is the recorded one: keep
+        // that.
         if ran {
             self.end_notes(vring);
         }
@@ -450,14 +455,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         let index = match self.vring(index.into()) {
             Ok(index) => index,
             Err(error) => {
-                self.around.disposal.close(fd);
+                self.context.disposal.close(fd);
                 return Err(error);
             }
         };
         match fd.map(Kick::new).transpose() {
             Ok(kick) => self.change(index, |vring| vring.kick = Some(kick)),
             Err(refused) => {
-                // As if there was none: the old one is not what the frontend counts on.
+                // As without one: the frontend no longer uses the old descriptor.
                 self.stop(index);
                 if let Some(vring) = self.vrings.get_mut(index) {
                     vring.kick = None;
@@ -482,7 +487,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
         let unknown = features & !self.protocol_features().bits();
         if unknown != 0 {
-            return self.refuse(format_args!("protocol features {unknown:#x} acknowledged that were not offered"));
+            return self.refuse(format_args!("protocol features {unknown:#x} acknowledged but not offered"));
         }
         self.protocol = Protocol::from_bits_truncate(features);
         Ok(())
@@ -505,14 +510,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        // Frontends ask for the space that they know of; what we do not have reads as zeros.
+        // Frontends read the whole structure that they know; fields beyond the device's read as zeros.
         let bytes = self.device.config();
         let at = |index: u32| bytes.get(index as usize).copied().unwrap_or(0);
         Ok((0..size).map(|index| at(offset.saturating_add(index))).collect())
     }
 
     fn set_config(&mut self, _offset: u32, _buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        self.refuse("the configuration space is read-only")
+        self.refuse("SET_CONFIG: the configuration space is read-only")
     }
 
     fn set_backend_req_fd(&mut self, backend: Backend) {
@@ -520,11 +525,11 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
-        self.refuse("not a GPU")
+        self.refuse("GPU_SET_SOCKET: expected only at a GPU device")
     }
 
     fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
-        self.refuse("there are no shared objects")
+        self.refuse("GET_SHARED_OBJECT: the device has no shared objects")
     }
 
     fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
@@ -534,8 +539,8 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
                 Ok((message, file))
             }
             Err(why) => {
-                // Its only answer is a region: without one the frontend would wait for ever, so that the connection ends.
-                say!(self.around.lines, Error, "{}: {why}", self.device.name());
+                // The only reply is a region: without one the frontend would wait forever, so the connection ends.
+                say!(self.context.lines, Error, "{}: GET_INFLIGHT_FD: {why}", self.device.name());
                 Err(Error::InvalidParam)
             }
         }
@@ -556,7 +561,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(self.around.limits.lock().regions.min(ringroad_mem::SLOTS) as u64)
+        Ok(self.context.limits.lock().regions.min(ringroad_mem::SLOTS) as u64)
     }
 
     fn add_mem_region(
@@ -590,36 +595,36 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
         _phase: VhostTransferStatePhase,
         _fd: File,
     ) -> Result<Option<File>> {
-        self.refuse("DEVICE_STATE was not offered")
+        self.refuse("SET_DEVICE_STATE_FD: DEVICE_STATE was not offered")
     }
 
     fn check_device_state(&mut self) -> Result<()> {
-        self.refuse("DEVICE_STATE was not offered")
+        self.refuse("CHECK_DEVICE_STATE: DEVICE_STATE was not offered")
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        self.refuse("SHMEM was not offered")
+        self.refuse("GET_SHMEM_CONFIG: SHMEM was not offered")
     }
 
     fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        self.refuse("LOG_SHMFD was not offered")
+        self.refuse("SET_LOG_BASE: LOG_SHMFD was not offered")
     }
 }
 
-/// Whether an error of the `vhost` crate is more than the end of a connection.
+/// Returns whether an error of the `vhost` crate is a protocol violation, not just the end of the connection.
 pub(crate) fn is_violation(error: &Error) -> bool {
     !matches!(error, Error::Disconnected | Error::PartialMessage | Error::SocketBroken(_))
 }
 
-/// How the log tells an error of the `vhost` crate.
+/// Describes an error of the `vhost` crate for the log.
 pub(crate) fn explain(error: &Error) -> String {
     match error {
-        Error::Disconnected => "the frontend has disconnected".into(),
-        Error::PartialMessage => "the frontend has disconnected in the middle of a message".into(),
-        Error::InvalidMessage => "a message that is malformed, or of a kind that was not offered".into(),
-        Error::IncorrectFds => "a message with the wrong number of file descriptors".into(),
+        Error::Disconnected => "it has closed the connection".into(),
+        Error::PartialMessage => "it has closed the connection in the middle of a message".into(),
+        Error::InvalidMessage => "malformed message, or one of a feature that was not offered".into(),
+        Error::IncorrectFds => "message with the wrong number of file descriptors".into(),
         Error::SocketBroken(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            "the frontend has disconnected".into()
+            "it has closed the connection".into()
         }
         other => other.to_string(),
     }

@@ -1,5 +1,5 @@
-//! What the sockets of the host behind a guest's connections may take: file descriptors, connects, memory of the kernel. Each
-//! guest has its own budget, so that none takes what others need.
+//! Per-guest budgets for the host sockets behind its connections: file descriptors, connects, kernel memory. One guest cannot
+//! use up what the others need.
 
 use super::VsockConfig;
 use crate::{Quota, sys};
@@ -8,17 +8,17 @@ use std::sync::{
     atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-/// Connects at once, at most.
+/// Maximum burst of connects.
 const BURST: u32 = 1024;
 
-/// Sockets of all guests of a worker.
+/// The sockets of all guests of a worker.
 pub(super) struct Total {
     open: AtomicUsize,
     most: usize,
 }
 
 impl Total {
-    /// Three quarters of the files that this process may have open: the rest is for ports, memory and new guests.
+    /// Three quarters of the files that this process may have open; the rest is for ports, memory and new guests.
     pub(super) fn new() -> Total {
         Total::of(sys::file_limit() / 4 * 3)
     }
@@ -28,30 +28,30 @@ impl Total {
     }
 }
 
-/// How a guest's sockets of the host are doing.
+/// Usage of a guest's host sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SocketReport {
-    /// Sockets there are, those of programs that have not said a port yet and those about to be connected included.
+    /// Open sockets, including those of programs that have not sent a port yet and those waiting to be connected.
     pub open: usize,
-    /// Bytes that the kernel may keep for programs that do not read, beyond the few thousand of each socket.
+    /// Bytes that the kernel may buffer for programs that do not read, beyond the 8 KiB of each socket.
     pub buffers: usize,
-    /// Requests of the guest that were refused, as it had used up its connects or sockets.
+    /// Connection requests of the guest that were refused because its connects or sockets were used up.
     pub refused: u64,
     /// Programs that were turned away before they had a connection.
     pub turned_away: u64,
 }
 
-/// A guest's share.
+/// The budget of one guest.
 pub(super) struct Budget {
     total: Arc<Total>,
     open: AtomicUsize,
-    /// Requests that wait to be connected.
+    /// Requests waiting to be connected.
     waiting: AtomicUsize,
-    /// How many may.
+    /// Maximum number of waiting requests.
     most_waiting: AtomicUsize,
     buffers: AtomicUsize,
     most_buffers: AtomicUsize,
-    /// Connects.
+    /// Rate of connects.
     pub connects: Quota,
     refused: AtomicU64,
     pub turned_away: AtomicU64,
@@ -64,7 +64,7 @@ impl Budget {
             total,
             open: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
-            // Not longer than a second: a guest is better off with a refusal than with an answer too late.
+            // At most those of one second: a refusal is better for the guest than a late reply.
             most_waiting: AtomicUsize::new(burst as usize),
             buffers: AtomicUsize::new(0),
             most_buffers: AtomicUsize::new(config.socket_memory),
@@ -74,7 +74,7 @@ impl Budget {
         }
     }
 
-    /// Has it be as large as this. What was granted before stays.
+    /// Sets the limits. Grants already made are kept.
     pub(super) fn set(&self, config: &VsockConfig) {
         let burst = config.connects.clamp(1, BURST);
         self.connects.set(burst, config.connects.max(1));
@@ -91,8 +91,8 @@ impl Budget {
         }
     }
 
-    /// A place for one more socket, if the guest has fewer than are left: the greediest of n guests leaves the others a part
-    /// of n + 1, and one that has none gets one as long as there are any.
+    /// Reserves a place for one more socket, if the guest has fewer than remain free: n greedy guests leave at least one
+    /// place in n + 1 free, and a guest without sockets gets one while any are free.
     pub(super) fn admit(self: &Arc<Self>) -> Option<Place> {
         let Total { open: all, most } = &*self.total;
         let own = self.open.load(Ordering::Relaxed);
@@ -102,7 +102,7 @@ impl Budget {
         Some(Place(self.clone()))
     }
 
-    /// A place for a request that is to be connected; else it is counted as refused.
+    /// Reserves a place for a request to be connected; otherwise counts it as refused.
     pub(super) fn admit_request(self: &Arc<Self>) -> Option<Place> {
         let place = (self.waiting.load(Ordering::Relaxed) < self.most_waiting.load(Ordering::Relaxed))
             .then(|| self.admit())
@@ -114,8 +114,8 @@ impl Budget {
         place
     }
 
-    /// A request does not wait any more.
-    pub(super) fn settled(&self) {
+    /// A request is no longer waiting.
+    pub(super) fn end_wait(&self) {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
@@ -123,8 +123,8 @@ impl Budget {
         self.refused.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Memory of the kernel for one socket: `wanted` bytes or fewer, a quarter of what is left at most, so that those who come
-    /// later get some too.
+    /// Grants kernel memory for one socket: up to `wanted` bytes, but at most a quarter of what is left, so that later
+    /// sockets get some too.
     pub(super) fn grant(&self, wanted: usize) -> usize {
         let most = self.most_buffers.load(Ordering::Relaxed);
         let share = |granted: usize| wanted.min(most.saturating_sub(granted) / 4) & !4095;
@@ -136,13 +136,13 @@ impl Budget {
         self.buffers.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Whether more than half of the memory is granted: who does not need his should let it go.
+    /// Returns whether more than half of the memory is granted, so that unused grants should be returned.
     pub(super) fn is_tight(&self) -> bool {
         self.buffers.load(Ordering::Relaxed) > self.most_buffers.load(Ordering::Relaxed) / 2
     }
 }
 
-/// A place for a socket, until it is dropped.
+/// A reserved place for a socket, released on drop.
 pub(super) struct Place(pub Arc<Budget>);
 
 impl Drop for Place {
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn greedy_guests_leave_places_for_others() {
+    fn a_greedy_guest_leaves_places_for_others() {
         let guests = budgets(1200, 3);
         let all = |guest: &Arc<Budget>| std::iter::from_fn(|| guest.admit()).collect::<Vec<_>>();
         let first = all(&guests[0]);
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(second.len(), 300);
         let third = all(&guests[2]);
         assert_eq!(third.len(), 150);
-        // Who had most gets no more until it has fewer than are left.
+        // The guest that had most gets no more until it has fewer than are left.
         assert!(guests[0].admit().is_none());
         drop(first);
         assert_eq!(guests[0].report().open, 0);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_never_granted_twice_nor_all_to_the_first() {
+    fn grants_stay_within_the_budget_and_leave_some_for_later() {
         let guest = &budgets(10, 1)[0];
         assert_eq!(guest.grant(100 << 10), 100 << 10);
         assert!(!guest.is_tight());
@@ -199,12 +199,12 @@ mod tests {
     }
 
     #[test]
-    fn requests_that_wait_are_limited_and_those_refused_counted() {
+    fn waiting_requests_are_limited_and_refusals_counted() {
         let guest = &budgets(1000, 1)[0];
         let places: Vec<_> = (0..15).map(|_| guest.admit_request()).collect();
         assert_eq!(places.iter().flatten().count(), 10);
         assert_eq!(guest.report(), SocketReport { open: 10, refused: 5, ..SocketReport::default() });
-        guest.settled();
+        guest.end_wait();
         assert!(guest.admit_request().is_some());
     }
 }

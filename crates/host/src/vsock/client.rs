@@ -1,4 +1,4 @@
-//! The driver's side: a program as a guest of any vhost-user vsock device.
+//! A vsock driver over vhost-user (virtio 1.3, 5.10): lets a program act as a guest of any vhost-user vsock device.
 
 use super::lines::Lines;
 use crate::{
@@ -32,37 +32,37 @@ use vmm_sys_util::{
 /// How to connect a vsock driver.
 #[derive(Clone, Debug)]
 pub struct VsockConnector {
-    /// The socket.
+    /// Path of the socket.
     pub socket: PathBuf,
-    /// Make the socket and wait for the device, instead of connecting to one.
+    /// Create the socket and wait for the device, instead of connecting to one.
     pub listen: bool,
-    /// For how long to wait for the other side.
+    /// How long to wait for the other side.
     pub patience: Duration,
-    /// The feature bits wanted of those that the device offers.
+    /// Feature bits to negotiate, if the device offers them.
     pub features: u64,
     /// Entries of each queue.
     pub queue_size: u32,
-    /// Bytes of payload that a receive buffer holds.
+    /// Payload bytes of a receive buffer.
     pub receive: usize,
-    /// The context identifier to use where the device does not tell one.
+    /// The context identifier if the device does not report one.
     pub cid: Option<u64>,
-    /// How connections behave.
+    /// Settings of its connections.
     pub settings: Settings,
-    /// When the device goes away, its connections are reset. Wait so long for it to come back, and go on with the same rings and
-    /// listeners. `None`: that is the end.
+    /// How long to wait for the device after a disconnect, which resets all connections; rings and listeners are kept.
+    /// `None`: do not reconnect.
     pub reconnect: Option<Duration>,
 }
 
-/// A driver that is connected to a device. Dropped, it disconnects; its connections are reset.
+/// A driver that is connected to a device. Dropped, it resets its connections and disconnects.
 pub struct VsockClient {
     stack: Arc<Stack<DriverSide>>,
-    around: Arc<Around>,
+    context: Arc<Context>,
     thread: Option<JoinHandle<()>>,
-    /// The feature bits in use.
+    /// The negotiated feature bits.
     acked: u64,
 }
 
-struct Around {
+struct Context {
     rx: Notifier,
     tx: Notifier,
     event: Notifier,
@@ -72,8 +72,8 @@ struct Around {
     lines: Lines,
 }
 
-/// What the stack needs; its own handle of the same.
-struct Handle(Arc<Around>);
+/// The stack's handle to the context.
+struct Handle(Arc<Context>);
 
 impl Host<NoRelay> for Handle {
     fn notify(&self, queue: Queue) {
@@ -88,7 +88,7 @@ impl Host<NoRelay> for Handle {
     }
 
     fn broken(&self, queue: Queue, why: Broken) {
-        self.0.lines.say(Level::Error, format_args!("vsock driver, {queue:?}: {why}; queue stopped"));
+        self.0.lines.say(Level::Error, format_args!("vsock driver queue {queue:?}: {why}; queue stopped"));
     }
 
     fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
@@ -120,7 +120,7 @@ impl Host<NoRelay> for Handle {
 const VRINGS: usize = 3;
 
 impl VsockConnector {
-    /// Finds a device and agrees on features with it.
+    /// Connects to a device and negotiates features.
     fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
         let socket = Handshake::open(&self.socket, self.listen, patience)?;
         Handshake::negotiate(socket, &self.socket, features, Protocol::CONFIG, VRINGS as u64)
@@ -129,17 +129,17 @@ impl VsockConnector {
     /// Connects, negotiates, and starts all queues.
     pub fn connect(&self) -> Result<VsockClient, ConnectError> {
         let mut handshake = self.negotiate(self.patience, self.features)?;
-        let told = handshake.config(8)?;
+        let reported = handshake.config(8)?;
         handshake.accept()?;
-        let told = told.and_then(|bytes| Some(u64::from_le_bytes(bytes.first_chunk::<8>().copied()?)));
-        let cid = told
-            .or(self.cid)
-            .ok_or_else(|| io::Error::other("the device does not tell the context identifier (no CONFIG); name one"))?;
+        let reported = reported.and_then(|bytes| Some(u64::from_le_bytes(bytes.first_chunk::<8>().copied()?)));
+        let cid = reported.or(self.cid).ok_or_else(|| {
+            io::Error::other("the device does not report a context identifier (no CONFIG); expected one")
+        })?;
         let acked = handshake.acked;
         let config = DriverConfig { acked, queue_size: self.queue_size, receive: self.receive };
         let Driver { region, file, rx, tx, mut events } = Driver::new(config)?;
         handshake.share(&region, &file)?;
-        let around = Arc::new(Around {
+        let context = Arc::new(Context {
             rx: handshake.ring(0, self.queue_size, rx.addresses())?,
             tx: handshake.ring(1, self.queue_size, tx.addresses())?,
             event: handshake.ring(2, events.size(), events.addresses())?,
@@ -148,39 +148,39 @@ impl VsockConnector {
             stop: AtomicBool::new(false),
             lines: Lines::new(),
         });
-        let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(around.clone()))));
+        let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(context.clone()))));
         stack.set_link(Some(tx));
         stack.set_inlet(Some(rx));
         handshake.enable(VRINGS)?;
-        // Some devices wait for the first kick before they look at a queue at all.
-        [&around.rx, &around.tx, &around.event].into_iter().for_each(Notifier::kick);
+        // Some devices wait for the first kick before they process a queue.
+        [&context.rx, &context.tx, &context.event].into_iter().for_each(Notifier::kick);
         stack.set_kinds(kinds(acked));
         let _ = events.transport_reset();
         let thread = {
-            let (stack, around) = (stack.clone(), around.clone());
-            let epoll = watch(&around, &handshake.socket)?;
-            let home = Home { connector: self.clone(), region, file, acked };
+            let (stack, context) = (stack.clone(), context.clone());
+            let epoll = watch(&context, &handshake.socket)?;
+            let recovery = Recovery { connector: self.clone(), region, file, acked };
             thread::Builder::new()
                 .name("vsock driver".into())
-                .spawn(move || work(&stack, &around, &epoll, &home, handshake, events))?
+                .spawn(move || work(&stack, &context, &epoll, &recovery, handshake, events))?
         };
-        Ok(VsockClient { stack, around, thread: Some(thread), acked })
+        Ok(VsockClient { stack, context, thread: Some(thread), acked })
     }
 }
 
 impl VsockClient {
-    /// The guest's end of the device: for sockets of this program.
+    /// Returns the guest's end of the device, for sockets of this program.
     pub fn stack(&self) -> &Arc<Stack<DriverSide>> {
         &self.stack
     }
 
-    /// The feature bits in use.
+    /// Returns the negotiated feature bits.
     pub fn acked(&self) -> u64 {
         self.acked
     }
 }
 
-/// How long a driver that goes away waits for peers to close what was closed here.
+/// How long a driver that is dropped waits for peers to confirm the shutdown of their connections.
 const LINGER: Duration = Duration::from_secs(1);
 
 impl Drop for VsockClient {
@@ -189,30 +189,31 @@ impl Drop for VsockClient {
         while self.stack.is_running() && self.stack.is_lingering() && start.elapsed() < LINGER {
             thread::sleep(Duration::from_millis(1));
         }
-        self.around.stop.store(true, Ordering::Release);
-        let _ = self.around.wake.write(1);
+        self.context.stop.store(true, Ordering::Release);
+        let _ = self.context.wake.write(1);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
 }
 
-/// What the worker of a driver waits for.
+/// Events that the worker waits for.
 const WAKE: u64 = 0;
 const CALL: u64 = 1;
 const EVENT: u64 = 2;
-const GONE: u64 = 3;
+const DISCONNECTED: u64 = 3;
 
-/// Edge-triggered: a program that waits by itself reads the same descriptors, and must find what the worker has seen too.
-fn watch(around: &Around, socket: &UnixStream) -> io::Result<Epoll> {
+/// Edge-triggered: a program that waits by itself reads the same descriptors, and must still see events that the worker has
+/// seen.
+fn watch(context: &Context, socket: &UnixStream) -> io::Result<Epoll> {
     let epoll = Epoll::new()?;
     let fds = [
-        (around.wake.as_raw_fd(), WAKE),
-        (around.rx.call().as_raw_fd(), CALL),
-        (around.tx.call().as_raw_fd(), CALL),
-        (around.event.call().as_raw_fd(), EVENT),
-        // It never sends anything that was not asked for; what can be read is the end.
-        (socket.as_raw_fd(), GONE),
+        (context.wake.as_raw_fd(), WAKE),
+        (context.rx.call().as_raw_fd(), CALL),
+        (context.tx.call().as_raw_fd(), CALL),
+        (context.event.call().as_raw_fd(), EVENT),
+        // The device sends nothing without a request, so a readable socket means the end.
+        (socket.as_raw_fd(), DISCONNECTED),
     ];
     for (fd, data) in fds {
         epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, data))?;
@@ -221,23 +222,23 @@ fn watch(around: &Around, socket: &UnixStream) -> io::Result<Epoll> {
 }
 
 /// What outlives a device, to be handed to the next one.
-struct Home {
+struct Recovery {
     connector: VsockConnector,
     region: Arc<Region>,
     file: File,
     acked: u64,
 }
 
-impl Home {
-    /// Connects to a device and has it go on with the rings where they are.
+impl Recovery {
+    /// Connects to a device, which resumes the rings where they are.
     fn hand_over(
         &self,
-        around: &Around,
+        context: &Context,
         rx: &DriverRx,
         tx: &DriverTx,
         events: &DriverEvents,
     ) -> Result<Handshake, ConnectError> {
-        // Not longer than somebody should wait who wants the end.
+        // A short timeout, so that dropping the client does not wait long.
         let mut handshake = self.connector.negotiate(PAUSE, self.acked)?;
         if handshake.acked != self.acked {
             let offered = handshake.acked;
@@ -246,26 +247,26 @@ impl Home {
         handshake.accept()?;
         handshake.share(&self.region, &self.file)?;
         let size = self.connector.queue_size;
-        handshake.ring_at(0, size, rx.addresses(), rx.base(), &around.rx)?;
-        handshake.ring_at(1, size, tx.addresses(), tx.base(), &around.tx)?;
-        handshake.ring_at(2, events.size(), events.addresses(), events.base(), &around.event)?;
+        handshake.ring_at(0, size, rx.addresses(), rx.base(), &context.rx)?;
+        handshake.ring_at(1, size, tx.addresses(), tx.base(), &context.tx)?;
+        handshake.ring_at(2, events.size(), events.addresses(), events.base(), &context.event)?;
         handshake.enable(VRINGS)?;
-        [&around.rx, &around.tx, &around.event].into_iter().for_each(Notifier::kick);
+        [&context.rx, &context.tx, &context.event].into_iter().for_each(Notifier::kick);
         Ok(handshake)
     }
 
-    /// Ends all connections, and goes on with the device that comes in the place of one that has gone. `None`: there is none, or
-    /// nobody wants one any more.
-    fn recover(&self, stack: &Stack<DriverSide>, around: &Around, events: &mut DriverEvents) -> Option<Handshake> {
+    /// Resets all connections and reconnects to the device that replaces the disconnected one. Returns `None` if there is
+    /// none in time, or if the client is being dropped.
+    fn recover(&self, stack: &Stack<DriverSide>, context: &Context, events: &mut DriverEvents) -> Option<Handshake> {
         stack.set_kinds(&[]);
         let (tx, rx) = (stack.set_link(None), stack.set_inlet(None));
         stack.reset();
         let (patience, tx, rx) = (self.connector.reconnect?, tx?, rx?);
         let start = Instant::now();
-        while !around.stop.load(Ordering::Acquire) {
-            match self.hand_over(around, &rx, &tx, events) {
+        while !context.stop.load(Ordering::Acquire) {
+            match self.hand_over(context, &rx, &tx, events) {
                 Ok(handshake) => {
-                    // That all connections are over, we know. Said later, it would end the next ones, too.
+                    // The connections are already reset. Handled later, this event would reset the next ones as well.
                     let _ = events.transport_reset();
                     stack.set_link(Some(tx));
                     stack.set_inlet(Some(rx));
@@ -279,7 +280,7 @@ impl Home {
                 }
                 Err(error) if start.elapsed() >= patience || matches!(error, ConnectError::Changed { .. }) => {
                     log::error!(
-                        "vsock driver: waited {:.1} s for the device to come back: {error}",
+                        "vsock driver: cannot reconnect to the device after {:.1} s: {error}",
                         start.elapsed().as_secs_f64()
                     );
                     return None;
@@ -291,26 +292,26 @@ impl Home {
     }
 }
 
-/// How long a try to connect may take.
+/// Timeout of one attempt to connect.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The worker of a driver: does what programs do not do themselves, until the device is gone for good.
+/// The worker of a driver: does what the programs' own threads leave to it, until the device has disconnected for good.
 fn work(
     stack: &Stack<DriverSide>,
-    around: &Around,
+    context: &Context,
     epoll: &Epoll,
-    home: &Home,
+    recovery: &Recovery,
     mut handshake: Handshake,
     mut events: DriverEvents,
 ) {
     let mut ready = [EpollEvent::default(); 5];
-    'running: while !around.stop.load(Ordering::Acquire) {
+    'running: while !context.stop.load(Ordering::Acquire) {
         if stack.work() || stack.rest() {
             continue;
         }
         let now = Instant::now();
         let timeout = stack.next_deadline().map_or(-1, |time| {
-            // Rounded up: else it would wake just before, again and again.
+            // Rounded up: otherwise it would wake just before the deadline, repeatedly.
             (time.saturating_duration_since(now).as_millis() + 1).min(i32::MAX as u128) as i32
         });
         let count = epoll.wait(timeout, &mut ready).unwrap_or(0);
@@ -321,22 +322,20 @@ fn work(
         for event in ready.iter().take(count) {
             match event.data() {
                 EVENT if events.transport_reset().unwrap_or_default() => {
-                    around
-                        .lines
-                        .say(Level::Info, format_args!("vsock driver: all connections are over, says the device"));
+                    context.lines.say(Level::Info, format_args!("vsock driver: the device has reset all connections"));
                     stack.reset();
                 }
-                GONE => {
-                    log::info!("vsock driver: the device at {} is gone", handshake.path.display());
-                    let Some(next) = home.recover(stack, around, &mut events) else { break 'running };
-                    // The old one leaves the epoll as it is closed.
+                DISCONNECTED => {
+                    log::info!("vsock driver: the device at {} has disconnected", handshake.path.display());
+                    let Some(next) = recovery.recover(stack, context, &mut events) else { break 'running };
+                    // The old socket leaves the epoll when it is closed.
                     handshake = next;
-                    let watched = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, GONE);
+                    let watched = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, DISCONNECTED);
                     if let Err(error) = epoll.ctl(ControlOperation::Add, handshake.socket.as_raw_fd(), watched) {
-                        log::error!("vsock driver: cannot wait for the end of the device: {error}");
+                        log::error!("vsock driver: cannot watch the connection to the device: {error}");
                         break 'running;
                     }
-                    // What came meanwhile may have been told to nobody.
+                    // Packets that arrived in between may not have been notified.
                     continue 'running;
                 }
                 _ => {}

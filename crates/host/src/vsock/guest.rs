@@ -1,4 +1,5 @@
-//! A guest's vsock device: what is behind its vhost-user socket, and where its connections may lead.
+//! A guest's vsock device (virtio 1.3, 5.10) behind its vhost-user socket, and the destinations of its connections. The
+//! program creates a [`VsockServer`] for each; the worker in `worker.rs` serves them.
 
 use super::{
     HostSide, SocketReport, VsockWorker,
@@ -35,39 +36,40 @@ use std::{
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// How a guest's vsock device is set up.
+/// Configuration of a guest's vsock device.
 #[derive(Clone, Debug)]
 pub struct VsockConfig {
     /// Its name in log lines.
     pub name: String,
     /// The guest's context identifier, 3 or more.
     pub cid: u64,
-    /// Where the vhost-user socket is.
+    /// Path of the vhost-user socket.
     pub socket: PathBuf,
-    /// Which end of it is ours.
+    /// Which side creates that socket.
     pub role: Role,
-    /// Programs of the host connect there and send "CONNECT <port>"; the guest's connections to port N go to `<host>_N`.
+    /// Path of the Unix socket where programs connect and send "CONNECT <port>"; the guest's connections to port N go to
+    /// `<host>_N`.
     pub host: Option<PathBuf>,
-    /// The guest's connections to these ports go to addresses of the host.
+    /// TCP addresses for the guest's connections to these ports.
     pub forward: Vec<(u32, SocketAddr)>,
-    /// Guests with a group in common may talk to each other.
+    /// Guests with a group in common may connect to each other.
     pub groups: Vec<String>,
-    /// What is offered.
+    /// Features to offer.
     pub features: Features,
-    /// How its connections behave.
+    /// Settings of its connections.
     pub settings: Settings,
-    /// Sockets of the host that it may have connected in a second. Some more wait for the next one, the rest is refused.
+    /// Connects to host sockets a second. Up to as many requests (at most 1024) wait; the rest are refused.
     pub connects: u32,
-    /// Bytes that the kernel may keep for programs that do not read what the guest sends, beyond 8 KiB for each socket.
+    /// Bytes that the kernel may buffer for programs that do not read, beyond 8 KiB for each socket.
     pub socket_memory: usize,
-    /// What its frontend may use up.
+    /// Limits of its frontend.
     pub limits: Limits,
-    /// Who may connect to its sockets.
+    /// Owner and mode of its sockets.
     pub access: Access,
 }
 
 impl VsockConfig {
-    /// A guest's device that leads nowhere yet.
+    /// A device without destinations for connections.
     pub fn new(cid: u64, socket: PathBuf) -> VsockConfig {
         VsockConfig {
             name: format!("vsock {cid}"),
@@ -87,7 +89,7 @@ impl VsockConfig {
     }
 }
 
-/// Receive, transmit, event.
+/// Receive, transmit, event (virtio 1.3, 5.10.2).
 const VRINGS: usize = 3;
 const RX: usize = 0;
 const TX: usize = 1;
@@ -101,44 +103,44 @@ pub(super) struct Guest {
     pub mail: Arc<Mailbox>,
     pub budget: Arc<Budget>,
     lines: Arc<Lines>,
-    ways: Arc<Mutex<Ways>>,
+    routes: Arc<Mutex<Routes>>,
     notifiers: Arc<Notifiers>,
-    /// Wakes the thread of its socket: its memory is gone.
+    /// Wakes the thread of its socket to disconnect the frontend.
     attention: EventFd,
     vrings: Mutex<Vrings>,
-    /// What each running vring was started with. A lock of its own, held for no longer than it takes to look: the worker
-    /// takes it.
+    /// The memory that each running vring was started with. A separate lock that is never held for long, as the worker takes
+    /// it.
     memory: Mutex<[Option<Arc<Table>>; VRINGS]>,
 }
 
-/// Where a guest's connections with the host lead, and come from. Can be changed while it runs.
-struct Ways {
+/// Sources and destinations of connections with the host; can be changed while the device runs.
+struct Routes {
     host: Option<PathBuf>,
     forward: Vec<(u32, SocketAddr)>,
 }
 
-/// What control knows of the vrings.
+/// Control's state of the vrings.
 #[derive(Default)]
 struct Vrings {
-    /// Where each was stopped last.
+    /// The base at which each was last stopped.
     stopped: [Option<u32>; VRINGS],
     events: Option<Events>,
-    /// The driver has connections that we know nothing of: it is told that they are over.
+    /// The driver may have connections that the stack does not know; a transport reset is due.
     stale: bool,
 }
 
-/// Descriptors that tell a guest of something, or us.
+/// Notification descriptors in both directions.
 struct Notifiers {
-    /// The guest has sent something.
+    /// The kick descriptor of the transmit queue.
     kick: Mutex<Option<Kick>>,
     unwait: EventFd,
     vrings: [Notifier; VRINGS],
 }
 
-/// Those of one vring.
+/// The descriptors of one vring.
 #[derive(Default)]
 struct Notifier {
-    // No lock is held while something is written to a descriptor: whoever waits for one waits for nobody's frontend.
+    // No lock is held while a descriptor is written to, so that a thread that wants the lock never waits for a frontend.
     call: Mutex<Option<Arc<Call>>>,
     err: Mutex<Option<Arc<Call>>>,
     faults: AtomicU32,
@@ -166,16 +168,16 @@ impl Notifiers {
 }
 
 impl Guest {
-    /// Logs what the guest or a program has brought about, unless there was too much of it.
+    /// Logs an event caused by the guest or a program, within the rate limit.
     pub(super) fn say(&self, level: Level, what: Arguments<'_>) {
         self.lines.say(level, format_args!("{}: {what}", self.name));
     }
 
     pub(super) fn host_path(&self) -> String {
-        self.ways.lock().host.as_deref().unwrap_or(Path::new("")).display().to_string()
+        self.routes.lock().host.as_deref().unwrap_or(Path::new("")).display().to_string()
     }
 
-    /// Stops the device, in whatever state it is, and has its frontend disconnected: our own code has panicked.
+    /// Stops the device in any state and disconnects its frontend, after a panic in its code.
     pub(super) fn abandon(&self) {
         self.stack.set_link(None);
         self.stack.set_inlet(None);
@@ -185,11 +187,12 @@ impl Guest {
     }
 
     fn set_memory(&self, vring: usize, memory: Option<Arc<Table>>) {
-        // What was there before is let go without the lock, as it may take a while to unmap.
+        // The old memory is dropped without the lock, as unmapping may take a while.
         let _before = self.memory.lock().get_mut(vring).and_then(|place| std::mem::replace(place, memory));
     }
 
-    /// Stops the device if the frontend has truncated the guest's memory. Its connections end with that of the frontend.
+    /// Stops the device if the frontend has truncated the guest's memory. Its connections are reset when the frontend is
+    /// disconnected.
     pub(super) fn check_memory(&self) {
         let lost = {
             let mut memory = self.memory.lock();
@@ -199,7 +202,7 @@ impl Guest {
         if lost.is_some() {
             self.say(
                 Level::Error,
-                format_args!("the frontend has truncated the guest's memory; stopped and disconnected"),
+                format_args!("the frontend has truncated the guest's memory; device stopped, frontend disconnected"),
             );
             self.stack.set_link(None);
             self.stack.set_inlet(None);
@@ -208,63 +211,66 @@ impl Guest {
         }
     }
 
-    /// Tells the driver that its connections are over, if it should know and there is a way to.
-    fn tell(&self) {
-        let told = {
+    /// Sends the driver a transport reset event (virtio 1.3, 5.10.6.7), if one is due and the event queue has a buffer.
+    fn send_transport_reset(&self) {
+        let sent = {
             let mut vrings = self.vrings.lock();
             let Vrings { events: Some(events), stale: stale @ true, .. } = &mut *vrings else { return };
-            let told = events.transport_reset();
-            match told {
+            let sent = events.transport_reset();
+            match sent {
                 Ok(Some(_)) => *stale = false,
                 Ok(None) => {}
                 Err(_) => vrings.events = None,
             }
-            told
+            sent
         };
-        match told {
+        match sent {
             Ok(Some(notify)) => {
-                self.say(Level::Info, format_args!("the guest was told that its connections are over"));
+                self.say(Level::Info, format_args!("transport reset sent to the guest: all its connections are reset"));
                 if notify {
                     self.notifiers.call(EVENT);
                 }
             }
             Ok(None) => {}
             Err(broken) => {
-                self.lines.say(Level::Error, format_args!("{} queue {EVENT}: {broken}; queue stopped", self.name));
+                self.lines.say(
+                    Level::Error,
+                    format_args!("{} queue {EVENT}: {broken}; queue stopped, reset the device to continue", self.name),
+                );
                 self.notifiers.err(EVENT);
             }
         }
     }
 }
 
-/// What a guest's stack needs of its surroundings.
-struct Around {
+/// Connects a guest's stack with its notifications, the worker and host sockets.
+struct StackHost {
     name: String,
     mail: Arc<Mailbox>,
     budget: Arc<Budget>,
     lines: Arc<Lines>,
     notifiers: Arc<Notifiers>,
-    ways: Arc<Mutex<Ways>>,
+    routes: Arc<Mutex<Routes>>,
 }
 
-impl Around {
-    /// Where a port of the host leads.
+impl StackHost {
+    /// Returns the destination of a connection to a port of the host.
     fn target(&self, port: u32) -> Option<Target> {
-        let ways = self.ways.lock();
-        if let Some(&(_, address)) = ways.forward.iter().find(|&&(forward, _)| forward == port) {
+        let routes = self.routes.lock();
+        if let Some(&(_, address)) = routes.forward.iter().find(|&&(forward, _)| forward == port) {
             return Some(Target::Tcp(address));
         }
-        let mut path = ways.host.clone()?.into_os_string();
+        let mut path = routes.host.clone()?.into_os_string();
         path.push(format!("_{port}"));
         Some(Target::Unix(path.into()))
     }
 
     fn refuse(&self, key: Key) -> Door<HostRelay> {
-        let Around { name, lines, .. } = self;
+        let StackHost { name, lines, .. } = self;
         lines.say(
             Level::Warn,
             format_args!(
-                "{name}: too many requests at once, or too many sockets open; one for port {} refused",
+                "{name}: connection request to port {} refused: too many waiting requests, connects or open sockets",
                 key.port
             ),
         );
@@ -272,7 +278,7 @@ impl Around {
     }
 }
 
-impl Host<HostRelay> for Around {
+impl Host<HostRelay> for StackHost {
     fn notify(&self, queue: Queue) {
         self.notifiers.call(match queue {
             Queue::Out => RX,
@@ -281,7 +287,7 @@ impl Host<HostRelay> for Around {
     }
 
     fn wake(&self) {
-        self.mail.work();
+        self.mail.request_work();
     }
 
     fn broken(&self, queue: Queue, why: Broken) {
@@ -306,14 +312,14 @@ impl Host<HostRelay> for Around {
         let Some(target) = self.target(key.port) else { return Door::Shut };
         let Some(place) = self.budget.admit_request() else { return self.refuse(key) };
         let wire = Arc::new(Wire::new(&self.mail, place, matches!(target, Target::Tcp(_))));
-        let relay = HostRelay { wire: wire.clone(), asked: false };
-        if self.mail.shared.is_here() {
-            // In the midst of the guest's packets: it is connected later in its turn, which has a limit.
+        let relay = HostRelay { wire: wire.clone(), awaits_ok: false };
+        if self.mail.shared.is_worker_thread() {
+            // Called while the guest's packets are processed: connected later in its turn, within the limits of the turn.
             self.mail.send(Command::Open(key, wire, Some(target), false));
             return Door::Later(relay);
         }
-        // A thread of this program takes the guest's packets itself, and pays for what they cost.
-        self.budget.settled();
+        // A thread of this program processes the guest's packets itself: it connects right away, at its own expense.
+        self.budget.end_wait();
         if self.budget.connects.take().is_none() {
             self.budget.refuse();
             return self.refuse(key);
@@ -321,8 +327,11 @@ impl Host<HostRelay> for Around {
         let connected = match wire.connect(&target) {
             Ok(connected) => connected,
             Err(error) => {
-                let Around { name, lines, .. } = self;
-                lines.say(Level::Debug, format_args!("{name}: no way to port {} of the host: {error}", key.port));
+                let StackHost { name, lines, .. } = self;
+                lines.say(
+                    Level::Debug,
+                    format_args!("{name}: cannot connect to port {} of the host: {error}", key.port),
+                );
                 return Door::Shut;
             }
         };
@@ -356,7 +365,7 @@ impl Host<HostRelay> for Around {
     }
 }
 
-/// A running vsock device. Dropped, it disconnects and removes its sockets.
+/// A running vsock device. Dropped, it disconnects its frontend and removes its sockets.
 pub struct VsockServer {
     guest: Arc<Guest>,
     hub: Arc<Hub<HostSide>>,
@@ -365,7 +374,7 @@ pub struct VsockServer {
 }
 
 impl VsockServer {
-    /// Makes the sockets and has the worker serve them.
+    /// Creates the sockets and adds the device to the worker.
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
@@ -375,18 +384,18 @@ impl VsockServer {
         let budget = Arc::new(Budget::new(&config, worker.shared.total.clone()));
         let lines = Arc::new(Lines::new());
         let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
-        let ways = Arc::new(Mutex::new(Ways { host: config.host.clone(), forward: config.forward.clone() }));
-        let around = Around {
+        let routes = Arc::new(Mutex::new(Routes { host: config.host.clone(), forward: config.forward.clone() }));
+        let stack_host = StackHost {
             name: name.to_owned(),
             mail: mail.clone(),
             budget: budget.clone(),
             lines: lines.clone(),
             notifiers: notifiers.clone(),
-            ways: ways.clone(),
+            routes: routes.clone(),
         };
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
-        let told = attention.try_clone().map_err(failed)?;
-        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(around)));
+        let socket_attention = attention.try_clone().map_err(failed)?;
+        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(stack_host)));
         if !config.groups.is_empty() {
             worker.hub.join(&stack, config.groups.clone());
         }
@@ -397,7 +406,7 @@ impl VsockServer {
             mail,
             budget,
             lines,
-            ways,
+            routes,
             notifiers,
             attention,
             vrings: Mutex::default(),
@@ -407,21 +416,22 @@ impl VsockServer {
         let hub = worker.hub.clone();
         let mut server = VsockServer { guest: guest.clone(), hub, socket: None, host: Mutex::new(host) };
         let offer = config.features.bits();
-        // Notes have one writer: only who has the socket opens them.
+        // Notes have one writer: they are opened once this process has the socket.
         let device = || Ok(VsockDevice { guest, offer, notes: Notes::open(name, &config.socket, VRINGS) });
         let VsockConfig { role, limits, access, .. } = config;
         let at = SocketConfig { name, path: &config.socket, role, limits, access };
-        server.socket = Some(Socket::start(at, told, device)?);
+        server.socket = Some(Socket::start(at, socket_attention, device)?);
         Ok(server)
     }
 
-    /// Has it behave like this, as far as its guest need not be told: settings, groups, and where connections with the host
-    /// lead. All the rest of the configuration is as before.
+    /// Changes the settings that do not concern the guest: connection settings, groups, destinations, limits. The rest of the
+    /// configuration is ignored.
     ///
     /// # Errors
-    /// The socket for programs of the host cannot be made; the one there was stays, all the rest is as it should be.
+    /// Owner or mode of a socket cannot be changed: groups and destinations are as before. Or the socket for programs cannot be
+    /// created: the old one stays, everything else is in effect.
     pub fn set(&self, config: &VsockConfig) -> Result<(), SocketError> {
-        let Guest { name, mail, stack, ways, budget, .. } = &*self.guest;
+        let Guest { name, mail, stack, routes, budget, .. } = &*self.guest;
         stack.set(config.settings);
         budget.set(config);
         if let Some(socket) = &self.socket {
@@ -433,28 +443,28 @@ impl VsockServer {
         if !config.groups.is_empty() || stack.has_joined() {
             self.hub.join(stack, config.groups.clone());
         }
-        ways.lock().forward.clone_from(&config.forward);
-        let before = ways.lock().host.clone();
+        routes.lock().forward.clone_from(&config.forward);
+        let before = routes.lock().host.clone();
         if before == config.host {
             return Ok(());
         }
         let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
         let (listener, host) = host.unzip();
-        ways.lock().host.clone_from(&config.host);
+        routes.lock().host.clone_from(&config.host);
         let (sender, listens) = mpsc::channel();
         mail.shared.control(Control::Listen(mail.guest, listener, sender));
         let _ = listens.recv();
-        // The place before is given up.
+        // The old socket is removed.
         let _before = std::mem::replace(&mut *self.host.lock(), host);
         Ok(())
     }
 
-    /// The host's end of the device: for sockets of this program.
+    /// Returns the host's end of the device, for sockets of this program.
     pub fn stack(&self) -> &Arc<Stack<HostSide>> {
         &self.guest.stack
     }
 
-    /// How the sockets of the host behind its connections are doing.
+    /// Returns the usage of its host sockets.
     pub fn sockets(&self) -> SocketReport {
         self.guest.budget.report()
     }
@@ -463,10 +473,11 @@ impl VsockServer {
 impl Drop for VsockServer {
     fn drop(&mut self) {
         let guest = &*self.guest;
-        // Connection by connection, and once more in general, for connections with other guests and if there was no room.
+        // One by one, then by a transport reset, for connections with other guests and for resets that found no room in the
+        // ring.
         guest.stack.close();
         guest.vrings.lock().stale = true;
-        guest.tell();
+        guest.send_transport_reset();
         self.socket = None;
         guest.stack.reset();
         let (sender, removed) = mpsc::channel();
@@ -475,7 +486,7 @@ impl Drop for VsockServer {
     }
 }
 
-/// The same as what is behind a vhost-user socket.
+/// The device behind the vhost-user socket.
 #[derive(Clone)]
 struct VsockDevice {
     guest: Arc<Guest>,
@@ -483,7 +494,7 @@ struct VsockDevice {
     notes: Notes,
 }
 
-/// Whether a ring that starts there has not been used before. Frontends say it in different ways.
+/// Returns whether `base` is that of an unused ring, which frontends express in different ways.
 fn is_fresh(base: u32, acked: u64) -> bool {
     if acked & bits::RING_PACKED == 0 { base == 0 } else { [0, 0x8000, 0x8000_8000].contains(&base) }
 }
@@ -516,14 +527,14 @@ impl Device for VsockDevice {
         let shared = &guest.mail.shared;
         if let Some(kick) = kick.filter(|_| index != EVENT) {
             let watched = shared.watch(kick.as_raw_fd(), Token::Kick(guest.mail.guest));
-            watched.map_err(|error| format!("cannot wait for its kick: {error}; expected an eventfd"))?;
+            watched.map_err(|error| format!("cannot watch the kick descriptor: {error}; expected an eventfd"))?;
         }
         if index == TX {
             *guest.notifiers.kick.lock() = kick.cloned();
         }
         let resumed = vrings.stopped.get(index) == Some(&Some(base));
         if index == TX && !resumed {
-            // A new life of the driver, or of this program.
+            // The driver, or this process, has restarted.
             guest.stack.reset();
         }
         guest.set_memory(index, Some(memory.clone()));
@@ -561,9 +572,9 @@ impl Device for VsockDevice {
             notifier.faults.store(0, Ordering::Relaxed);
         }
         drop(vrings);
-        guest.tell();
+        guest.send_transport_reset();
         guest.notifiers.call(index);
-        guest.mail.work();
+        guest.mail.request_work();
         Ok(started)
     }
 
@@ -573,7 +584,7 @@ impl Device for VsockDevice {
             guest.mail.shared.unwatch(kick.as_raw_fd());
         }
         if index == TX {
-            // What was sent before is not lost.
+            // Packets sent so far are processed.
             guest.stack.work();
             *guest.notifiers.kick.lock() = None;
             guest.notifiers.unwait.write(1).unwrap_or_default();
@@ -584,13 +595,13 @@ impl Device for VsockDevice {
             TX => guest.stack.set_inlet(None).map(|mut queue| queue.stop()),
             _ => vrings.events.take().map(|mut queue| queue.stop()),
         };
-        // One that was broken has none; it will not be resumed.
+        // A broken queue has no base; it will not be resumed.
         let base = base.unwrap_or_default();
         if let Some(stopped) = vrings.stopped.get_mut(index) {
             *stopped = Some(base);
         }
         drop(vrings);
-        // The others' stays: it may still be truncated.
+        // The memory of the other vrings stays: it may still be truncated.
         guest.set_memory(index, None);
         base
     }
@@ -604,7 +615,7 @@ impl Device for VsockDevice {
         let Some(notifier) = notifiers.vrings.get(index) else { return };
         let call = call.map(Arc::new);
         let place = if err { &notifier.err } else { &notifier.call };
-        // What was there before is closed without the lock.
+        // The old descriptor is closed without the lock.
         let _before = std::mem::replace(&mut *place.lock(), call);
         if !err {
             notifiers.call(index);

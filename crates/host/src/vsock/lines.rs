@@ -1,12 +1,13 @@
-//! Log lines that a guest or a program can provoke: some at once, then one a second, and how many there would have been.
+//! Rate-limited log lines that a guest or a program can trigger: a burst, then one a second, with the number of those
+//! suppressed.
 
 use crate::Quota;
 use log::Level;
 use std::fmt::Arguments;
 
-/// Lines at once.
+/// Lines in a burst.
 const BURST: u32 = 20;
-/// Lines a second after that.
+/// Lines a second after the burst.
 const RATE: u32 = 1;
 
 /// The log lines of one guest.
@@ -17,9 +18,9 @@ impl Lines {
         Lines(Quota::new(BURST, RATE))
     }
 
-    /// Logs a line, unless there were too many. The next one that is logged says how many were not.
+    /// Logs a line, unless the rate is exceeded. The next one that is logged includes the number of suppressed lines.
     pub(super) fn say(&self, level: Level, line: Arguments<'_>) {
-        // A line that nobody wants takes nothing from those that somebody does.
+        // A line below the log level takes no token.
         if !log::log_enabled!(level) {
             return;
         }

@@ -1,8 +1,9 @@
-//! A guest at the worker: its turn, which is bounded whatever the guest and its programs do, and its sockets of the host.
+//! A guest as the worker sees it: its turn, bounded whatever the guest and its programs do, and its host sockets. Called by
+//! `worker.rs`.
 
 use super::{
-    asking::Asking,
     guest::Guest,
+    programs::PendingPrograms,
     relay::{HostRelay, LINE, Target, Wire, is_reset, parse},
     shared::{Command, add},
 };
@@ -25,113 +26,113 @@ use std::{
 };
 use vmm_sys_util::epoll::{Epoll, EpollEvent, EventSet};
 
-/// What a turn may take. It ends with what it is at when that is over: one of the steps below, or the stack's `work`.
+/// Time limit of a turn, checked between steps; a step in progress, such as the stack's `work`, is completed.
 const TURN: Duration = Duration::from_micros(100);
-/// Commands of a guest's stack that are taken up before and after its work.
+/// Commands of the stack that are handled before and after its work.
 const COMMANDS: usize = 128;
-/// Sockets that are read or written in a turn, and bytes.
+/// Sockets served in a turn, and bytes moved.
 const SOCKETS: usize = 64;
 const BYTES: usize = 512 << 10;
-/// Programs that are accepted in a turn, or turned away as they are late.
+/// Programs accepted, or turned away because they are late, in a turn.
 const ACCEPTS: usize = 32;
-/// Events of its sockets that are taken up in a turn.
+/// Socket events taken in a turn.
 const EVENTS: usize = 64;
-/// A guest with nothing to do is left alone after this time while others have something.
+/// How long an idle guest's rings are polled while other guests have work.
 const QUIET: Duration = Duration::from_micros(100);
-/// How often memory is let go that connections do not need any more.
+/// Interval at which memory that connections no longer need is released.
 const SWEEP: Duration = Duration::from_secs(1);
-/// Sweeps after the last activity: the first one sees what is at rest, the second one lets it go.
+/// Sweeps after the last activity: the first one marks what is idle, the second one releases it.
 const SWEEPS: u8 = 2;
-/// Sockets whose kernel memory is looked at in a sweep.
+/// Sockets whose kernel memory is checked in a sweep.
 const SHRINK: usize = 256;
-/// How long to wait where a program cannot be accepted.
+/// Pause after a program could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A socket of the host.
+/// A host socket.
 struct Entry {
     wire: Arc<Wire>,
     state: State,
-    /// The other end is gone altogether.
-    gone: bool,
-    /// What has happened at it and was not looked at yet.
+    /// The program has hung up.
+    hung_up: bool,
+    /// Events that were not handled yet.
     pending: EventSet,
-    /// It is in the list of those that are looked at in turn.
+    /// It is in the list of ready sockets.
     listed: bool,
 }
 
 enum State {
-    /// A program that has not said yet which port it wants.
-    Asking,
-    /// It is to be connected.
+    /// A program that has not sent its CONNECT line yet.
+    Program,
+    /// Waiting to be connected.
     Waiting { key: Key, target: Target },
-    /// It is not known yet whether the socket will be connected.
+    /// The connect is pending.
     Connecting { key: Key },
-    /// It belongs to a connection.
+    /// Relays a connection.
     Relay { key: Key },
-    /// Its connection is over, and its program has not read all that came before.
+    /// The connection has ended, but the program has not read everything.
     Unread,
 }
 
-/// A guest at the worker.
+/// A guest of the worker.
 pub(super) struct Member {
     pub guest: Arc<Guest>,
     pub listener: Option<UnixListener>,
-    /// Its sockets. One for each guest: events of many sockets of one are not in the way of others' few.
+    /// The epoll of its host sockets. One per guest, so that one guest's many events do not delay another's.
     epoll: Epoll,
     entries: HashMap<u64, Entry>,
     slots: HashMap<Key, u64>,
-    /// Sockets at which something has happened, in turn.
+    /// Sockets with events to handle, in order.
     ready: VecDeque<u64>,
-    /// Sockets that are to be connected, in turn.
+    /// Sockets to connect, in order.
     opening: VecDeque<u64>,
-    asking: Asking,
-    /// Sockets with more kernel memory than most.
+    programs: PendingPrograms,
+    /// Sockets with granted kernel memory.
     grown: VecDeque<u64>,
     commands: Vec<Command>,
     /// There may be commands.
     pub mail: bool,
-    /// There may be events of sockets.
+    /// There may be socket events.
     pub events: bool,
     /// There may be programs to accept.
-    pub knocking: bool,
-    /// It is being looked at, as it had something to do at this time.
-    hot: Option<Instant>,
+    pub accepts_pending: bool,
+    /// Its rings are polled; the time of the last activity.
+    active_since: Option<Instant>,
     /// When the next socket may be connected, if not now.
     connect_at: Option<Instant>,
     /// When the next program may be accepted, if not now.
     accept_at: Option<Instant>,
     swept: Instant,
     sweeps: u8,
-    /// When it wants a turn though nothing happens.
+    /// When it needs a turn without any event.
     pub due: Option<Instant>,
-    /// That time has come.
+    /// That time has passed.
     pub late: bool,
-    /// It is in the list of those that get turns.
+    /// It is in the list of guests with turns.
     pub listed: bool,
 }
 
-fn says_more(events: EventSet) -> bool {
+fn is_readable(events: EventSet) -> bool {
     events.intersects(EventSet::IN | EventSet::READ_HANG_UP | EventSet::HANG_UP | EventSet::ERROR)
 }
 
 impl Member {
-    /// `epoll` is for its sockets.
+    /// `epoll` is for its host sockets.
     pub(super) fn new(guest: Arc<Guest>, listener: Option<UnixListener>, epoll: Epoll) -> Member {
         Member {
             guest,
-            knocking: listener.is_some(),
+            accepts_pending: listener.is_some(),
             listener,
             epoll,
             entries: HashMap::new(),
             slots: HashMap::new(),
             ready: VecDeque::new(),
             opening: VecDeque::new(),
-            asking: Asking::default(),
+            programs: PendingPrograms::default(),
             grown: VecDeque::new(),
             commands: Vec::new(),
             mail: true,
             events: false,
-            hot: None,
+            active_since: None,
             connect_at: None,
             accept_at: None,
             swept: Instant::now(),
@@ -142,39 +143,39 @@ impl Member {
         }
     }
 
-    /// Closes its sockets, and returns the one that programs connect to.
+    /// Closes its host sockets and returns the one that programs connect to.
     pub(super) fn end(self) -> Option<UnixListener> {
         self.listener
     }
 
-    /// Looks at its rings from now on.
-    pub(super) fn heat(&mut self) {
-        if self.hot.is_none() {
+    /// Starts to poll its rings.
+    pub(super) fn activate(&mut self) {
+        if self.active_since.is_none() {
             self.guest.stack.awake();
         }
-        self.hot = Some(Instant::now());
+        self.active_since = Some(Instant::now());
     }
 
-    /// Whether there is something to do without waiting for it.
+    /// Returns whether it needs a turn without waiting for an event.
     pub(super) fn is_busy(&self) -> bool {
         let (accepts, connects) = (self.accept_at.is_none(), self.connect_at.is_none());
         let sockets = self.events || !self.ready.is_empty();
-        let waiting = self.knocking && accepts || !self.opening.is_empty() && connects;
-        self.hot.is_some() || self.mail || sockets || waiting
+        let waiting = self.accepts_pending && accepts || !self.opening.is_empty() && connects;
+        self.active_since.is_some() || self.mail || sockets || waiting
     }
 
-    /// Does some of what there is to do. Says whether there was anything.
+    /// Takes a turn. Returns whether there was anything to do.
     pub(super) fn turn(&mut self, poll: Duration) -> bool {
         let start = Instant::now();
         let until = start + TURN;
         if std::mem::take(&mut self.late) {
             self.tick(start);
         }
-        let mut any = self.obey();
-        // A guest whose commands are not taken up yet is not given the opportunity to cause more.
-        if self.hot.is_some() && !self.mail {
+        let mut any = self.handle_commands();
+        // While commands are left, the guest's packets, which can cause more of them, are not processed.
+        if self.active_since.is_some() && !self.mail {
             any |= self.guest.stack.work();
-            any |= self.obey();
+            any |= self.handle_commands();
         }
         any |= self.connect(until);
         self.fetch();
@@ -183,31 +184,32 @@ impl Member {
         if any {
             self.sweeps = SWEEPS;
         }
-        if let Some(since) = &mut self.hot {
+        if let Some(since) = &mut self.active_since {
             if any {
                 *since = start;
             } else if start.duration_since(*since) > poll.max(QUIET) && !self.guest.stack.rest() {
-                self.hot = None;
+                self.active_since = None;
             }
         }
         self.due = self.next();
         any
     }
 
-    /// Leaves its rings alone if there was nothing for a while. `false`: not yet.
-    pub(super) fn rest(&mut self, poll: Duration) -> bool {
-        if let Some(since) = self.hot {
+    /// Stops polling its rings if it has been idle for long enough. Returns `false` if it still needs turns.
+    pub(super) fn deactivate(&mut self, poll: Duration) -> bool {
+        if let Some(since) = self.active_since {
             if since.elapsed() < poll || self.guest.stack.rest() {
                 return false;
             }
-            self.hot = None;
+            self.active_since = None;
         }
         !self.is_busy()
     }
 
     fn next(&self) -> Option<Instant> {
         let sweep = (self.sweeps > 0).then(|| self.swept + SWEEP);
-        let times = [self.guest.stack.next_deadline(), self.asking.deadline(), self.connect_at, self.accept_at, sweep];
+        let times =
+            [self.guest.stack.next_deadline(), self.programs.deadline(), self.connect_at, self.accept_at, sweep];
         times.into_iter().flatten().min()
     }
 
@@ -223,14 +225,14 @@ impl Member {
             self.shrink();
         }
         for _ in 0..ACCEPTS {
-            let Some(slot) = self.asking.late(now) else { break };
+            let Some(slot) = self.programs.late(now) else { break };
             self.turn_away(slot, format_args!("it has not sent \"CONNECT <port>\" in time"));
         }
         self.connect_at = self.connect_at.filter(|&time| time > now);
         self.accept_at = self.accept_at.filter(|&time| time > now);
     }
 
-    /// Sockets whose programs have read everything give kernel memory back, if others may want it.
+    /// Returns granted kernel memory of sockets whose programs have read everything, if memory is scarce.
     fn shrink(&mut self) {
         if !self.guest.budget.is_tight() {
             return;
@@ -244,13 +246,13 @@ impl Member {
         self.sweeps = self.sweeps.max(u8::from(!self.grown.is_empty()));
     }
 
-    /// Takes up what its stack wants. Says whether there was anything.
-    fn obey(&mut self) -> bool {
+    /// Handles commands from its stack. Returns whether there were any.
+    fn handle_commands(&mut self) -> bool {
         let mut commands = std::mem::take(&mut self.commands);
         let (work, more) = self.guest.mail.take(COMMANDS, &mut commands);
         self.mail = more;
         if work {
-            self.heat();
+            self.activate();
         }
         let any = !commands.is_empty();
         for command in commands.drain(..) {
@@ -263,7 +265,7 @@ impl Member {
                 Command::Open(key, wire, target, connected) => self.open(key, wire, target, connected),
                 Command::Failed(slot, reset) => {
                     if let Some(Entry { state: State::Relay { key }, wire, .. }) = self.entries.get(&slot)
-                        && !wire.is_over()
+                        && !wire.has_ended()
                     {
                         let stack = &self.guest.stack;
                         if reset { stack.reset_relay(*key) } else { stack.deafen_relay(*key) }
@@ -291,21 +293,21 @@ impl Member {
             self.watch(&wire);
         }
         self.slots.insert(key, slot);
-        self.entries.insert(slot, Entry { wire, state, gone: false, pending: EventSet::empty(), listed: false });
+        self.entries.insert(slot, Entry { wire, state, hung_up: false, pending: EventSet::empty(), listed: false });
     }
 
-    /// Wants to hear what happens at a socket. If it cannot, nobody can use it.
+    /// Watches a socket. A socket that cannot be watched is unusable. Returns whether it is watched.
     fn watch(&self, wire: &Wire) -> bool {
         let Some(socket) = wire.socket() else { return false };
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
         let added = add(&self.epoll, socket.as_raw_fd(), wire.slot, events);
         if let Err(error) = &added {
-            self.guest.say(Level::Error, format_args!("cannot wait for a socket of the host: {error}"));
+            self.guest.say(Level::Error, format_args!("cannot watch a host socket: {error}"));
         }
         added.is_ok()
     }
 
-    /// Connects some of the sockets that the guest has asked for. Says whether there were any.
+    /// Connects sockets that the guest has requested. Returns whether there were any.
     fn connect(&mut self, until: Instant) -> bool {
         let mut any = false;
         while self.connect_at.is_none()
@@ -313,9 +315,9 @@ impl Member {
         {
             let entry = self.entries.get_mut(&slot);
             let Some(Entry { wire, state: state @ State::Waiting { .. }, .. }) = entry else {
-                // It was given up meanwhile.
+                // The request was abandoned.
                 self.opening.pop_front();
-                self.guest.budget.settled();
+                self.guest.budget.end_wait();
                 continue;
             };
             if self.guest.budget.connects.take().is_none() {
@@ -323,7 +325,7 @@ impl Member {
                 break;
             }
             self.opening.pop_front();
-            self.guest.budget.settled();
+            self.guest.budget.end_wait();
             any = true;
             let State::Waiting { key, ref target } = *state else { continue };
             let result = wire.connect(target);
@@ -332,10 +334,11 @@ impl Member {
             let there = result.is_ok() && self.watch(&wire);
             match result {
                 Ok(false) if there => {}
-                Ok(_) => self.settle(&wire, key, there),
+                Ok(_) => self.complete_connect(&wire, key, there),
                 Err(error) => {
-                    self.guest.say(Level::Debug, format_args!("no way to port {} of the host: {error}", key.port));
-                    self.settle(&wire, key, false);
+                    self.guest
+                        .say(Level::Debug, format_args!("cannot connect to port {} of the host: {error}", key.port));
+                    self.complete_connect(&wire, key, false);
                 }
             }
             if Instant::now() >= until {
@@ -345,21 +348,21 @@ impl Member {
         any
     }
 
-    /// It is known whether a socket is connected.
-    fn settle(&self, wire: &Wire, key: Key, there: bool) {
-        if !wire.is_over() {
+    /// Completes a pending connect.
+    fn complete_connect(&self, wire: &Wire, key: Key, there: bool) {
+        if !wire.has_ended() {
             self.guest.stack.settle(key, there);
         }
     }
 
-    /// Takes up some of what has happened at its sockets.
+    /// Takes events of its host sockets.
     fn fetch(&mut self) {
         if !self.events {
             return;
         }
         let mut events = [EpollEvent::default(); EVENTS];
         let count = self.epoll.wait(0, &mut events).unwrap_or(0);
-        // Edge-triggered: there will be word of more only if this was all.
+        // The worker watches this epoll edge-triggered: it is notified again only if all events were taken.
         self.events = count == EVENTS;
         for event in events.iter().take(count) {
             self.list(event.data(), event.event_set());
@@ -374,7 +377,7 @@ impl Member {
         }
     }
 
-    /// Looks at sockets at which something has happened, in turn. Says whether there was anything.
+    /// Serves sockets with events, in order. Returns whether anything was moved.
     fn serve(&mut self, until: Instant) -> bool {
         let (mut any, mut bytes) = (false, 0);
         for _ in 0..self.ready.len().min(SOCKETS) {
@@ -389,7 +392,7 @@ impl Member {
         any
     }
 
-    /// Says how many bytes were moved, about.
+    /// Returns roughly how many bytes were moved.
     fn serve_one(&mut self, slot: u64) -> usize {
         let Some(entry) = self.entries.get_mut(&slot) else { return 0 };
         entry.listed = false;
@@ -398,13 +401,13 @@ impl Member {
             self.close(slot);
             return 0;
         }
-        if entry.wire.is_over() {
+        if entry.wire.has_ended() {
             return 0;
         }
-        entry.gone |= events.intersects(EventSet::HANG_UP | EventSet::ERROR);
+        entry.hung_up |= events.intersects(EventSet::HANG_UP | EventSet::ERROR);
         match entry.state {
-            State::Asking => {
-                self.ask(slot);
+            State::Program => {
+                self.read_request(slot);
                 return 1;
             }
             State::Waiting { .. } | State::Unread => return 0,
@@ -415,9 +418,9 @@ impl Member {
                     _ => false,
                 };
                 entry.state = State::Relay { key };
-                entry.gone = false;
+                entry.hung_up = false;
                 let wire = entry.wire.clone();
-                self.settle(&wire, key, there);
+                self.complete_connect(&wire, key, there);
             }
             State::Relay { key } => {
                 if events.contains(EventSet::OUT) {
@@ -425,15 +428,15 @@ impl Member {
                 }
             }
         }
-        if says_more(events) { self.read(slot) } else { 0 }
+        if is_readable(events) { self.read(slot) } else { 0 }
     }
 
-    /// Reads a packet's worth from a socket, straight into its guest's buffers. Says how many bytes.
+    /// Reads up to one packet from a socket, straight into the guest's buffers. Returns the number of bytes.
     fn read(&mut self, slot: u64) -> usize {
-        let Some(Entry { wire, state: State::Relay { key }, gone, .. }) = self.entries.get(&slot) else { return 0 };
+        let Some(Entry { wire, state: State::Relay { key }, hung_up, .. }) = self.entries.get(&slot) else { return 0 };
         let Some(socket) = wire.socket() else { return 0 };
-        let (key, gone, stack) = (*key, *gone, &self.guest.stack);
-        // An error of the socket, not of the connection.
+        let (key, hung_up, stack) = (*key, *hung_up, &self.guest.stack);
+        // An error of the socket, as opposed to one of the connection.
         let mut failed = None;
         let mut note = |result: io::Result<usize>| result.inspect_err(|error| failed = Some(error.kind()));
         let note = RefCell::new(&mut note);
@@ -449,35 +452,37 @@ impl Member {
                 return count;
             }
             (_, Some(io::ErrorKind::Interrupted)) => self.list(slot, EventSet::IN),
-            // No credit, no room, or no connection yet: there will be word of it. Nothing to read: an event.
+            // No credit, no room, or no connection yet: a command follows when that changes. Nothing to read: an event
+            // follows.
             (Ok(None), _) | (_, Some(io::ErrorKind::WouldBlock)) => {}
             (Err(error), None) if error.kind() == io::ErrorKind::NotConnected => {}
             (Err(_), None) => {
-                if gone {
-                    // It had said all before that.
+                if hung_up {
+                    // Everything that the program sent before it hung up was read.
                     stack.shut_relay(key, true);
                 }
-                // The guest takes no more: a program that goes on writing should know.
+                // The guest receives no more: a program that keeps writing gets an error.
                 let _ = socket.shutdown(Shutdown::Read);
             }
             (Err(_), Some(error)) if is_reset(socket, error) => stack.reset_relay(key),
-            // Its program has said all, or is gone.
-            (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, gone || failed.is_some()),
+            // The program has sent everything, or has disconnected.
+            (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, hung_up || failed.is_some()),
         }
         0
     }
 
-    /// Accepts some of the programs that have connected to its socket. Says whether there were any.
+    /// Accepts programs that have connected to its socket. Returns whether there were any.
     fn accept(&mut self, until: Instant) -> bool {
         let mut any = false;
         for _ in 0..ACCEPTS {
-            let Some(listener) = self.listener.as_ref().filter(|_| self.knocking && self.accept_at.is_none()) else {
+            let Some(listener) = self.listener.as_ref().filter(|_| self.accepts_pending && self.accept_at.is_none())
+            else {
                 break;
             };
             let Some(place) = self.guest.budget.admit() else {
-                match self.asking.oldest() {
-                    Some(slot) => self.turn_away(slot, format_args!("all of the guest's sockets are in use")),
-                    None => self.pause(&"all of the guest's sockets are in use"),
+                match self.programs.oldest() {
+                    Some(slot) => self.turn_away(slot, format_args!("the guest has no sockets left")),
+                    None => self.pause(&"the guest has no sockets left"),
                 }
                 continue;
             };
@@ -486,7 +491,7 @@ impl Member {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     if error.kind() == io::ErrorKind::WouldBlock {
-                        self.knocking = false;
+                        self.accepts_pending = false;
                     } else {
                         self.pause(&error);
                     }
@@ -497,7 +502,7 @@ impl Member {
             if socket.set_nonblocking(true).is_ok() {
                 let process = sys::peer_process(socket.as_fd());
                 let wire = Arc::new(Wire::accepted(&self.guest.mail, place, Socket::from(socket)));
-                self.welcome(wire, process);
+                self.add_program(wire, process);
             }
             if Instant::now() >= until {
                 break;
@@ -506,35 +511,39 @@ impl Member {
         any
     }
 
-    /// A program has connected. Who says at once what it wants is served at once; else it may cost another one its place.
-    fn welcome(&mut self, wire: Arc<Wire>, process: i32) {
+    /// Adds a program that has connected. One that has sent its line already is served at once; otherwise it may displace
+    /// another.
+    fn add_program(&mut self, wire: Arc<Wire>, process: i32) {
         if !self.watch(&wire) {
             return;
         }
         let slot = wire.slot;
-        let entry = Entry { wire, state: State::Asking, gone: false, pending: EventSet::empty(), listed: false };
+        let entry = Entry { wire, state: State::Program, hung_up: false, pending: EventSet::empty(), listed: false };
         self.entries.insert(slot, entry);
-        self.asking.insert(slot, process, Instant::now());
-        self.ask(slot);
-        if let Some(oldest) = self.asking.surplus() {
-            self.turn_away(oldest, format_args!("it was silent for long, and too many others want its place"));
+        self.programs.insert(slot, process, Instant::now());
+        self.read_request(slot);
+        if let Some(oldest) = self.programs.surplus() {
+            self.turn_away(
+                oldest,
+                format_args!("it has not sent \"CONNECT <port>\", and too many programs are waiting"),
+            );
         }
     }
 
-    /// Nobody can be accepted for a while.
+    /// Stops accepting for a while.
     fn pause(&mut self, why: &dyn Display) {
         self.accept_at = Some(Instant::now() + PAUSE);
         let path = self.guest.host_path();
-        self.guest.say(Level::Warn, format_args!("cannot accept a program on {path}: {why}; trying again"));
+        self.guest.say(Level::Warn, format_args!("cannot accept a program on {path}: {why}; retrying"));
     }
 
-    /// A program that has connected may have said which port it wants.
-    fn ask(&mut self, slot: u64) {
+    /// Reads the CONNECT line of a program, if it has arrived.
+    fn read_request(&mut self, slot: u64) {
         let Some(entry) = self.entries.get(&slot) else { return };
         let Some(socket) = entry.wire.socket() else { return };
         let mut line = [0; LINE];
         let (port, len) = match sys::peek(socket.as_fd(), &mut line) {
-            Ok(0) => return self.turn_away(slot, format_args!("it has gone before it said which port it wants")),
+            Ok(0) => return self.turn_away(slot, format_args!("it disconnected before sending \"CONNECT <port>\"")),
             Ok(len) => {
                 let text = line.get(..len).unwrap_or_default();
                 match parse(text) {
@@ -551,23 +560,23 @@ impl Member {
             Err(error) => return self.turn_away(slot, format_args!("{error}")),
         };
         let _ = io::Read::read(&mut { socket }, line.get_mut(..len).unwrap_or_default());
-        let relay = HostRelay { wire: entry.wire.clone(), asked: true };
+        let relay = HostRelay { wire: entry.wire.clone(), awaits_ok: true };
         let peer = Addr { cid: self.guest.cid, port };
         match self.guest.stack.connect_relay(peer, Kind::Stream, relay) {
             Ok(key) => {
-                self.asking.remove(slot);
+                self.programs.remove(slot);
                 self.slots.insert(key, slot);
                 if let Some(entry) = self.entries.get_mut(&slot) {
                     entry.state = State::Relay { key };
                 }
-                self.heat();
+                self.activate();
             }
             Err(error) => self.turn_away(slot, format_args!("port {port}: {error}")),
         }
     }
 
     fn turn_away(&mut self, slot: u64, why: Arguments<'_>) {
-        if self.asking.remove(slot) {
+        if self.programs.remove(slot) {
             self.entries.remove(&slot);
             self.guest.budget.turned_away.fetch_add(1, Ordering::Relaxed);
             let path = self.guest.host_path();
@@ -582,15 +591,15 @@ impl Member {
             && self.slots.get(&key) == Some(&slot)
         {
             self.slots.remove(&key);
-            // Its program should know, whatever becomes of the socket.
+            // So that the program notices although the socket stays open until it has read everything.
             if entry.wire.is_unread() {
                 entry.wire.socket().inspect(|socket| _ = socket.shutdown(Shutdown::Both));
             }
         }
-        // There will be word when it has read something.
+        // If unread, an event follows when the program has read.
         if !entry.wire.is_unread() {
             self.entries.remove(&slot);
-            // There is a place for somebody who waits.
+            // A socket is free: programs waiting in the backlog can be accepted.
             self.accept_at = None;
         }
     }

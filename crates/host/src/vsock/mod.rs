@@ -1,8 +1,8 @@
-//! vsock devices and drivers, with what they need of the kernel: notifications, threads, sockets of the host.
+//! vsock devices and drivers (virtio 1.3, 5.10) with what they need from the kernel: notifications, threads, host sockets.
 //!
-//! [`VsockServer`] is a guest's device behind a vhost-user socket; all of them are served by one [`VsockWorker`], guest by
-//! guest in turns (`member.rs`), which also relays between guests and sockets of the host (`relay.rs`), within each guest's
-//! budget (`budget.rs`). [`VsockClient`] is the other side: a driver that connects to any vhost-user vsock device.
+//! [`VsockServer`] is a guest's device behind a vhost-user socket. One [`VsockWorker`] serves all of them, guest by guest in
+//! turns (`member.rs`), and relays between guests and host sockets (`relay.rs`) within each guest's budget (`budget.rs`).
+//! [`VsockClient`] is the front end: a driver that connects to any vhost-user vsock device.
 #![cfg_attr(
     not(test),
     deny(
@@ -15,12 +15,12 @@
     )
 )]
 
-mod asking;
 mod budget;
 mod client;
 mod guest;
 mod lines;
 mod member;
+mod programs;
 mod relay;
 mod shared;
 mod worker;
@@ -31,5 +31,5 @@ pub use guest::{VsockConfig, VsockServer};
 pub use relay::HostRelay;
 pub use worker::VsockWorker;
 
-/// The device's end of a connection, with sockets of the host behind some of them.
+/// The device's end of a connection; some have host sockets behind them.
 pub type HostSide = ringroad_vsock::DeviceSide<HostRelay>;

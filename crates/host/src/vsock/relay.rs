@@ -1,4 +1,4 @@
-//! Sockets of the host behind connections of a guest. A connection owns the writing end of its socket; the worker reads.
+//! Host sockets behind a guest's connections. The connection writes to its socket, the worker (`member.rs`) reads from it.
 
 use super::{
     budget::{Budget, Place},
@@ -19,21 +19,21 @@ use std::{
     },
 };
 
-/// What the kernel keeps for a program that does not read and was not granted more, as it is asked for it: it doubles that.
+/// Send buffer of a socket without a grant, as passed to SO_SNDBUF; the kernel doubles it.
 const BASE: usize = 4096;
-/// The same at most: the usual net.core.wmem_max.
+/// Largest send buffer, as passed to SO_SNDBUF: the usual net.core.wmem_max.
 const MOST: usize = 212_992;
 
-/// A socket of the host, as its connection and the worker share it.
+/// A host socket, shared by its connection and the worker.
 pub(super) struct Wire {
     /// Its number.
     pub slot: u64,
-    /// Not there until it is being connected.
+    /// Empty until connecting begins.
     socket: OnceLock<Socket>,
     tcp: bool,
-    /// Its connection has ended: what is known of its key may be about another one by now.
-    over: AtomicBool,
-    /// It is reset when it is closed: what was not read is lost.
+    /// Its connection has ended; the connection's key may have been reused since.
+    ended: AtomicBool,
+    /// It is reset when closed: unread data is lost.
     reset: AtomicBool,
     granted: Mutex<Granted>,
     mail: Arc<Mailbox>,
@@ -41,13 +41,13 @@ pub(super) struct Wire {
 }
 
 impl Wire {
-    /// One that is not connected yet.
+    /// Creates one that is not connected yet.
     pub(super) fn new(mail: &Arc<Mailbox>, place: Place, tcp: bool) -> Wire {
         Wire {
             slot: mail.shared.slot(),
             socket: OnceLock::new(),
             tcp,
-            over: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             reset: AtomicBool::new(false),
             granted: Mutex::default(),
             mail: mail.clone(),
@@ -55,7 +55,7 @@ impl Wire {
         }
     }
 
-    /// Of a program that has connected.
+    /// Wraps the socket of a program that has connected.
     pub(super) fn accepted(mail: &Arc<Mailbox>, place: Place, socket: Socket) -> Wire {
         let wire = Wire::new(mail, place, false);
         let _ = socket.set_send_buffer_size(BASE);
@@ -67,15 +67,15 @@ impl Wire {
         self.socket.get()
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
     }
 
     pub(super) fn budget(&self) -> &Arc<Budget> {
         &self.place.0
     }
 
-    /// Connects it without waiting; `false`: it is not known yet whether there is somebody.
+    /// Connects without blocking. Returns `false` if the connect is still pending.
     pub(super) fn connect(&self, target: &Target) -> io::Result<bool> {
         let (socket, connected) = match target {
             Target::Unix(path) => (connect_unix(path)?, true),
@@ -89,7 +89,7 @@ impl Wire {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
         let _ = socket.set_tcp_nodelay(true);
-        // Left to itself the kernel would keep megabytes each way. What comes in cannot be changed later.
+        // By default the kernel buffers megabytes in each direction. The receive buffer cannot be changed later.
         let incoming = self.budget().grant(2 * (MOST - BASE));
         self.granted.lock().incoming = incoming;
         let _ = socket.set_recv_buffer_size(BASE + incoming / 2);
@@ -101,13 +101,13 @@ impl Wire {
         }
     }
 
-    /// A socket takes no more now: the kernel may keep more for it, if there is memory left in the budget, as what it does
-    /// not keep is kept here, which takes a copy more. `true`: it does.
+    /// Called when the socket takes no more data: enlarges its send buffer, if the budget allows. What the kernel does not
+    /// buffer is kept in the connection, which costs another copy. Returns whether it was enlarged.
     fn grow(&self) -> bool {
         let Some(socket) = self.socket() else { return false };
         let mut granted = self.granted.lock();
         let now = BASE + granted.outgoing / 2;
-        // In steps of at least twice as much, so that the calls do not cost more than they bring.
+        // At least doubled each time, so that the calls pay off.
         let more = if now <= MOST / 2 { self.budget().grant(2 * (MOST - now)) } else { 0 };
         if more < 2 * now {
             self.budget().give_back(more);
@@ -122,15 +122,16 @@ impl Wire {
         true
     }
 
-    /// Whether its program has something to read yet. What it has not read stays in the kernel, and stays on the guest's
-    /// budget, though the connection is over.
+    /// Returns whether the program has not read everything yet. Unread data stays in the kernel and on the guest's budget,
+    /// even after the connection has ended.
     pub(super) fn is_unread(&self) -> bool {
-        // The kernel tells us of the last bytes while it still counts one of them, and of a TCP connection counts its end.
+        // More than 1: the kernel signals that the last bytes were read while it still counts one, and for TCP it counts the
+        // FIN.
         let lost = self.reset.load(Ordering::Acquire);
         !lost && self.socket().is_some_and(|socket| sys::unread(socket.as_fd()).is_ok_and(|unread| unread > 1))
     }
 
-    /// Gives memory back if its program has read all; `false`: it has not.
+    /// Returns granted memory if the program has read nearly everything; `false` if it has not.
     pub(super) fn shrink(&self) -> bool {
         let Some(socket) = self.socket() else { return true };
         let mut granted = self.granted.lock();
@@ -143,7 +144,7 @@ impl Wire {
     }
 }
 
-/// Bytes of kernel memory beyond the base, of a guest's budget.
+/// Kernel memory beyond [`BASE`], in bytes of the guest's budget.
 #[derive(Default)]
 struct Granted {
     incoming: usize,
@@ -157,32 +158,32 @@ impl Drop for Wire {
     }
 }
 
-/// Where a socket is to be connected to.
+/// The destination of a connect.
 pub(super) enum Target {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
 
-/// A socket of the host, Unix or TCP, behind a connection.
+/// A host socket, Unix or TCP, behind a connection.
 pub struct HostRelay {
     pub(super) wire: Arc<Wire>,
-    /// Its program has asked for the connection and waits for "OK".
-    pub(super) asked: bool,
+    /// The program has requested the connection and waits for the "OK" line.
+    pub(super) awaits_ok: bool,
 }
 
 impl Relay for HostRelay {
     fn opened(&mut self, key: Key) {
-        if std::mem::take(&mut self.asked)
+        if std::mem::take(&mut self.awaits_ok)
             && let Some(socket) = self.wire.socket()
         {
             let line = format!("OK {}\n", key.port);
-            // A socket that nothing was written to has room for a line. A program that is gone is noticed by the worker.
+            // A socket that nothing was written to has room for a line. The worker notices if the program has disconnected.
             let _ = socket.send(line.as_bytes());
         }
     }
 
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()> {
-        // Before it is connected nothing is taken; the worker asks for it then.
+        // Nothing is taken before the socket is connected; the worker drains the connection then.
         let Some(socket) = self.wire.socket() else { return Ok(()) };
         while !payload.is_empty() {
             let private = payload.private();
@@ -219,22 +220,22 @@ impl Relay for HostRelay {
             && self.wire.tcp
             && let Some(socket) = self.wire.socket()
         {
-            // A TCP connection is reset too.
+            // The TCP connection is reset too.
             let _ = SockRef::from(socket).set_linger(Some(std::time::Duration::ZERO));
             self.wire.reset.store(true, Ordering::Release);
         }
-        self.wire.over.store(true, Ordering::Release);
+        self.wire.ended.store(true, Ordering::Release);
         self.wire.mail.send(Command::Close(self.wire.slot));
     }
 }
 
-/// Whether an error says that the program has reset its connection. A Unix socket says so of a program that just ended with
-/// something unread.
+/// Returns whether an error means that the program has reset its connection. Not for Unix sockets, which report the same
+/// error if the program closes its socket with unread data.
 pub(super) fn is_reset(socket: &Socket, error: io::ErrorKind) -> bool {
     error == io::ErrorKind::ConnectionReset && socket.domain().is_ok_and(|domain| domain != Domain::UNIX)
 }
 
-/// Connects to a Unix socket without waiting: where nobody accepts, that is an error.
+/// Connects to a Unix socket without blocking; fails if the listener's backlog is full.
 fn connect_unix(path: &Path) -> io::Result<Socket> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
@@ -243,10 +244,11 @@ fn connect_unix(path: &Path) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// The longest line that asks for a connection: "CONNECT 4294967295\r\n".
+/// The longest CONNECT line: "CONNECT 4294967295\r\n".
 pub(super) const LINE: usize = 20;
 
-/// The port that a line asks for: `CONNECT <port>`, as Firecracker has it. `None`: the line is not finished yet.
+/// Parses a line `CONNECT <port>`, as Firecracker defines it. Returns the port and the length of the line, or `None` if the
+/// line is incomplete.
 pub(super) fn parse(line: &[u8]) -> Option<Result<(u32, usize), &'static str>> {
     const EXPECTED: &str = "expected \"CONNECT <port>\" and a line feed";
     let Some(end) = line.iter().position(|&byte| byte == b'\n') else {
@@ -265,10 +267,10 @@ mod tests {
     use super::parse;
 
     #[test]
-    fn a_line_asks_for_a_port() {
+    fn connect_lines_are_parsed() {
         assert_eq!(parse(b"CONNECT 1024\n"), Some(Ok((1024, 13))));
         assert_eq!(parse(b"CONNECT 4294967295\r\n"), Some(Ok((u32::MAX, 20))));
-        assert_eq!(parse(b"CONNECT 1\nhello"), Some(Ok((1, 10))), "what follows is the program's");
+        assert_eq!(parse(b"CONNECT 1\nhello"), Some(Ok((1, 10))), "what follows is the program's data");
         for unfinished in [&b""[..], b"CONN", b"CONNECT 42949672951"] {
             assert_eq!(parse(unfinished), None);
         }

@@ -1,5 +1,5 @@
-//! How the vsock worker is reached from any thread: a list for what control wants, and a mailbox for each guest, so that one
-//! that is full of news holds up its own guest only.
+//! How other threads reach the vsock worker: a list of control requests, and a mailbox for each guest, so that a full mailbox
+//! delays its own guest only.
 
 use super::{
     budget::Total,
@@ -28,37 +28,37 @@ use vmm_sys_util::{
     eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
 };
 
-/// What control wants of the worker.
+/// A control request to the worker.
 pub(super) enum Control {
     Add(Arc<Guest>, Option<UnixListener>, mpsc::Sender<io::Result<()>>),
     Remove(u32, mpsc::Sender<()>),
-    /// Programs connect there from now on.
+    /// Replaces the socket that programs connect to.
     Listen(u32, Option<UnixListener>, mpsc::Sender<()>),
     Configure(Option<usize>, Duration, mpsc::Sender<io::Result<()>>),
     Stop,
 }
 
-/// What a guest's stack has to tell the worker.
+/// A request from a guest's stack to the worker.
 pub(super) enum Command {
-    /// A connection can be sent to again.
+    /// A connection has room again: read from its host socket.
     Room(Key),
-    /// A connection that the guest has asked for; `None`: it is connected, or being connected, already.
+    /// A connection that the guest has requested. Target `None`: connecting has begun already; `true`: it is connected.
     Open(Key, Arc<Wire>, Option<Target>, bool),
-    /// A socket takes no more; `true`: it was reset.
+    /// Writing to a socket failed; `true`: it was reset.
     Failed(u64, bool),
-    /// The kernel keeps more for a socket than for most.
+    /// A socket was granted kernel memory.
     Grown(u64),
-    /// A connection is over.
+    /// A connection has ended.
     Close(u64),
 }
 
-/// What is needed to reach the worker from any thread.
+/// The worker's state that other threads use.
 pub(super) struct Shared {
-    /// Kicks, and what says that a guest's sockets have something.
+    /// Kicks, listeners, and the epoll descriptors of the guests' sockets.
     epoll: Epoll,
     wake: EventFd,
     thread: OnceLock<ThreadId>,
-    /// `None`: the worker has ended, and hears nothing any more.
+    /// `None`: the worker has ended and takes no more requests.
     control: Mutex<Option<Vec<Control>>>,
     /// Guests with something in their mailboxes.
     posts: Mutex<Vec<u32>>,
@@ -68,7 +68,7 @@ pub(super) struct Shared {
     pub total: Arc<Total>,
 }
 
-/// What an event is about, as 64 bits.
+/// The source of an event, encoded in 64 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Token {
     Wake,
@@ -76,7 +76,7 @@ pub(super) enum Token {
     Kick(u32),
     /// A program connects to a guest's socket.
     Listener(u32),
-    /// Sockets of a guest.
+    /// An event at a guest's host sockets.
     Sockets(u32),
 }
 
@@ -102,7 +102,7 @@ impl Token {
     }
 }
 
-/// Adds a descriptor, edge-triggered, so that nobody need read it.
+/// Adds a descriptor, edge-triggered, so that it need not be read.
 pub(super) fn add(epoll: &Epoll, fd: RawFd, data: u64, events: EventSet) -> io::Result<()> {
     epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(events | EventSet::EDGE_TRIGGERED, data))
 }
@@ -124,12 +124,12 @@ impl Shared {
         Ok(shared)
     }
 
-    /// The calling thread is the worker's from now on.
-    pub(super) fn belongs_here(&self) {
+    /// Makes the calling thread the worker's.
+    pub(super) fn set_worker_thread(&self) {
         let _ = self.thread.set(thread::current().id());
     }
 
-    pub(super) fn is_here(&self) -> bool {
+    pub(super) fn is_worker_thread(&self) -> bool {
         self.thread.get() == Some(&thread::current().id())
     }
 
@@ -140,42 +140,42 @@ impl Shared {
         self.notify();
     }
 
-    /// The worker has ended: whoever waits for an answer waits no more.
+    /// The worker has ended: callers that wait for a reply return.
     pub(super) fn end(&self) {
         *self.control.lock() = None;
     }
 
     fn notify(&self) {
         self.pending.store(true, Ordering::Release);
-        // The worker itself looks at the lists before it sleeps.
-        if !self.is_here() {
+        // The worker itself checks the lists before it sleeps.
+        if !self.is_worker_thread() {
             let _ = self.wake.write(1);
         }
     }
 
-    /// Whether there is news for the worker.
+    /// Returns whether there are requests or posted guests.
     pub(super) fn is_pending(&self) -> bool {
         self.pending.load(Ordering::Acquire)
     }
 
-    /// The news there is.
+    /// Takes the control requests and the guests with mail.
     pub(super) fn take(&self) -> (Vec<Control>, Vec<u32>) {
         self.pending.store(false, Ordering::Relaxed);
         let control = self.control.lock().as_mut().map(std::mem::take).unwrap_or_default();
         (control, std::mem::take(&mut *self.posts.lock()))
     }
 
-    /// A number for a guest.
+    /// Returns a new guest number.
     pub(super) fn number(&self) -> u32 {
         self.guests.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// A number for a socket.
+    /// Returns a new socket number.
     pub(super) fn slot(&self) -> u64 {
         self.slots.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// From now on the worker hears when there is something to read.
+    /// Watches a descriptor for input.
     pub(super) fn watch(&self, fd: RawFd, token: Token) -> io::Result<()> {
         add(&self.epoll, fd, token.to_data(), EventSet::IN)
     }
@@ -184,17 +184,17 @@ impl Shared {
         let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
     }
 
-    /// Waits for events, so many milliseconds; -1: for ever.
+    /// Waits for events, up to `timeout` milliseconds; -1: without a limit.
     pub(super) fn wait(&self, timeout: i32, events: &mut [EpollEvent]) -> usize {
         self.epoll.wait(timeout, events).unwrap_or(0)
     }
 }
 
-/// What a guest's stack wants of the worker.
+/// Requests from a guest's stack to the worker.
 pub(super) struct Mailbox {
     pub guest: u32,
     pub shared: Arc<Shared>,
-    /// The worker knows that there is something.
+    /// The guest is in the worker's list of posts.
     listed: AtomicBool,
     work: AtomicBool,
     commands: Mutex<VecDeque<Command>>,
@@ -211,8 +211,8 @@ impl Mailbox {
         }
     }
 
-    /// There is something to do at the guest's stack.
-    pub(super) fn work(&self) {
+    /// Requests a run of the stack's `work`.
+    pub(super) fn request_work(&self) {
         self.work.store(true, Ordering::Relaxed);
         self.post();
     }
@@ -229,9 +229,9 @@ impl Mailbox {
         }
     }
 
-    /// Takes up to `most` commands. Says whether there is work too, and whether there are more commands.
+    /// Takes up to `most` commands. Returns whether the stack's `work` was requested, and whether there are more commands.
     pub(super) fn take(&self, most: usize, into: &mut Vec<Command>) -> (bool, bool) {
-        // First: who adds something from now on says so again.
+        // Cleared first: anything added from here on posts the guest again.
         self.listed.swap(false, Ordering::AcqRel);
         let work = self.work.swap(false, Ordering::Relaxed);
         let mut commands = self.commands.lock();
@@ -246,14 +246,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_come_back_as_they_were() {
+    fn tokens_survive_encoding() {
         for token in [Token::Wake, Token::Kick(7), Token::Listener(u32::MAX), Token::Sockets(0), Token::Sockets(9)] {
             assert_eq!(Token::from_data(token.to_data()), token);
         }
     }
 
     #[test]
-    fn a_mailbox_is_posted_once_and_emptied_in_parts() {
+    fn a_mailbox_is_posted_once_and_taken_in_parts() {
         let shared = Arc::new(Shared::new().unwrap());
         let mail = Mailbox::new(&shared);
         (0..5).for_each(|slot| mail.send(Command::Close(slot)));
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(shared.take().1, [mail.guest]);
         let mut commands = Vec::new();
         assert_eq!(mail.take(3, &mut commands), (false, true));
-        mail.work();
+        mail.request_work();
         assert_eq!(shared.take().1, [mail.guest]);
         assert_eq!(mail.take(3, &mut commands), (true, false));
         let slots = commands.iter().map(|command| if let Command::Close(slot) = command { *slot } else { 9 });

@@ -1,5 +1,5 @@
-//! The thread that serves all vsock devices of a program: moves packets, reads the sockets of the host, keeps time. Guests
-//! have turns; what is done in one is `member.rs`.
+//! The thread that serves all vsock devices of a program: moves packets, reads host sockets, runs timers. Guests take turns;
+//! `member.rs` is one guest's turn.
 
 use super::{
     HostSide,
@@ -22,7 +22,7 @@ use std::{
 };
 use vmm_sys_util::epoll::{Epoll, EpollEvent};
 
-/// While there is something to do, events are looked for after so many rounds of turns, or this time.
+/// While there is work, events are polled after this many rounds, or after this time.
 const ROUNDS: u32 = 16;
 const LOOK: Duration = Duration::from_micros(100);
 
@@ -34,15 +34,15 @@ pub struct VsockWorker {
 }
 
 impl VsockWorker {
-    /// Starts the thread, on a CPU or any. It looks for `poll` after the last packet before it sleeps. `connections`: how many
-    /// each guest may have with others that it has asked for.
+    /// Starts the thread, pinned to a CPU if given. It polls for `poll` after the last packet before it sleeps.
+    /// `connections`: the maximum number of connections with other guests that each guest may request.
     pub fn start(cpu: Option<usize>, poll: Duration, connections: usize) -> io::Result<VsockWorker> {
         let shared = Arc::new(Shared::new()?);
         let (started, result) = mpsc::channel();
         let thread = {
             let shared = shared.clone();
             thread::Builder::new().name("vsock".into()).spawn(move || {
-                shared.belongs_here();
+                shared.set_worker_thread();
                 let pinned = cpu.map_or(Ok(()), sys::pin_current_thread);
                 let go = pinned.is_ok();
                 let _ = started.send(pinned);
@@ -56,10 +56,10 @@ impl VsockWorker {
         Ok(VsockWorker { shared, hub: Hub::new(connections), thread: Some(thread) })
     }
 
-    /// Has it run on another CPU, or any, and look for `poll` after the last packet.
+    /// Changes CPU (`None`: any) and polling time.
     ///
     /// # Errors
-    /// The CPU is not there or not allowed; it stays where it was.
+    /// The CPU does not exist or is not allowed; the thread stays where it was.
     pub fn set(&self, cpu: Option<usize>, poll: Duration) -> io::Result<()> {
         let (sender, done) = mpsc::channel();
         self.shared.control(Control::Configure(cpu, poll, sender));
@@ -90,9 +90,9 @@ struct Loop<'a> {
     shared: &'a Arc<Shared>,
     poll: Duration,
     members: HashMap<u32, Member>,
-    /// Guests that have something to do, in turn.
+    /// Guests with something to do, in order.
     turns: VecDeque<u32>,
-    /// When guests want a turn though nothing happens.
+    /// When guests need a turn without any event.
     deadlines: BTreeSet<(Instant, u32)>,
     faults: u64,
 }
@@ -113,7 +113,7 @@ impl<'a> Loop<'a> {
         let mut events = [EpollEvent::default(); 128];
         let (mut rounds, mut looked) = (0u32, Instant::now());
         loop {
-            if self.shared.is_pending() && !self.obey() {
+            if self.shared.is_pending() && !self.handle_control() {
                 return;
             }
             let mut any = self.round();
@@ -125,7 +125,7 @@ impl<'a> Loop<'a> {
                 self.faults = ringroad_mem::faults();
                 self.members.values().for_each(|member| member.guest.check_memory());
             }
-            if !any && !self.rest() {
+            if !any && !self.deactivate() {
                 any = true;
             }
             let timeout = if any || self.shared.is_pending() { 0 } else { self.timeout() };
@@ -138,7 +138,7 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// A turn for each guest that has something to do. Says whether there was anything.
+    /// Gives a turn to each guest with something to do. Returns whether there was anything.
     fn round(&mut self) -> bool {
         let mut any = false;
         for _ in 0..self.turns.len() {
@@ -165,14 +165,14 @@ impl<'a> Loop<'a> {
         any
     }
 
-    /// Leaves guests alone that had nothing to do for a while. `false`: not all of them.
-    fn rest(&mut self) -> bool {
+    /// Stops polling idle guests. Returns `false` if some still need turns.
+    fn deactivate(&mut self) -> bool {
         for _ in 0..self.turns.len() {
             let Some(number) = self.turns.pop_front() else { break };
             let Some(member) = self.members.get_mut(&number) else { continue };
             let poll = self.poll;
-            match catch_unwind(AssertUnwindSafe(|| member.rest(poll))) {
-                Ok(rests) => member.listed = !rests,
+            match catch_unwind(AssertUnwindSafe(|| member.deactivate(poll))) {
+                Ok(idle) => member.listed = !idle,
                 Err(payload) => {
                     self.panicked(number, panic_message(&*payload));
                     continue;
@@ -183,14 +183,14 @@ impl<'a> Loop<'a> {
             }
         }
         if !self.turns.is_empty() {
-            // Programs of the host that it has just served may be waiting for this CPU.
+            // Programs just served may be waiting for this CPU.
             thread::yield_now();
         }
         self.turns.is_empty()
     }
 
-    /// A panic in a guest's turn is that guest's end, and nobody else's: its frontend is disconnected, its sockets are closed, and
-    /// it begins anew with its next frontend.
+    /// Handles a panic in a guest's turn, which affects that guest only: its frontend is disconnected, its sockets are
+    /// closed, and it starts over with its next frontend.
     #[cold]
     fn panicked(&mut self, number: u32, message: &str) {
         let Some(member) = self.members.remove(&number) else { return };
@@ -209,11 +209,11 @@ impl<'a> Loop<'a> {
             self.shared.unwatch(listener.as_raw_fd());
         }
         if let Err(error) = self.add(guest.clone(), listener) {
-            log::error!("{}: cannot be served any more: {error}", guest.name);
+            log::error!("{}: cannot restart its device: {error}", guest.name);
         }
     }
 
-    /// Gives a guest turns, after something has happened.
+    /// Changes a guest's state after an event and gives it turns.
     fn list(&mut self, guest: u32, what: impl FnOnce(&mut Member)) {
         if let Some(member) = self.members.get_mut(&guest) {
             what(member);
@@ -223,7 +223,7 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// Gives turns to guests whose time has come.
+    /// Gives turns to guests whose deadline has passed.
     fn wake(&mut self, now: Instant) {
         while let Some(&(due, guest)) = self.deadlines.first()
             && due <= now
@@ -233,25 +233,25 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// Milliseconds to sleep.
+    /// Returns the milliseconds to sleep.
     fn timeout(&self) -> i32 {
         let Some(&(next, _)) = self.deadlines.first() else { return -1 };
         let left = next.saturating_duration_since(Instant::now());
-        // Rounded up: else it would wake just before, again and again.
+        // Rounded up: otherwise it would wake just before the deadline, repeatedly.
         (left.as_millis() + 1).min(i32::MAX as u128) as i32
     }
 
     fn event(&mut self, token: Token) {
         match token {
             Token::Wake => {}
-            Token::Kick(guest) => self.list(guest, Member::heat),
-            Token::Listener(guest) => self.list(guest, |member| member.knocking = true),
+            Token::Kick(guest) => self.list(guest, Member::activate),
+            Token::Listener(guest) => self.list(guest, |member| member.accepts_pending = true),
             Token::Sockets(guest) => self.list(guest, |member| member.events = true),
         }
     }
 
-    /// Takes up what others want. `false`: to stop.
-    fn obey(&mut self) -> bool {
+    /// Handles control requests and mail. Returns `false` to stop.
+    fn handle_control(&mut self) -> bool {
         let (control, posts) = self.shared.take();
         for control in control {
             match control {
@@ -280,17 +280,17 @@ impl<'a> Loop<'a> {
         true
     }
 
-    /// Programs connect to this socket of a guest from now on; the one before, if there was one, is closed.
+    /// Replaces the socket that programs of a guest connect to.
     fn listen(&mut self, guest: u32, listener: Option<UnixListener>) {
         let Some(member) = self.members.get_mut(&guest) else { return };
         let watched = listener
             .as_ref()
             .map_or(Ok(()), |listener| self.shared.watch(listener.as_raw_fd(), Token::Listener(guest)));
         if let Err(error) = watched {
-            member.guest.say(Level::Error, format_args!("cannot wait for programs: {error}"));
+            member.guest.say(Level::Error, format_args!("cannot watch the socket for programs: {error}"));
         }
         member.listener = listener;
-        self.list(guest, |member| member.knocking = true);
+        self.list(guest, |member| member.accepts_pending = true);
     }
 
     fn add(&mut self, guest: Arc<Guest>, listener: Option<UnixListener>) -> io::Result<()> {

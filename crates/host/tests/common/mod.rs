@@ -1,5 +1,5 @@
-//! What vhost_user.rs tests with: a frontend that says exactly what it is told to, guests that use it, a switch with
-//! ports for them, and the log by port.
+//! Common parts of the tests: a frontend that sends exactly the given messages, well-behaved guests, a switch with ports for
+//! them, and the log by port.
 
 use ringroad_host::{
     PortReport, Worker, WorkerConfig,
@@ -29,7 +29,7 @@ use vmm_sys_util::{
     sock_ctrl_msg::ScmSocket,
 };
 
-/// For how long anything is waited for that should happen.
+/// How long to wait for an expected event.
 pub const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Requests by their names in the vhost-user specification.
@@ -65,18 +65,18 @@ pub mod request {
 }
 use request::*;
 
-/// Header flags: the version, and that an answer is wanted.
+/// Header flags: the version, and the request for a reply.
 pub const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 8;
-/// SET_VRING_KICK and the like: no descriptor comes with it.
+/// Flag of SET_VRING_KICK and the like: no descriptor is attached.
 pub const NO_FD: u64 = 0x100;
 
-/// Feature bits of a plain driver.
+/// Feature bits of a driver with split rings.
 pub const SPLIT: u64 = bits::VERSION_1 | bits::PROTOCOL_FEATURES;
 /// The same with packed rings.
 pub const PACKED: u64 = SPLIT | bits::RING_PACKED;
 
-/// Waits until something is so; `false` if it never is.
+/// Waits until a condition holds. Returns `false` if it does not hold within `patience`.
 pub fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while !is() {
@@ -92,17 +92,17 @@ pub fn eventfd() -> EventFd {
     EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).unwrap()
 }
 
-/// Integers as a message carries them.
+/// Encodes 32-bit integers of a message.
 pub fn words(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// The same for 64-bit ones.
+/// Encodes 64-bit integers.
 pub fn longs(longs: &[u64]) -> Vec<u8> {
     longs.iter().flat_map(|long| long.to_ne_bytes()).collect()
 }
 
-/// A message as it goes over the socket.
+/// Encodes a message.
 pub fn message(request: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
     [&words(&[request, flags, size]), payload].concat()
 }
@@ -129,13 +129,14 @@ impl log::Log for Log {
     fn flush(&self) {}
 }
 
-/// What the log has said about a port, with levels. Port names are a test's own, so that tests do not see each other's.
+/// Returns the log lines of a port, with levels. Each test has its own port names, so that tests do not see each other's
+/// lines.
 pub fn log_of(port: &str) -> Vec<String> {
     let about = [format!(" port {port}:"), format!(" port {port} ")];
     LOG.lines().iter().filter(|line| about.iter().any(|about| line.contains(about))).cloned().collect()
 }
 
-/// The first line about a port that has all of some words in it, waiting for it.
+/// Waits for a line of a port that contains all the given words, and returns the first one.
 #[track_caller]
 pub fn logged(port: &str, wanted: &[&str]) -> String {
     let mut found = None;
@@ -148,7 +149,7 @@ pub fn logged(port: &str, wanted: &[&str]) -> String {
 
 // ------------------------------------------------------------------------------------------------------- the switch
 
-/// A folder that goes with its owner.
+/// A directory that is removed on drop.
 pub struct Folder(pub PathBuf);
 
 impl Folder {
@@ -178,11 +179,11 @@ pub fn worker() -> Worker {
         .unwrap()
 }
 
-/// The configuration space of all ports here.
+/// The configuration space of all ports.
 pub const CONFIG: Config =
     Config { mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]), link_up: true, queue_pairs: 1, mtu: 9001 };
 
-/// So much that tests of other things do not notice.
+/// A rate that tests of other things never reach.
 const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
 pub const GENEROUS: Limits =
     Limits { mapped: 1 << 40, regions: 509, connects: MUCH, messages: MUCH, refusals: MUCH, lines: MUCH };
@@ -204,7 +205,7 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
     }
 }
 
-/// A switch with three ports: 0 is mistreated, 1 and 2 must not notice.
+/// A switch with three ports: the tests attack port 0, ports 1 and 2 must not be affected.
 pub struct Rig {
     pub servers: Vec<Server>,
     name: String,
@@ -232,7 +233,7 @@ impl Rig {
         self.folder.file(&format!("{port}.sock"))
     }
 
-    /// The name of port 0.
+    /// Returns the name of port 0.
     pub fn victim(&self) -> String {
         format!("{}-0", self.name)
     }
@@ -244,7 +245,7 @@ impl Rig {
         guest
     }
 
-    /// A connection to port 0 that has agreed on features, and nothing else.
+    /// Returns a connection to port 0 that has negotiated features, and nothing else.
     pub fn peer(&self, acked: u64) -> Peer {
         let mut peer = Peer::connect(&self.socket(0));
         peer.negotiate(acked);
@@ -259,7 +260,7 @@ impl Rig {
         self.servers[port].port().report()
     }
 
-    /// Faults of port 0, in both directions.
+    /// Returns the faults of port 0, in both directions.
     pub fn faults(&self) -> u64 {
         let report = self.report(0);
         report.received.faults + report.sent.faults
@@ -272,42 +273,42 @@ impl Rig {
     }
 }
 
-/// Two guests that behave, on ports 1 and 2.
+/// Two well-behaved guests, on ports 1 and 2.
 pub struct Others(pub Guest, pub Guest);
 
 impl Others {
-    /// Frames go both ways, on the connections that there were from the beginning.
+    /// Checks that frames go both ways, on the connections that were made at the start.
     #[track_caller]
     pub fn work(&mut self) {
         exchange(&mut self.0, &mut self.1);
     }
 }
 
-/// A few frames each way.
+/// Exchanges a few frames each way.
 #[track_caller]
 pub fn exchange(a: &mut Guest, b: &mut Guest) {
     for _ in 0..3 {
         let sequence = a.send_to(b.mac);
-        assert!(b.receives(a.mac, sequence), "a frame from {} to {} got lost", a.mac, b.mac);
+        assert!(b.receives(a.mac, sequence), "a frame from {} to {} was lost", a.mac, b.mac);
         let sequence = b.send_to(a.mac);
-        assert!(a.receives(b.mac, sequence), "a frame from {} to {} got lost", b.mac, a.mac);
+        assert!(a.receives(b.mac, sequence), "a frame from {} to {} was lost", b.mac, a.mac);
     }
 }
 
-/// A descriptor as a file: sent to oneself, as std knows no other way from a library's types to its own.
+/// Duplicates a descriptor into a file, by sending it over a socket: std has no safe conversion from raw descriptors.
 pub fn file_of(fd: &impl AsRawFd) -> fs::File {
     let (from, to) = UnixStream::pair().unwrap();
     from.send_with_fd(&[0u8][..], fd.as_raw_fd()).unwrap();
     to.recv_with_fd(&mut [0]).unwrap().1.unwrap()
 }
 
-/// What a frontend can do to a descriptor that it has sent.
+/// Clears O_NONBLOCK, as a frontend can on a descriptor that it has sent.
 pub fn set_blocking(fd: &impl AsRawFd) {
-    // Whatever it is: this is an ioctl that all files have.
+    // An ioctl that works on any file.
     UnixStream::from(OwnedFd::from(file_of(fd))).set_nonblocking(false).unwrap();
 }
 
-/// The daemon's ports end in time, whatever their frontends do.
+/// Checks that the daemon's ports stop in time, whatever their frontends do.
 #[track_caller]
 pub fn ends_soon<T: Send + 'static>(rig: T) {
     let (ended, result) = mpsc::channel();
@@ -315,15 +316,15 @@ pub fn ends_soon<T: Send + 'static>(rig: T) {
         drop(rig);
         let _ = ended.send(());
     });
-    assert!(result.recv_timeout(PATIENCE).is_ok(), "a frontend holds up the end");
+    assert!(result.recv_timeout(PATIENCE).is_ok(), "a frontend blocks the ports from stopping");
 }
 
-/// A file of so many bytes.
+/// Creates a memfd of `len` bytes.
 pub fn memory(len: usize) -> fs::File {
     Region::create(len, 0, false).unwrap().1
 }
 
-/// How many mappings and descriptors this process has of a file, which is known by device and inode.
+/// Returns how many mappings and descriptors of a file, given by device and inode, this process has.
 pub fn held((device, inode): (u64, u64)) -> (usize, usize) {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let maps = maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count();
@@ -339,7 +340,7 @@ pub fn identity(file: &fs::File) -> (u64, u64) {
 
 // ----------------------------------------------------------------------------------------------------- the frontend
 
-/// One end of a vhost-user socket.
+/// The frontend's end of a vhost-user socket.
 pub struct Peer(pub UnixStream);
 
 impl Peer {
@@ -353,7 +354,7 @@ impl Peer {
         Peer(stream)
     }
 
-    /// The next one to connect.
+    /// Accepts the next connection.
     pub fn accept(listener: &UnixListener) -> Peer {
         listener.set_nonblocking(true).unwrap();
         let mut stream = None;
@@ -366,7 +367,7 @@ impl Peer {
         Peer::of(stream)
     }
 
-    /// Bytes as they are. That the other side has already gone is no news.
+    /// Sends raw bytes. Ignores that the other side has disconnected.
     pub fn send(&mut self, bytes: &[u8], fds: &[RawFd]) {
         let mut sent = 0;
         while sent < bytes.len() {
@@ -378,7 +379,7 @@ impl Peer {
         }
     }
 
-    /// A message that is answered with a value: its payload.
+    /// Sends a request and returns the payload of its reply.
     #[track_caller]
     pub fn ask(&mut self, request: u32, payload: &[u8]) -> Vec<u8> {
         self.send(&message(request, VERSION, payload.len() as u32, payload), &[]);
@@ -400,7 +401,7 @@ impl Peer {
         u64::from_ne_bytes(self.ask(request, &[]).try_into().unwrap())
     }
 
-    /// A message that wants to know whether it was obeyed: whether it was.
+    /// Sends a request with NEED_REPLY and returns whether it was accepted.
     #[track_caller]
     pub fn obeys(&mut self, request: u32, payload: &[u8], fds: &[RawFd]) -> bool {
         self.send(&message(request, VERSION | NEED_REPLY, payload.len() as u32, payload), fds);
@@ -416,10 +417,10 @@ impl Peer {
 
     #[track_caller]
     pub fn refused(&mut self, request: u32, payload: &[u8], fds: &[RawFd]) {
-        assert!(!self.obeys(request, payload, fds), "request {request} was obeyed");
+        assert!(!self.obeys(request, payload, fds), "request {request} was accepted");
     }
 
-    /// Whether the other side closes the connection.
+    /// Returns whether the other side closes the connection.
     pub fn ends(&mut self) -> bool {
         let mut bytes = [0; 4096];
         loop {
@@ -441,7 +442,7 @@ impl Peer {
         self.ok(SET_FEATURES, &longs(&[acked]), &[]);
     }
 
-    /// The base of a vring, which stops.
+    /// Stops a vring and returns its base.
     #[track_caller]
     pub fn get_base(&mut self, index: u32) -> u32 {
         let answer = self.ask(GET_VRING_BASE, &words(&[index, 0]));
@@ -450,12 +451,12 @@ impl Peer {
     }
 }
 
-/// The payload of SET_MEM_TABLE: guest address, size, user address, offset in the file of each region.
+/// Encodes the payload of SET_MEM_TABLE: guest address, size, user address, file offset of each region.
 pub fn mem_table(regions: &[[u64; 4]]) -> Vec<u8> {
     [words(&[regions.len() as u32, 0]), longs(regions.as_flattened())].concat()
 }
 
-/// The payload of ADD_MEM_REG and REM_MEM_REG.
+/// Encodes the payload of ADD_MEM_REG and REM_MEM_REG.
 pub fn mem_reg(region: [u64; 4]) -> Vec<u8> {
     longs(&[&[0], &region[..]].concat())
 }
@@ -470,13 +471,13 @@ pub struct Vring {
 }
 
 impl Vring {
-    /// Whether the device says that the vring has stopped by a fault.
+    /// Returns whether the device signals that a fault has stopped the vring.
     pub fn failed(&self) -> bool {
         within(PATIENCE, || self.err.read().is_ok())
     }
 }
 
-/// A guest's driver, with memory and rings of its own, on a connection that does what a test wants.
+/// A guest's driver with its own memory and rings, on a connection controlled by the test.
 pub struct Guest {
     pub peer: Peer,
     pub driver: Driver,
@@ -490,13 +491,13 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Agrees on features; nothing runs.
+    /// Negotiates features; nothing runs yet.
     pub fn new(mut peer: Peer, acked: u64, size: u32) -> Guest {
         peer.negotiate(acked);
         Guest::on(peer, acked, size)
     }
 
-    /// The same where features are agreed on.
+    /// The same on a connection that has negotiated features.
     pub fn on(peer: Peer, acked: u64, size: u32) -> Guest {
         let config = DriverConfig { acked, queue_pairs: 1, queue_size: size, frame: 1518, huge: false };
         let vring = || Vring { kick: eventfd(), call: eventfd(), err: eventfd() };
@@ -509,12 +510,12 @@ impl Guest {
         self.acked & bits::RING_PACKED != 0
     }
 
-    /// The base of a ring that was never used.
+    /// Returns the base of a ring that was never used.
     pub fn fresh(&self) -> u32 {
         if self.is_packed() { 0x8000_8000 } else { 0 }
     }
 
-    /// Its memory as messages name it.
+    /// Returns its memory region as in messages.
     pub fn region(&self) -> [u64; 4] {
         let region = &self.driver.region;
         [region.guest(), region.len() as u64, region.user(), 0]
@@ -526,13 +527,13 @@ impl Guest {
         self.peer.ok(SET_MEM_TABLE, &mem_table(&[region]), &[self.driver.file.as_raw_fd()]);
     }
 
-    /// The payload of SET_VRING_ADDR: index and flags, descriptor, device ("used"), driver ("available") area, log.
+    /// Returns the payload of SET_VRING_ADDR: index and flags, descriptor, device ("used"), driver ("available") area, log.
     pub fn addresses(&self, index: u32) -> [u64; 5] {
         let at = if index == 0 { self.driver.rx[0].addresses() } else { self.driver.tx[0].addresses() };
         [index.into(), at.descriptor, at.device, at.driver, 0]
     }
 
-    /// All that a vring needs but to be enabled.
+    /// Sets up a vring completely, except for enabling it.
     #[track_caller]
     pub fn prepare(&mut self, index: u32, base: u32) {
         let addresses = longs(&self.addresses(index));
@@ -556,7 +557,7 @@ impl Guest {
         }
     }
 
-    /// The same guest after a reset: new memory and rings, old connection.
+    /// The same guest after a reset: new memory and rings, same connection.
     pub fn again(self) -> Guest {
         let acked = self.acked;
         self.again_with(acked)
@@ -572,7 +573,7 @@ impl Guest {
         guest
     }
 
-    /// Adds a frame to the transmit queue; says its number. Without a kick nobody looks.
+    /// Adds a frame to the transmit queue, without a kick, and returns its sequence number.
     pub fn add(&mut self, to: MacAddr) -> Option<u64> {
         let sequence = self.next;
         let frame = [&to.0[..], &self.mac.0, &[0x88, 0xb5], &sequence.to_be_bytes(), &[7; 42]].concat();
@@ -592,7 +593,7 @@ impl Guest {
         sequence
     }
 
-    /// Numbers of the frames that came from somebody since the last call.
+    /// Returns the sequence numbers of frames received from an address since the last call.
     pub fn received(&mut self, from: MacAddr) -> Vec<u64> {
         let came = &mut self.came;
         let mut receive = |pieces: &[Span<'_>]| {
@@ -611,12 +612,12 @@ impl Guest {
         frames.map(|frame| number(&frame)).collect()
     }
 
-    /// Whether this frame comes next from somebody.
+    /// Returns whether the next frame from an address has this sequence number.
     pub fn receives(&mut self, from: MacAddr, sequence: u64) -> bool {
         within(PATIENCE, || self.received(from).contains(&sequence))
     }
 
-    /// Writes to its memory, at one of its user addresses, as a driver out of its mind does.
+    /// Writes to its memory at a user address, as a malicious driver could.
     pub fn poke(&self, address: u64, bytes: &[u8]) {
         let offset = (address - self.driver.region.user()) as usize;
         assert_eq!(self.driver.region.span(offset, bytes.len()).unwrap().write(bytes), bytes.len());

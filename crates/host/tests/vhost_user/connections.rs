@@ -1,4 +1,4 @@
-//! Connections that end, stall, come twice or not at all.
+//! Connections that end, stall, arrive twice or not at all.
 
 use crate::{
     LAYOUTS, NOBODY,
@@ -34,7 +34,7 @@ fn disconnect_in_the_middle_of_a_message() {
         drop(guest);
         assert!(within(PATIENCE, || held(memory) == (0, 0)), "after {len} bytes: {:?}", held(memory));
     }
-    logged(&rig.victim(), &["frontend gone", "in the middle of a message"]);
+    logged(&rig.victim(), &["frontend disconnected", "in the middle of a message"]);
     others.work();
     exchange(&mut rig.guest(0, SPLIT), &mut others.0);
 }
@@ -48,7 +48,7 @@ fn reconnects_with_traffic() {
         let mut guest = rig.guest(0, LAYOUTS[round % 2]);
         memories.push(identity(&guest.driver.file));
         exchange(&mut guest, &mut others.0);
-        // It goes with its ring full of frames, and with some on their way to it.
+        // It disconnects with its ring full of frames, and with frames in flight to it.
         (0..16).for_each(|_| assert!(guest.add(others.1.mac).is_some()));
         let _ = guest.vrings[1].kick.write(1);
         for _ in 0..8 {
@@ -69,7 +69,7 @@ fn reconnects_with_traffic() {
 }
 
 #[test]
-fn a_frontend_that_comes_back_at_once() {
+fn a_frontend_that_reconnects_at_once() {
     let rig = Rig::new("atonce");
     for round in 0..500 {
         let mut peer = Peer::connect(&rig.socket(0));
@@ -79,7 +79,7 @@ fn a_frontend_that_comes_back_at_once() {
 }
 
 #[test]
-fn a_frontend_that_never_sends_the_rest() {
+fn a_frontend_that_sends_half_a_message() {
     let whole = message(SET_VRING_NUM, VERSION, 8, &words(&[1, 64]));
     for len in [5, 12] {
         let rig = Rig::new(&format!("rest{len}"));
@@ -87,7 +87,7 @@ fn a_frontend_that_never_sends_the_rest() {
         let mut guest = rig.guest(0, PACKED);
         guest.peer.send(&whole[..len], &[]);
         others.work();
-        // Its queues are not at fault.
+        // Its queues still work.
         exchange(&mut guest, &mut others.0);
         ends_soon(rig);
         assert!(guest.peer.ends());
@@ -103,7 +103,7 @@ fn a_frontend_that_does_not_read() {
     socket.set_nonblocking(true).unwrap();
     let questions = message(GET_FEATURES, VERSION, 0, &[]).repeat(64);
     let mut last = Instant::now();
-    // Both directions are full when nothing has gone for a while.
+    // Both directions are full once no byte has been accepted for a while.
     assert!(within(PATIENCE, || {
         while (&socket).write(&questions).is_ok() {
             last = Instant::now();
@@ -148,7 +148,7 @@ fn socket_paths() {
     logged("paths-stale", &["INFO", "removing the stale socket", "stale.sock"]);
     Peer::connect(&stale).negotiate(SPLIT);
     drop(server);
-    assert!(!stale.exists(), "the socket goes with its server");
+    assert!(!stale.exists(), "the socket is removed with its server");
 
     let file = rig.folder.file("file");
     fs::write(&file, "kept").unwrap();
@@ -162,17 +162,17 @@ fn socket_paths() {
     unix::fs::symlink("nowhere", &dangling).unwrap();
     assert!(matches!(start("link", &dangling), Err(SocketError::NotASocket { .. })));
 
-    // procfs takes no files from anybody, root included.
+    // Nobody can create files on procfs, not even root.
     let long = rig.folder.file(&"x".repeat(120));
     for path in [&rig.folder.file("missing/a.sock"), &file.join("a.sock"), &"/proc/a.sock".into(), &long] {
         let error = start("bind", path).unwrap_err();
         assert!(matches!(error, SocketError::Bind { .. }), "{error:?}");
-        assert!(error.to_string().contains(&format!("port paths-bind: cannot make socket {}", path.display())));
+        assert!(error.to_string().contains(&format!("port paths-bind: cannot create socket {}", path.display())));
     }
 }
 
 #[test]
-fn a_socket_is_for_whom_it_should_be_and_goes_with_its_owner() {
+fn a_socket_has_its_configured_owner_and_mode_and_is_removed() {
     let (worker, folder) = (worker(), Folder::new("access"));
     let start = |name: &str, access| {
         let path = folder.file(name);
@@ -192,7 +192,7 @@ fn a_socket_is_for_whom_it_should_be_and_goes_with_its_owner() {
     }
     let _peer = Peer::connect(&folder.file("given"));
     logged("access-given", &["INFO", &format!("frontend connected, process {}, user {}", std::process::id(), own.0)]);
-    // Somebody has put another one in its place: that stays.
+    // A replaced file is not removed.
     fs::remove_file(folder.file("given")).unwrap();
     let _theirs = UnixListener::bind(folder.file("given")).unwrap();
     drop(server);
@@ -211,11 +211,11 @@ fn a_frontend_whose_backlog_is_full() {
     let client = start(Role::Client).unwrap();
     thread::sleep(Duration::from_millis(50));
     ends_soon(client);
-    // Nor does it hold up who looks whether somebody listens there.
+    // Checking whether a program listens there does not block either.
     let begin = Instant::now();
     assert!(matches!(start(Role::Server).map(drop), Err(SocketError::InUse { .. })));
     assert!(begin.elapsed() < Duration::from_secs(1));
-    // When there is room again, it connects.
+    // Once there is room, it connects.
     let client = start(Role::Client).unwrap();
     thread::sleep(Duration::from_millis(50));
     let listener = UnixListener::from(OwnedFd::from(full));
@@ -243,7 +243,7 @@ fn role_client() {
     other.mac = NOBODY;
     other.start_all();
     for round in 0..3 {
-        // Meanwhile it tries in vain.
+        // Attempts in the meantime fail.
         thread::sleep(Duration::from_millis(100));
         let listener = UnixListener::bind(&path).unwrap();
         let mut guest = Guest::new(Peer::accept(&listener), LAYOUTS[round % 2], 64);
@@ -251,7 +251,7 @@ fn role_client() {
         exchange(&mut guest, &mut other);
         fs::remove_file(&path).unwrap();
     }
-    // One that hangs up on everybody does not keep the daemon busy.
+    // A listener that closes each connection does not keep the daemon busy.
     let listener = UnixListener::bind(&path).unwrap();
     listener.set_nonblocking(true).unwrap();
     let (start, mut came) = (Instant::now(), 0);
@@ -261,5 +261,5 @@ fn role_client() {
     }
     assert!((1..=8).contains(&came), "{came} connections in a second");
     drop(client);
-    assert!(path.exists(), "the socket of somebody else stays");
+    assert!(path.exists(), "the listener's socket is not removed");
 }

@@ -1,4 +1,4 @@
-//! Descriptors that are not what they should be, or that a frontend does something to after it has sent them.
+//! Descriptors of the wrong kind, or that a frontend changes after sending them.
 
 use crate::{
     LAYOUTS,
@@ -19,7 +19,7 @@ use vmm_sys_util::{
     timerfd::TimerFd,
 };
 
-/// An eventfd that is full, and lets everybody wait who adds to it.
+/// An eventfd with a full counter, in blocking mode.
 fn full() -> EventFd {
     let eventfd = EventFd::new(EFD_CLOEXEC).unwrap();
     eventfd.write(u64::MAX - 1).unwrap();
@@ -27,7 +27,7 @@ fn full() -> EventFd {
 }
 
 #[test]
-fn a_call_descriptor_that_makes_the_worker_wait() {
+fn a_call_descriptor_that_blocks_the_worker() {
     let rig = Rig::new("waits");
     let mut others = rig.others();
     for (round, acked) in LAYOUTS.into_iter().enumerate() {
@@ -37,7 +37,7 @@ fn a_call_descriptor_that_makes_the_worker_wait() {
             let eventfd = full();
             guest.peer.ok(SET_VRING_CALL, &longs(&[index]), &[eventfd.as_raw_fd()]);
             set_blocking(&eventfd);
-            // The worker is made to notify it while the others go on.
+            // The worker notifies it while the other guests exchange frames.
             let start = Instant::now();
             if index == 0 {
                 others.0.send_to(guest.mac);
@@ -48,18 +48,18 @@ fn a_call_descriptor_that_makes_the_worker_wait() {
             assert!(guest.peer.ends(), "round {round}, queue {index}: {:#?}", log_of(&rig.victim()));
             assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
             rig.expect_faults(2 * round as u64 + index + 1);
-            logged(&rig.victim(), &["ERROR", "a call or err descriptor waits", "kept out for 1s"]);
+            logged(&rig.victim(), &["ERROR", "a call or err descriptor blocked", "no new connection for 1s"]);
             let from = guest.mac;
             drop(guest);
             let _ = others.0.received(from);
         }
     }
-    // It may come back, later.
+    // It may reconnect later.
     exchange(&mut rig.guest(0, SPLIT), &mut others.0);
 }
 
 #[test]
-fn descriptors_that_make_control_wait() {
+fn descriptors_that_block_control() {
     for request in [SET_VRING_CALL, SET_VRING_ERR] {
         let rig = Rig::new(&format!("control{request}"));
         let mut others = rig.others();
@@ -68,7 +68,7 @@ fn descriptors_that_make_control_wait() {
         let eventfd = full();
         guest.peer.ok(request, &longs(&[1]), &[eventfd.as_raw_fd()]);
         set_blocking(&eventfd);
-        // The thread of the socket notifies: a ring that starts, a message that is refused.
+        // The socket's thread notifies: when a ring starts, when a message is refused.
         if request == SET_VRING_CALL {
             let kick = guest.vrings[1].kick.as_raw_fd();
             guest.peer.send(&message(SET_VRING_KICK, VERSION, 8, &longs(&[1])), &[kick]);
@@ -82,7 +82,7 @@ fn descriptors_that_make_control_wait() {
 }
 
 #[test]
-fn a_daemon_whose_frontends_all_make_it_wait_ends() {
+fn a_daemon_stops_though_all_frontends_block_it() {
     let rig = Rig::new("allwait");
     let mut guests: Vec<_> = (0..3).map(|port| rig.guest(port, SPLIT)).collect();
     let eventfd = full();
@@ -100,7 +100,7 @@ fn a_daemon_whose_frontends_all_make_it_wait_ends() {
 }
 
 #[test]
-fn kicks_that_are_no_eventfds() {
+fn kick_descriptors_that_are_not_eventfds() {
     let rig = Rig::new("kinds");
     let mut others = rig.others();
     let mut guest = rig.guest(0, PACKED);
@@ -128,11 +128,11 @@ fn kicks_that_are_no_eventfds() {
             assert_eq!(guest.peer.obeys(request, &longs(&[0]), &fd), *is_call, "{name}");
             if !is_call {
                 let line = format!("queue 0: the {what} descriptor is {name}");
-                logged(&rig.victim(), &["ERROR", &line, "expected an eventfd or a stream socket"]);
+                logged(&rig.victim(), &["ERROR", &line, "expected an eventfd or a Unix stream socket"]);
             }
         }
     }
-    // Good for another try.
+    // Another attempt succeeds.
     for (index, vring) in guest.vrings.iter().enumerate() {
         let index = longs(&[index as u64]);
         guest.peer.ok(SET_VRING_CALL, &index, &[vring.call.as_raw_fd()]);

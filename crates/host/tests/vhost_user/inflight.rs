@@ -1,4 +1,4 @@
-//! What is in flight, in a region that the frontend keeps: after a connection that ended anyhow, and after a back end of another make.
+//! Resuming by the inflight region that the frontend keeps: after a disconnect without warning, and after another back end.
 
 use crate::{
     LAYOUTS,
@@ -17,7 +17,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 /// Entries of each ring.
 const SIZE: u32 = 64;
 
-/// Two ports, the first of which cannot keep notes of its own. The ports go before their switch.
+/// Two ports; the first one cannot record its ring positions. The ports are dropped before their worker.
 struct Ports {
     _servers: [Server; 2],
     folder: Folder,
@@ -27,7 +27,7 @@ struct Ports {
 
 impl Ports {
     fn new(name: &str) -> Ports {
-        // In memory, where notes would stand beside the socket.
+        // On a tmpfs, so that the notes are beside the socket.
         let folder = Folder(format!("/dev/shm/ringroad-{name}-{}", std::process::id()).into());
         std::fs::create_dir_all(&folder.0).unwrap();
         symlink("/nowhere", folder.file("0.sock.rings")).unwrap();
@@ -37,7 +37,7 @@ impl Ports {
             Server::start(config(&format!("{name}-{index}"), &socket), &worker).unwrap()
         };
         let ports = Ports { _servers: [0, 1].map(start), name: format!("{name}-0"), folder, _worker: worker };
-        logged(&ports.name, &["cannot keep notes"]);
+        logged(&ports.name, &["cannot record ring positions"]);
         ports
     }
 
@@ -60,7 +60,7 @@ fn inflight(size: u64, queues: u16, entries: u16) -> Vec<u8> {
     [longs(&[size, 0]), [queues, entries, 0, 0].iter().flat_map(|field| field.to_ne_bytes()).collect()].concat()
 }
 
-/// The region that GET_INFLIGHT_FD answers with, and its size.
+/// Returns the region from the reply to GET_INFLIGHT_FD, and its size.
 #[track_caller]
 fn get_inflight(peer: &mut Peer, queues: u16) -> (File, u64) {
     peer.send(&message(GET_INFLIGHT_FD, VERSION, 24, &inflight(0, queues, SIZE as u16)), &[]);
@@ -76,7 +76,7 @@ fn set_inflight(peer: &mut Peer, (file, size): &(File, u64)) {
     peer.ok(SET_INFLIGHT_FD, &inflight(*size, 2, SIZE as u16), &[file.as_raw_fd()]);
 }
 
-/// Starts both queues at a base that the frontend has made up.
+/// Starts both queues at a base chosen by the test.
 fn start(guest: &mut Guest, base: u32) {
     guest.set_memory();
     for index in 0..2 {
@@ -86,14 +86,14 @@ fn start(guest: &mut Guest, base: u32) {
 }
 
 #[test]
-fn a_connection_that_ends_goes_on_with_the_region() {
+fn a_reconnected_frontend_resumes_by_its_region() {
     for (index, acked) in LAYOUTS.into_iter().enumerate() {
         let ports = Ports::new(&format!("inflight{index}"));
         let mut other = ports.other();
         let mut guest = Guest::on(ports.connect(0, acked), acked, SIZE);
         let region = get_inflight(&mut guest.peer, 2);
         assert_eq!(region.0.metadata().unwrap().len(), region.1);
-        assert!(region.0.set_len(4096).is_err() && region.0.set_len(1 << 20).is_err(), "its length can be changed");
+        assert!(region.0.set_len(4096).is_err() && region.0.set_len(1 << 20).is_err(), "its length must be sealed");
         set_inflight(&mut guest.peer, &region);
         guest.driver.rx[0].refill();
         let fresh = guest.fresh();
@@ -101,7 +101,7 @@ fn a_connection_that_ends_goes_on_with_the_region() {
         for _ in 0..50 {
             exchange(&mut guest, &mut other);
         }
-        // No GET_VRING_BASE, and again, with the base of a fresh ring.
+        // Without GET_VRING_BASE, repeatedly, with the base of an unused ring.
         for _ in 0..3 {
             guest.peer.0.shutdown(Shutdown::Both).unwrap();
             guest.peer = ports.connect(0, acked);
@@ -109,7 +109,7 @@ fn a_connection_that_ends_goes_on_with_the_region() {
             start(&mut guest, fresh);
             exchange(&mut guest, &mut other);
         }
-        // After GET_VRING_BASE the region says nothing, so that a driver can begin anew.
+        // GET_VRING_BASE clears the region, so that a driver can start over.
         let bases = [0, 1].map(|index| guest.peer.get_base(index));
         let mut version = [0; 2];
         region.0.read_exact_at(&mut version, 8).unwrap();
@@ -126,20 +126,20 @@ fn a_connection_that_ends_goes_on_with_the_region() {
     }
 }
 
-/// Writes to a file, as a back end with a mapping of its own.
+/// Writes to a file, as a back end would through its own mapping.
 fn put(file: &File, at: u64, bytes: &[u8]) {
     file.write_all_at(bytes, at).unwrap();
 }
 
 #[test]
-fn what_another_make_has_left_in_flight_out_of_order() {
+fn out_of_order_buffers_left_in_flight_by_another_back_end() {
     let ports = Ports::new("foreign");
     let mut other = ports.other();
     let mut guest = Guest::on(ports.connect(0, SPLIT), SPLIT, SIZE);
     let size = 2 * 16 * (1 + u64::from(SIZE)).next_multiple_of(4);
     let region = (Region::create(size as usize, 0, false).unwrap().1, size);
     let sent: Vec<u64> = (0..4).map(|_| guest.add(other.mac).unwrap()).collect();
-    // It has taken three of the transmit queue, and given back the second one.
+    // It has taken three buffers of the transmit queue, and returned the second one.
     let user = guest.driver.region.user();
     let [_, _, used, available, _] = guest.addresses(1);
     let mut heads = [[0; 2]; 3];
@@ -157,24 +157,24 @@ fn what_another_make_has_left_in_flight_out_of_order() {
     }
     set_inflight(&mut guest.peer, &region);
     guest.driver.rx[0].refill();
-    // The receive queue is fresh, and so is the base that the frontend knows.
+    // The receive queue is unused, and the frontend's base is that of an unused ring.
     start(&mut guest, 0);
-    logged(&ports.name, &["queue 1", "inflight region", "2 buffers taken once more"]);
+    logged(&ports.name, &["queue 1", "inflight region", "2 buffers in flight are processed again"]);
     let mut came = Vec::new();
     within(PATIENCE, || {
         came.extend(other.received(guest.mac));
         came.len() == 3
     });
-    assert_eq!(came, [sent[0], sent[2], sent[3]], "each once, in the order in which they were taken");
+    assert_eq!(came, [sent[0], sent[2], sent[3]], "each once, in the order in which they were sent");
     exchange(&mut guest, &mut other);
 }
 
 #[test]
-fn regions_that_are_none() {
+fn invalid_regions() {
     let ports = Ports::new("noregion");
     let mut other = ports.other();
     let mut guest = Guest::on(ports.connect(0, SPLIT), SPLIT, SIZE);
-    // A file that may make us wait, one that is too short, one that ends before the second queue.
+    // A file that could block, one that is too short, one that ends before the second queue.
     let file = File::create(ports.folder.file("file")).unwrap();
     let proc = File::open("/proc/self/status").unwrap();
     let short = memory(4096);
@@ -193,20 +193,20 @@ fn regions_that_are_none() {
     guest.prepare(1, 0);
     guest.peer.refused(SET_VRING_ENABLE, &words(&[1, 1]), &[]);
     logged(&ports.name, &["queue 1", "inflight region of 1100 bytes has no room"]);
-    // Of a version that we do not know.
+    // An unknown version.
     put(&short, 8, &[2, 0]);
     guest.peer.ok(SET_INFLIGHT_FD, &inflight(4096, 2, SIZE as u16), &[short.as_raw_fd()]);
     guest.peer.refused(SET_VRING_BASE, &words(&[0, 0]), &[]);
     logged(&ports.name, &["queue 0", "invalid inflight region: version: expected at most 1, found 2"]);
-    // And a good one.
+    // A valid region.
     put(&short, 0, &[0; 4096]);
     guest.peer.ok(SET_INFLIGHT_FD, &inflight(4096, 2, SIZE as u16), &[short.as_raw_fd()]);
     start(&mut guest, 0);
     exchange(&mut guest, &mut other);
-    // It is cut short while it is in use: that is the frontend's loss.
+    // The frontend truncates it while it is in use: only its own recovery suffers.
     short.set_len(0).unwrap();
     exchange(&mut guest, &mut other);
-    // More vrings than we have are no matter; more than there can be are.
+    // More vrings than the device has are accepted; more than a message can address are not.
     get_inflight(&mut guest.peer, 3);
     guest.peer.send(&message(GET_INFLIGHT_FD, VERSION, 24, &inflight(0, 257, SIZE as u16)), &[]);
     assert!(guest.peer.ends());

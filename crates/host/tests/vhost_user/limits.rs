@@ -1,4 +1,4 @@
-//! What a frontend may use up: address space, the log, connections, the time of others.
+//! The limits of a frontend: address space, the log, connections, the time of others.
 
 use crate::{
     LAYOUTS,
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A file of any size that takes up no memory.
+/// Creates a sparse file, which uses no memory.
 fn sparse(len: u64) -> File {
     let path = std::path::Path::new("/dev/shm").join(format!("ringroad-sparse-{}-{len}", std::process::id()));
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
@@ -38,10 +38,11 @@ fn address_space() {
         guest.peer.refused(SET_MEM_TABLE, &mem_table(&[guest.region(), region]), &both);
         faults += 2;
         rig.expect_faults(faults);
-        let said = format!("a memory region of {:#x} bytes beside {:#x}", 1u64 << bits, guest.driver.region.len());
-        logged(&rig.victim(), &["ERROR", &said, "expected 0x10000000000 at most (`limits.mapped`)"]);
+        let said =
+            format!("a memory region of {:#x} bytes in addition to {:#x}", 1u64 << bits, guest.driver.region.len());
+        logged(&rig.victim(), &["ERROR", &said, "expected 0x10000000000 at most in all (`limits.mapped`)"]);
     }
-    // As much as there may be, in pieces, and not a page more.
+    // Exactly the limit, in pieces, and not a page more.
     let file = sparse(TIB);
     let fd = [file.as_raw_fd()];
     let piece = |index: u64| [(index + 1) << 41, TIB / 4, (index + 1) << 41, 0];
@@ -54,7 +55,7 @@ fn address_space() {
     guest.peer.ok(ADD_MEM_REG, &mem_reg([at, rest, user, 0]), &fd);
     guest.peer.refused(ADD_MEM_REG, &mem_reg([1 << 46, 1, 1 << 46, 0]), &fd);
     exchange(&mut guest, &mut others.0);
-    // What is given back may be used again.
+    // Address space is returned and can be used again.
     guest.peer.ok(REM_MEM_REG, &mem_reg(piece(0)), &[]);
     guest.peer.ok(ADD_MEM_REG, &mem_reg(piece(0)), &fd);
     others.work();
@@ -73,12 +74,12 @@ fn regions() {
     let region = |slot: u64| [slot << 20, 4096, slot << 20, 0];
     (1..8).for_each(|slot| guest.peer.ok(ADD_MEM_REG, &mem_reg(region(slot)), &fd));
     guest.peer.refused(ADD_MEM_REG, &mem_reg(region(8)), &fd);
-    logged(&rig.victim(), &["ERROR", "more than 8 memory regions (`limits.regions`)"]);
+    logged(&rig.victim(), &["ERROR", "more than 8 memory regions, the limit (`limits.regions`)"]);
     exchange(&mut guest, &mut others.0);
 }
 
 #[test]
-fn a_flood_of_messages_that_are_refused() {
+fn a_flood_of_refused_messages() {
     let refusals = Rate { burst: 100, rate: 100 };
     let rig = Rig::with_limits("refusals", Limits { refusals, connects: GENEROUS.connects, ..Limits::default() });
     let mut others = rig.others();
@@ -92,7 +93,7 @@ fn a_flood_of_messages_that_are_refused() {
         ended += 1;
         others.work();
     }
-    // Each connection comes to an end, and the log stays readable.
+    // Each connection ends, and the log stays readable.
     assert!(ended > 3 && sent > 0, "{ended} connections, {sent} messages");
     let lines = log_of(&rig.victim()).into_iter().filter(|line| !line.starts_with("DEBUG")).count();
     assert!((20..30).contains(&lines), "{lines} lines for {ended} connections");
@@ -111,12 +112,12 @@ fn refusals_end_the_connection() {
     }
     peer.send(&message(SET_VRING_NUM, VERSION, 8, &words(&[1, 0])), &[]);
     assert!(peer.ends());
-    logged(&rig.victim(), &["ERROR", "more messages that cannot be obeyed", "disconnected"]);
+    logged(&rig.victim(), &["ERROR", "more refused messages than `limits.refusals` allows", "disconnected"]);
     rig.others().work();
 }
 
 #[test]
-fn messages_wait_when_there_are_too_many() {
+fn messages_beyond_the_rate_wait() {
     let messages = Rate { burst: 50, rate: 200 };
     let rig = Rig::with_limits("pace", Limits { messages, ..GENEROUS });
     let mut others = rig.others();
@@ -125,7 +126,7 @@ fn messages_wait_when_there_are_too_many() {
     (0..150).for_each(|_| assert_ne!(peer.ask_u64(GET_FEATURES), 0));
     let took = begin.elapsed();
     assert!(took >= Duration::from_millis(490), "{took:?} for 150 messages at 200/s after 50 at once");
-    // It is not so busy with these that it would not see its end.
+    // A flood of messages does not keep the port from stopping.
     peer.0.write_all(&message(GET_FEATURES, VERSION, 0, &[]).repeat(1000)).unwrap();
     others.work();
     let begin = Instant::now();
@@ -134,7 +135,7 @@ fn messages_wait_when_there_are_too_many() {
 }
 
 #[test]
-fn connects_wait_when_there_are_too_many() {
+fn connections_beyond_the_rate_wait() {
     let connects = Rate { burst: 10, rate: 20 };
     let rig = Rig::with_limits("connects", Limits { connects, ..GENEROUS });
     let mut others = rig.others();
@@ -145,7 +146,7 @@ fn connects_wait_when_there_are_too_many() {
         served += u32::from(peer.ask_u64(GET_FEATURES) != 0);
     }
     assert!((30..=60).contains(&served), "{served} connections in 2 s, expected 10 and then 20/s");
-    // The same for those that are turned away, as there is one.
+    // The same for connections that are turned away because there is one already.
     let mut guest = rig.guest(0, SPLIT);
     let before = log_of(&rig.victim()).len();
     let crowd: Vec<_> = (0..60).map(|_| UnixStream::connect(rig.socket(0)).unwrap()).collect();
@@ -159,23 +160,23 @@ fn connects_wait_when_there_are_too_many() {
 }
 
 #[test]
-fn features_and_sizes_of_rings_that_run() {
+fn features_and_sizes_of_running_rings() {
     let rig = Rig::new("running");
     let mut others = rig.others();
     for acked in LAYOUTS {
         let mut guest = rig.guest(0, acked);
         exchange(&mut guest, &mut others.0);
         let before = rig.faults();
-        // The same again changes nothing, as QEMU does when it migrates.
+        // Repeating the same values is allowed, as QEMU does when it migrates.
         guest.peer.ok(SET_FEATURES, &longs(&[acked]), &[]);
         guest.peer.ok(SET_VRING_NUM, &words(&[1, 64]), &[]);
         guest.peer.refused(SET_FEATURES, &longs(&[acked ^ ringroad_net::bits::RING_PACKED]), &[]);
         logged(
             &rig.victim(),
-            &["ERROR", "features 0x", " while queue 0 runs with 0x", "expected after GET_VRING_BASE"],
+            &["ERROR", "features 0x", " while queue 0 runs with 0x", "expected GET_VRING_BASE first"],
         );
         guest.peer.refused(SET_VRING_NUM, &words(&[1, 32]), &[]);
-        logged(&rig.victim(), &["ERROR", "queue 1: size 32 while it runs with 64", "expected after GET_VRING_BASE"]);
+        logged(&rig.victim(), &["ERROR", "queue 1: size 32 while it runs with 64", "expected GET_VRING_BASE first"]);
         assert!(guest.vrings[1].failed());
         rig.expect_faults(before + 2);
         exchange(&mut guest, &mut others.0);

@@ -1,4 +1,4 @@
-//! Ring addresses, queue sizes and memory that are not what the frontend says.
+//! Ring addresses, queue sizes and memory regions that are invalid or inconsistent.
 
 use crate::{
     LAYOUTS, NOBODY,
@@ -24,8 +24,8 @@ fn rings_outside_memory_or_misaligned() {
             let good = guest.addresses(index);
             let [guest_address, len, user, _] = guest.region();
             for area in 1..4 {
-                // Just before and after memory, the last byte inside, nothing at all, the end of the address space, and
-                // a guest address where one of the frontend belongs.
+                // Just before and after memory, the last byte inside, null, the end of the address space, and a guest address
+                // instead of a user address.
                 for wrong in [user - 16, user + len, user + len - 16, 0, u64::MAX - 15, guest_address] {
                     let mut at = good;
                     at[area] = wrong;
@@ -40,18 +40,18 @@ fn rings_outside_memory_or_misaligned() {
                     let address = format!("{wrong:#x}");
                     let queue = format!("queue {index}:");
                     logged(&rig.victim(), &["ERROR", &queue, "area at", &address, "does not lie in one memory region"]);
-                    // It stays stopped until there is a new kick.
+                    // It stays stopped until the next kick descriptor.
                     guest.peer.ok(SET_VRING_ENABLE, &words(&[index, 0]), &[]);
                     let kick = guest.vrings[index as usize].kick.as_raw_fd();
                     guest.peer.ok(SET_VRING_KICK, &longs(&[index.into()]), &[kick]);
                 }
             }
-            // The same vring runs where it should.
+            // With the right addresses the same vring runs.
             guest.peer.ok(SET_VRING_ADDR, &longs(&good), &[]);
             guest.peer.ok(SET_VRING_ENABLE, &words(&[index, 1]), &[]);
         }
-        // Two bytes off are too few for the `vhost` crate to notice in an available ring, but not for the event
-        // structure of a packed one.
+        // An offset of two bytes passes the `vhost` crate's check for an available ring, but is refused for the event
+        // suppression structure of a packed ring.
         for (area, off, ends) in [(1, 8, true), (2, 2, true), (3, 1, true), (3, 2, false)] {
             if !ends && acked == SPLIT {
                 continue;
@@ -96,7 +96,7 @@ fn queue_sizes() {
             rig.expect_faults(before + count);
             logged(&rig.victim(), &["ERROR", "queue 1:", &format!("invalid queue size {size}:")]);
         }
-        // Not what it should have been, so nothing has changed.
+        // The refused messages have changed nothing.
         exchange(&mut guest, &mut others.0);
         drop(guest);
         for size in good {
@@ -105,7 +105,7 @@ fn queue_sizes() {
             exchange(&mut guest, &mut others.0);
         }
     }
-    // A size that was right before other features were acknowledged.
+    // A size that was valid before other features were acknowledged.
     let mut guest = Guest::new(Peer::connect(&rig.socket(0)), PACKED, 200);
     guest.set_memory();
     guest.prepare(1, guest.fresh());
@@ -116,7 +116,7 @@ fn queue_sizes() {
 }
 
 #[test]
-fn bases_that_a_ring_does_not_have() {
+fn bases_outside_the_ring() {
     let rig = Rig::new("bases");
     let mut guest = rig.guest(0, PACKED);
     let kick = [guest.vrings[1].kick.as_raw_fd()];
@@ -135,7 +135,7 @@ fn bases_that_a_ring_does_not_have() {
 }
 
 #[test]
-fn memory_that_lies() {
+fn invalid_memory_regions() {
     let rig = Rig::new("lies");
     let mut others = rig.others();
     let mut guest = rig.guest(0, SPLIT);
@@ -143,7 +143,7 @@ fn memory_that_lies() {
     let (own, file, null) = (&guest.driver.file, memory(8192), File::open("/dev/null").unwrap());
     let (pipe, _end) = std::io::pipe().unwrap();
     let (own, file, null, pipe) = (own.as_raw_fd(), file.as_raw_fd(), null.as_raw_fd(), pipe.as_raw_fd());
-    // A second region beside the guest's own; what the log says of it.
+    // A second region in addition to the guest's own; what the log says.
     let cases: [([u64; 4], RawFd, &str); 9] = [
         ([at, 4096, 0x1000, 0], file, "overlaps"),
         ([at + len - 1, 4096, 0x1000, 0], file, "overlaps"),
@@ -162,10 +162,10 @@ fn memory_that_lies() {
         guest.peer.refused(ADD_MEM_REG, &mem_reg(region), &[fd]);
         rig.expect_faults(2 * count + 2);
     }
-    // The guest goes on in the memory that it had.
+    // The guest continues in its previous memory.
     exchange(&mut guest, &mut others.0);
     drop(guest);
-    // Empty, or past the end of the address space: too much for the `vhost` crate, which looks into tables only.
+    // Empty regions, or ones past the end of the address space: the `vhost` crate itself checks only tables.
     for region in [[0x1000, 0, 0x1000, 0], [u64::MAX, 2, 0, 0], [0, 2, u64::MAX, 0], [0, 2, 0, u64::MAX]] {
         let before = rig.faults();
         let mut peer = rig.peer(SPLIT);
@@ -186,7 +186,7 @@ fn truncated_memory() {
     let rig = Rig::new("truncated");
     let mut others = rig.others();
     for acked in LAYOUTS {
-        // The worker finds out while it takes frames, while it brings some, or when a queue starts.
+        // The worker finds out while it takes frames, while it delivers some, or when a queue starts.
         for way in 0..3 {
             let before = (rig.faults(), log_of(&rig.victim()).len());
             let mut guest = if way < 2 {
@@ -200,7 +200,7 @@ fn truncated_memory() {
                 exchange(&mut guest, &mut others.0);
             }
             while way == 0 && guest.add(NOBODY).is_some() {}
-            // From here on nobody but the daemon may touch it: this process would get the signal too.
+            // From here on only the daemon may touch the memory: this process would get the SIGBUS too.
             guest.driver.file.set_len(0).unwrap();
             match way {
                 0 => drop(guest.vrings[1].kick.write(1)),
@@ -228,12 +228,12 @@ fn truncated_memory() {
 }
 
 #[test]
-fn memory_of_a_guest_that_has_gone_is_let_go() {
+fn memory_of_a_disconnected_guest_is_unmapped() {
     let rig = Rig::new("letgo");
     let mut others = rig.others();
     let mut guest = rig.guest(0, PACKED);
     exchange(&mut guest, &mut others.0);
-    // The last thing that the worker does is to find this guest's queue empty.
+    // The worker's last action is to find this guest's queue empty.
     let sequence = guest.send_to(others.0.mac);
     assert!(others.0.receives(guest.mac, sequence));
     let file = identity(&guest.driver.file);
@@ -251,7 +251,7 @@ fn memory_slots() {
     let file = memory(4096);
     let fd = [file.as_raw_fd()];
     let region = |slot: u64| [slot << 20, 4096, slot << 20, 0];
-    // One is the guest's own. Its queues go on all the while.
+    // One region is the guest's own. Its queues run all the while.
     for slot in 1..509 {
         guest.peer.ok(ADD_MEM_REG, &mem_reg(region(slot)), &fd);
         if slot % 64 == 0 {
@@ -262,14 +262,14 @@ fn memory_slots() {
     rig.expect_faults(1);
     logged(&rig.victim(), &["ERROR", "more than 509 memory regions"]);
     exchange(&mut guest, &mut others.0);
-    // Unknown: never added, or in part, or of another size.
+    // Unknown regions: never added, or matching only in part.
     for wrong in [region(600), [1 << 20, 4095, 1 << 20, 0], [1 << 20, 4096, 0, 0], [0, 4096, 1 << 20, 0]] {
         let before = rig.faults();
         guest.peer.refused(REM_MEM_REG, &mem_reg(wrong), &[]);
         rig.expect_faults(before + 1);
         logged(&rig.victim(), &["ERROR", "no memory region at", &format!("{:#x} bytes", wrong[1])]);
     }
-    // Frontends may send a descriptor along.
+    // Frontends may attach a descriptor.
     guest.peer.ok(REM_MEM_REG, &mem_reg(region(1)), &fd);
     guest.peer.refused(REM_MEM_REG, &mem_reg(region(1)), &[]);
     guest.peer.ok(ADD_MEM_REG, &mem_reg(region(600)), &fd);
@@ -295,7 +295,7 @@ fn a_region_with_a_running_ring_is_removed() {
             logged(&rig.victim(), &["ERROR", queue, "area at", "does not lie in one memory region"]);
         }
         let file = identity(&guest.driver.file);
-        assert_eq!(held(file).0, 1, "the daemon must not have it mapped any more");
+        assert_eq!(held(file).0, 1, "the daemon must have unmapped it");
         others.work();
         // With its memory and a kick it runs again, where it was.
         guest.peer.ok(ADD_MEM_REG, &mem_reg(guest.region()), &[guest.driver.file.as_raw_fd()]);
@@ -304,14 +304,14 @@ fn a_region_with_a_running_ring_is_removed() {
             guest.peer.ok(SET_VRING_KICK, &longs(&[index as u64]), &[kick]);
         }
         exchange(&mut guest, &mut others.0);
-        // Another region under the same addresses: nothing is left to go on with, but it is a valid table.
+        // Another region at the same addresses: the ring contents are lost, but the table is valid.
         guest.set_memory();
         exchange(&mut guest, &mut others.0);
     }
 }
 
 #[test]
-fn new_memory_does_not_mend_a_queue() {
+fn new_memory_does_not_restart_a_faulty_queue() {
     let rig = Rig::new("mend");
     let mut guest = rig.guest(0, SPLIT);
     guest.poke_descriptor(1, 0x10, 64, 0);
@@ -319,7 +319,7 @@ fn new_memory_does_not_mend_a_queue() {
     assert!(guest.vrings[1].failed());
     guest.peer.ok(ADD_MEM_REG, &mem_reg([0x1000, 4096, 0x1000, 0]), &[memory(4096).as_raw_fd()]);
     let _ = guest.vrings[1].kick.write(1);
-    // It would fail again, at once.
+    // Restarted, it would fail again at once.
     assert!(!within(Duration::from_millis(100), || rig.faults() != 1), "{:#?}", log_of(&rig.victim()));
     assert_eq!(guest.peer.get_base(1), 0);
 }

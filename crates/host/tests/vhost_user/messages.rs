@@ -1,4 +1,4 @@
-//! Messages that are malformed, not offered, about nothing, or out of order.
+//! Messages that are malformed, not offered, for vrings that do not exist, or out of order.
 
 use crate::{
     LAYOUTS,
@@ -16,7 +16,7 @@ fn features_that_were_not_offered() {
         let before = rig.faults();
         guest.peer.refused(SET_FEATURES, &longs(&[SPLIT | 1 << bit]), &[]);
         rig.expect_faults(before + 1);
-        logged(&rig.victim(), &["ERROR", &format!("features {:#x} acknowledged that were not offered", 1u64 << bit)]);
+        logged(&rig.victim(), &["ERROR", &format!("features {:#x} acknowledged but not offered", 1u64 << bit)]);
     }
     let protocol = guest.peer.ask_u64(GET_PROTOCOL_FEATURES);
     for bit in [1, 2, 6, 7, 14, 63] {
@@ -104,7 +104,7 @@ fn malformed_messages() {
         case(name, GET_CONFIG, VERSION, payload.len() as u32, &payload);
         case(name, SET_CONFIG, VERSION, payload.len() as u32, &payload);
     }
-    // What was not offered.
+    // Requests of features that were not offered.
     for request in [GET_QUEUE_NUM, 7, 19, 20, 22, 23, 26, 27, 28, 29, 30, 35, 39, 40, 44] {
         case("not offered", request, VERSION, 0, &[]);
     }
@@ -115,7 +115,10 @@ fn malformed_messages() {
         let mut guest = rig.guest(0, SPLIT);
         guest.peer.send(bytes, &[]);
         assert!(guest.peer.ends(), "{name}: {:#?}", log_of(&rig.victim()).pop());
-        assert!(guest.vrings.iter().all(Vring::failed), "{name}: its queues have stopped, and it is told so");
+        assert!(
+            guest.vrings.iter().all(Vring::failed),
+            "{name}: its queues are stopped and their err descriptors signalled"
+        );
         rig.expect_faults(count);
         let errors = log_of(&rig.victim()).into_iter().filter(|line| line.starts_with("ERROR"));
         assert_eq!(errors.filter(|line| line.ends_with("disconnected")).count() as u64, count, "{name}");
@@ -158,7 +161,8 @@ fn wrong_descriptors_with_messages() {
         assert!(within(PATIENCE, || held(identity) == (0, 1)), "{name}, request {request}: {:?}", held(identity));
     }
     logged(&rig.victim(), &["ERROR", "disconnected"]);
-    // More than anybody has room for: the kernel takes them back. The message is lost with them, and what follows is none.
+    // More descriptors than any receiver accepts: the kernel discards them, and the message with them; what follows is
+    // malformed.
     for (request, payload) in [(SET_MEM_TABLE, mem_table(&[region; 32])), (SET_VRING_KICK, longs(&[1]))] {
         let mut peer = rig.peer(SPLIT);
         peer.send(&message(request, VERSION, payload.len() as u32, &payload), &fds);
@@ -192,10 +196,10 @@ fn vrings_out_of_range() {
             let before = rig.faults();
             guest.peer.refused(request, payload, &fds);
             rig.expect_faults(before + 1);
-            logged(&rig.victim(), &["ERROR", &format!("a message about vring {index}, expected 0 to 1")]);
+            logged(&rig.victim(), &["ERROR", &format!("a message for vring {index}, expected 0 to 1")]);
         }
         exchange(&mut guest, &mut others.0);
-        // There is nothing to answer with: a frontend that waits for it would wait for ever.
+        // GET_VRING_BASE has no error reply: the frontend would wait forever, so the connection ends.
         guest.peer.send(&message(GET_VRING_BASE, VERSION, 8, &state), &[]);
         assert!(guest.peer.ends());
     }
@@ -207,7 +211,7 @@ fn vrings_out_of_range() {
 }
 
 #[test]
-fn refusals_of_a_frontend_that_cannot_be_told() {
+fn refusals_without_reply_ack_end_the_connection() {
     let rig = Rig::new("untold");
     let mut others = rig.others();
     let mut peer = Peer::connect(&rig.socket(0));
@@ -215,7 +219,7 @@ fn refusals_of_a_frontend_that_cannot_be_told() {
     peer.send(&message(SET_FEATURES, VERSION, 8, &longs(&[1 << 63])), &[]);
     assert!(peer.ends());
     logged(&rig.victim(), &["ERROR", "not offered; refused"]);
-    logged(&rig.victim(), &["frontend gone: a message was refused", "REPLY_ACK"]);
+    logged(&rig.victim(), &["frontend disconnected: a message was refused", "REPLY_ACK"]);
     rig.expect_faults(1);
     others.work();
 }
@@ -236,7 +240,7 @@ fn messages_out_of_order() {
     let kick = eventfd();
     let fd = kick.as_raw_fd();
     type Step = fn(&mut Peer, RawFd);
-    // On a connection that has agreed on features and nothing else; it can be set up afterwards.
+    // On a connection that has only negotiated features; it can be set up normally afterwards.
     let harmless: [(&str, Step); 8] = [
         ("kick before memory and addresses", |peer, fd| peer.ok(SET_VRING_KICK, &longs(&[1]), &[fd])),
         ("enable before anything", |peer, _| peer.ok(SET_VRING_ENABLE, &words(&[1, 1]), &[])),
@@ -271,7 +275,7 @@ fn messages_out_of_order() {
     }
     logged(&rig.victim(), &["ERROR", "queue 1: the descriptor area at 0x1000"]);
     logged(&rig.victim(), &["ERROR", "queue 0: invalid queue size 0"]);
-    // On a fresh connection, without any features: the protocol has no such messages yet.
+    // On a fresh connection without features, these messages are not part of the protocol yet.
     for (request, payload) in [
         (SET_VRING_ENABLE, words(&[1, 1])),
         (RESET_DEVICE, vec![]),
@@ -286,7 +290,7 @@ fn messages_out_of_order() {
         rig.expect_faults(before + 1);
     }
     let mut peer = Peer::connect(&rig.socket(0));
-    assert_eq!(peer.get_base(1), 0, "stopped, and nobody has said anything");
+    assert_eq!(peer.get_base(1), 0, "stopped, and no base was set");
     // Features and memory while queues run.
     let mut guest = {
         drop(peer);

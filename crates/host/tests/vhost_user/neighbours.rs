@@ -1,4 +1,4 @@
-//! What a guest can do to its neighbours: their addresses, their memory of each other, their time.
+//! What a guest can do to other ports: their addresses, the forwarding table, their share of time.
 
 use crate::{
     LAYOUTS,
@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A frame of so many bytes, at least 64, and a kick.
+/// Sends a frame of `len` bytes, at least 64, with a kick.
 fn send(guest: &mut Guest, to: MacAddr, from: MacAddr, len: usize) {
     let mut frame = [&to.0[..], &from.0, &[0x88, 0xb5], &u64::MAX.to_be_bytes(), &[7; 42]].concat();
     frame.resize(len, 7);
@@ -23,7 +23,7 @@ fn send(guest: &mut Guest, to: MacAddr, from: MacAddr, len: usize) {
     let _ = guest.vrings[1].kick.write(1);
 }
 
-/// Waits until port 0 has sent so many frames or lost them.
+/// Waits until port 0 has sent or lost `frames` frames.
 #[track_caller]
 fn seen(rig: &Rig, frames: u64) {
     let count = || {
@@ -59,7 +59,7 @@ fn frames_with_a_neighbours_address_do_not_take_its_traffic() {
 }
 
 #[test]
-fn a_ports_own_address_is_known_at_once_and_nobody_elses() {
+fn a_ports_own_address_is_learned_at_once_and_stays() {
     let (worker, folder) = (worker(), Folder::new("own"));
     let own = MacAddr::local(77);
     let start = |name: &str, limits| {
@@ -75,7 +75,7 @@ fn a_ports_own_address_is_known_at_once_and_nobody_elses() {
         guest
     };
     let (mut a, mut b, mut c) = (guest("a", own), guest("b", MacAddr::local(2)), guest("c", MacAddr::local(3)));
-    // Nothing has come from it yet, and nobody else sees what is for it.
+    // It has not sent anything yet, and its frames go to no other port.
     let sequence = b.send_to(own);
     assert!(a.receives(b.mac, sequence));
     assert!(c.received(b.mac).is_empty());
@@ -91,7 +91,7 @@ fn a_ports_own_address_is_known_at_once_and_nobody_elses() {
 }
 
 #[test]
-fn long_frames_and_link_local_ones_stay_where_they_are() {
+fn long_and_link_local_frames_are_not_forwarded() {
     let (worker, folder) = (worker(), Folder::new("long"));
     let start = |name: &str, mtu| {
         let mut config = config(&format!("long-{name}"), &folder.file(name));
@@ -106,7 +106,7 @@ fn long_frames_and_link_local_ones_stay_where_they_are() {
         guest
     };
     let (mut short, mut long) = (guest("short", 1), guest("long", 2));
-    // An MTU of 100 and two tags: 122 bytes.
+    // An MTU of 100 and two VLAN tags: 122 bytes.
     for len in [122, 123, 1500] {
         send(&mut short, MacAddr::BROADCAST, MacAddr::local(9), len);
         send(&mut long, MacAddr::BROADCAST, MacAddr::local(8), len);
@@ -126,7 +126,7 @@ fn long_frames_and_link_local_ones_stay_where_they_are() {
 }
 
 #[test]
-fn a_guest_that_sends_to_everybody_is_held_to_its_rate() {
+fn broadcasts_are_limited_to_the_storm_rate() {
     let rig = Rig::new("storm");
     let mut others = rig.others();
     let mut noisy = rig.guest(0, SPLIT);
@@ -148,10 +148,10 @@ fn a_guest_that_sends_to_everybody_is_held_to_its_rate() {
     assert!(4000 - report.storm <= most, "{} of at most {most} in {:?}", 4000 - report.storm, start.elapsed());
 }
 
-/// A transmit queue whose every chain is a table of as many descriptors as a queue can have, 32768 of them.
+/// A transmit queue whose chains are all indirect tables of 32768 descriptors, the largest possible.
 struct Tables {
     guest: Guest,
-    /// User addresses of the rings' parts.
+    /// User addresses of the parts of the rings.
     available: u64,
     used: u64,
 }
@@ -160,7 +160,7 @@ impl Tables {
     const SIZE: u32 = 32768;
 
     fn new(rig: &Rig) -> Tables {
-        // Its rings lie where buffers of an ordinary one would.
+        // The rings are placed where an ordinary driver has buffers.
         let mut guest = Guest::new(Peer::connect(&rig.socket(0)), SPLIT | 1 << 28, 1024);
         guest.set_memory();
         let end = guest.driver.region.user() + guest.driver.region.len() as u64;
@@ -191,20 +191,20 @@ impl Tables {
         Tables { guest, available, used }
     }
 
-    /// How many chains have come back.
+    /// Returns how many chains were returned.
     fn done(&self) -> u16 {
         let offset = (self.used + 2 - self.guest.driver.region.user()) as usize;
         u16::from_le_bytes(self.guest.driver.region.span(offset, 2).unwrap().array(0).unwrap())
     }
 
-    /// Whether all that were made available have come back.
+    /// Returns whether all chains made available were returned.
     fn is_idle(&self) -> bool {
         let offset = (self.available + 2 - self.guest.driver.region.user()) as usize;
         let index = self.guest.driver.region.span(offset, 2).unwrap().array(0).unwrap();
         self.done() == u16::from_le_bytes(index)
     }
 
-    /// Makes as many available as there can be.
+    /// Makes a full ring of chains available.
     fn arm(&self) {
         let index = self.done().wrapping_add(Self::SIZE as u16);
         self.guest.poke(self.available + 2, &index.to_le_bytes());
@@ -212,9 +212,9 @@ impl Tables {
     }
 }
 
-/// 32768 chains of 32768 descriptors each are a thousand million: to look at them all takes minutes.
+/// 32768 chains of 32768 descriptors are over a thousand million: processing all of them takes minutes.
 #[test]
-fn chains_without_end_leave_the_others_their_time() {
+fn huge_chains_do_not_starve_other_ports() {
     let rig = Rig::new("tables");
     let mut others = rig.others();
     others.work();
@@ -231,7 +231,7 @@ fn chains_without_end_leave_the_others_their_time() {
 }
 
 #[test]
-fn a_guest_that_takes_no_frames_is_told_of() {
+fn a_guest_that_takes_no_frames_is_reported() {
     let rig = Rig::new("deaf");
     let mut others = rig.others();
     let mut deaf = rig.guest(0, SPLIT);
@@ -247,7 +247,7 @@ fn a_guest_that_takes_no_frames_is_told_of() {
     assert!(start.elapsed() > Duration::from_secs(9));
     let line = logged(&name, &["WARN", "queue 0", "were dropped as its ring is full"]);
     assert_eq!(log_of(&name).iter().filter(|other| **other == line).count(), 1);
-    // It wakes up.
+    // It takes frames again.
     assert!(!deaf.received(others.0.mac).is_empty());
     deaf.driver.rx[0].refill();
     let again = |lines: Vec<String>| lines.iter().any(|line| line.contains("the guest takes frames again"));
@@ -258,7 +258,7 @@ fn a_guest_that_takes_no_frames_is_told_of() {
     }));
 }
 
-/// There is no way from outside to have our own code panic, hopefully: what the switch calls then is called here.
+/// A real panic cannot, hopefully, be provoked from outside: the test calls the function that the switch calls after one.
 #[test]
 fn a_panic_ends_the_connection_of_one_port() {
     let rig = Rig::new("panic");

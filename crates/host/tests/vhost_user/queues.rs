@@ -1,4 +1,4 @@
-//! Queues: their descriptors, the faults of their drivers, and how they stop and go on.
+//! Queues: their descriptors, faults of their drivers, stopping and resuming.
 
 use crate::{
     LAYOUTS,
@@ -15,7 +15,7 @@ use std::{
 fn a_call_descriptor_that_is_full() {
     let rig = Rig::new("call");
     let mut others = rig.others();
-    // An eventfd and, as User-Mode Linux sends, a socket.
+    // An eventfd and, as from User-Mode Linux, a socket.
     let eventfd = eventfd();
     eventfd.write(u64::MAX - 1).unwrap();
     let (_reader, writer) = UnixStream::pair().unwrap();
@@ -27,7 +27,7 @@ fn a_call_descriptor_that_is_full() {
     for (index, fd) in full.into_iter().enumerate() {
         guest.peer.ok(SET_VRING_CALL, &longs(&[index as u64]), &[fd]);
     }
-    // Not for us: it has the same open file.
+    // Makes the device's writes block as well, as both have the same open file description.
     writer.set_nonblocking(false).unwrap();
     let before = rig.report(0);
     for _ in 0..20 {
@@ -35,9 +35,9 @@ fn a_call_descriptor_that_is_full() {
     }
     others.work();
     let after = rig.report(0);
-    assert!(after.received.notifications > before.received.notifications, "nobody tried to write");
-    assert!(after.sent.notifications > before.sent.notifications, "nobody tried to write");
-    // And one whose other end is closed.
+    assert!(after.received.notifications > before.received.notifications, "no notification was attempted");
+    assert!(after.sent.notifications > before.sent.notifications, "no notification was attempted");
+    // A socket whose other end is closed.
     let (reader, writer) = UnixStream::pair().unwrap();
     guest.peer.ok(SET_VRING_CALL, &longs(&[1]), &[writer.as_raw_fd()]);
     drop(reader);
@@ -45,7 +45,7 @@ fn a_call_descriptor_that_is_full() {
 }
 
 #[test]
-fn a_kick_descriptor_that_cannot_be_waited_for() {
+fn a_kick_descriptor_of_the_wrong_kind() {
     let rig = Rig::new("kick");
     let mut others = rig.others();
     let file = File::create(rig.folder.file("file")).unwrap();
@@ -57,12 +57,12 @@ fn a_kick_descriptor_that_cannot_be_waited_for() {
     rig.expect_faults(1);
     logged(&rig.victim(), &["ERROR", "queue 1: the kick descriptor is ", "/file, expected an eventfd"]);
     others.work();
-    // Stopped where it was, and good for another try.
+    // Stopped where it was, and it can be started again.
     let base = guest.peer.get_base(1);
     guest.peer.ok(SET_VRING_BASE, &words(&[1, base]), &[]);
     guest.peer.ok(SET_VRING_KICK, &longs(&[1]), &[guest.vrings[1].kick.as_raw_fd()]);
     exchange(&mut guest, &mut others.0);
-    // The queue that did not start must not keep the guest's memory.
+    // The queue that did not start must not keep the guest's memory mapped.
     guest.peer.refused(SET_VRING_KICK, &longs(&[1]), &[file.as_raw_fd()]);
     let memory = identity(&guest.driver.file);
     drop(guest);
@@ -88,7 +88,7 @@ fn a_queue_without_kicks_is_polled() {
 fn faults_of_the_driver() {
     const WRITE: u16 = 2;
     const INSIDE: u64 = 0x1_0000_0000;
-    /// Vring, address, length and flags of the one descriptor; what the log says.
+    /// Vring; address, length and flags of its one descriptor; what the log says.
     type Case<'a> = (u32, u64, u32, u16, &'a [&'a str]);
     let cases: [Case; 8] = [
         (1, 0x10, 64, 0, &["descriptor 0 at 0x10 + 64 lies outside guest memory (1 regions)"]),
@@ -142,7 +142,7 @@ fn faults_of_the_driver() {
             exchange(&mut guest, &mut others.0);
         }
     }
-    // What only split rings have: an index that jumps, a head that is no descriptor.
+    // Only in split rings: an available index that jumps, a head that is not a descriptor.
     for (available, said) in [
         ([0, 65, 0, 0], "available index 65 is 65 ahead of 0, more than the queue's 64 entries"),
         ([0, 1, 64, 0], "descriptor 64 does not exist in a table of 64"),
@@ -169,14 +169,14 @@ fn reset_device() {
         exchange(&mut guest, &mut others.0);
         let old = identity(&guest.driver.file);
         guest.peer.ok(if round % 2 == 0 { RESET_DEVICE } else { RESET_OWNER }, &[], &[]);
-        // Nothing runs: what is sent now stays in the ring.
+        // No queue runs: this frame stays in the ring.
         guest.send_to(others.0.mac);
         others.work();
         assert!(others.0.received(guest.mac).is_empty());
         guest.acked = LAYOUTS[(round + 1) % 2];
         guest = guest.again();
         exchange(&mut guest, &mut others.0);
-        assert_eq!(held(old), (0, 0), "the old memory is not needed any more");
+        assert_eq!(held(old), (0, 0), "the old memory must be unmapped");
     }
     assert_eq!(rig.faults(), 0);
 }
@@ -208,7 +208,7 @@ fn bases_are_saved_and_restored() {
             guest.peer.ok(SET_VRING_BASE, &words(&[index, base]), &[]);
             guest.peer.ok(SET_VRING_KICK, &longs(&[index.into()]), &[kick]);
         };
-        // While the sender's queue stops and goes on, no frame is lost and none comes twice.
+        // While the sender's queue stops and resumes, no frame is lost or duplicated.
         let (mut sent, mut next, mut round) = (Vec::new(), 0, 0);
         let done = within(PATIENCE, || {
             while sent.len() < 3000 && sent.len() - next < 48 {
@@ -219,13 +219,13 @@ fn bases_are_saved_and_restored() {
                 restart(&mut sender, 1);
             }
             for sequence in receiver.received(sender.mac) {
-                assert_eq!(Some(&sequence), sent.get(next), "{acked:#x}: lost, twice, or not in order");
+                assert_eq!(Some(&sequence), sent.get(next), "{acked:#x}: lost, duplicated, or out of order");
                 next += 1;
             }
             next == 3000
         });
-        assert!(done, "{acked:#x}: {next} of {} frames came; {round} rounds", sent.len());
-        // A receiver that stops misses frames, but they are counted, and none comes twice or late.
+        assert!(done, "{acked:#x}: {next} of {} frames arrived; {round} rounds", sent.len());
+        // A receiver that stops misses frames, but they are counted, and none is duplicated or reordered.
         let before = rig.report(1).sent;
         let (mut came, mut last, from) = (0, None, sender.mac);
         let mut receive = |receiver: &mut Guest| {
@@ -253,7 +253,7 @@ fn bases_are_saved_and_restored() {
             taken = receive(&mut receiver);
             taken + missed() == 1000
         });
-        assert!(all, "{acked:#x}: {taken} came, {} are counted as lost, of 1000", missed());
+        assert!(all, "{acked:#x}: {taken} arrived, {} were counted as lost, of 1000", missed());
         assert!(taken > 0, "{acked:#x}");
         exchange(&mut sender, &mut receiver);
         assert_eq!(rig.faults(), 0, "{:#?}", log_of(&rig.victim()));
@@ -264,7 +264,7 @@ fn bases_are_saved_and_restored() {
 fn configuration_space() {
     let rig = Rig::new("config");
     let mut peer = rig.peer(SPLIT);
-    // MAC address, status (the link is up), pairs of queues, MTU 9001; what follows reads as zeros.
+    // MAC address, status (link up), queue pairs, MTU 9001; the rest reads as zeros.
     let mut space = vec![0; 4096];
     space[..12].copy_from_slice(&[0x52, 0x54, 0, 0x12, 0x34, 0x56, 1, 0, 1, 0, 0x29, 0x23]);
     let mut read = |offset: usize, size: usize| {
@@ -282,5 +282,5 @@ fn configuration_space() {
     rig.expect_faults(1);
     let mut stream = UnixStream::connect(rig.socket(1)).unwrap();
     stream.write_all(&message(GET_CONFIG, VERSION, 16, &words(&[0, 4, 0, 0]))).unwrap();
-    assert!(Peer::of(stream).ends(), "without the protocol feature there is no such message");
+    assert!(Peer::of(stream).ends(), "without the protocol feature the message is not accepted");
 }

@@ -1,5 +1,5 @@
-//! The device goes away and comes back: our own driver goes on with all that it has under way, and frontends that do things in
-//! their own order find their rings where they were.
+//! The device disconnects and returns: this project's driver resumes with everything in flight, and frontends that use
+//! another order of messages find their rings where they were.
 
 use crate::{
     LAYOUTS,
@@ -24,12 +24,12 @@ impl Rig {
         }
     }
 
-    /// Port 0 is gone.
+    /// Stops port 0.
     fn end_device(&mut self) {
         drop(self.servers.remove(0));
     }
 
-    /// It is there again, with these features.
+    /// Starts port 0 again, with these features.
     fn start_device(&mut self, features: Features) {
         let config = VhostConfig { features, ..config(&self.victim(), &self.socket(0)) };
         self.servers.insert(0, Server::start(config, &self.worker).unwrap());
@@ -42,7 +42,7 @@ fn frame(to: MacAddr, number: u64) -> Vec<u8> {
     [&to.0[..], &OURS.0, &[0x88, 0xb5], &number.to_be_bytes(), &[7; 42]].concat()
 }
 
-/// Sends frames, as many of these as there is room for.
+/// Sends up to `count` frames, fewer if the ring is full.
 fn send(connection: &mut Connection, to: MacAddr, next: &mut u64, count: usize) {
     let tx = &mut connection.driver.tx[0];
     while tx.reclaim().unwrap() > 0 {}
@@ -54,7 +54,7 @@ fn send(connection: &mut Connection, to: MacAddr, next: &mut u64, count: usize) 
     connection.tx[0].kick();
 }
 
-/// How many frames have come.
+/// Returns how many frames were received.
 fn receive(connection: &mut Connection) -> usize {
     let mut frames = 0;
     while connection.driver.rx[0].receive(true, |_| frames += 1).unwrap() > 0 {}
@@ -63,15 +63,15 @@ fn receive(connection: &mut Connection) -> usize {
 }
 
 #[test]
-fn our_driver_goes_on() {
+fn the_driver_resumes_on_a_new_device() {
     for features in LAYOUTS.into_iter().flat_map(|layout| [layout, layout | bits::IN_ORDER | bits::EVENT_IDX]) {
-        let mut rig = Rig::new(&format!("ours{features:x}"));
+        let mut rig = Rig::new(&format!("driver{features:x}"));
         let mut other = rig.guest(1, PACKED);
         let mut connection = rig.connector(features).connect().unwrap();
         assert_eq!(connection.acked, features);
         let (mut next, mut came) = (0, Vec::new());
         for round in 0..20 {
-            // More than the rings have, so that they go around and end anywhere.
+            // More frames than ring entries, so that the rings wrap and end at various positions.
             for _ in 0..1 + round % 3 {
                 send(&mut connection, other.mac, &mut next, 50);
                 assert!(within(PATIENCE, || {
@@ -87,7 +87,7 @@ fn our_driver_goes_on() {
                     frames == 7
                 }));
             }
-            // It goes with frames in its rings that nobody has looked at, and more are added when it has gone.
+            // It disconnects with frames in its rings that nobody has processed; more are added afterwards.
             let alive = round % 2 == 0;
             if alive {
                 send(&mut connection, other.mac, &mut next, 16);
@@ -104,7 +104,7 @@ fn our_driver_goes_on() {
                 connection.driver.tx[0].under_way() == 0 && came.last() == Some(&(next - 1))
             }));
         }
-        // This device was told to go, so that it has lost nothing either.
+        // This device was stopped in an orderly way, so it has lost nothing either.
         assert_eq!(came, (0..next).collect::<Vec<_>>(), "{features:#x}");
         assert_eq!(connection.stop(), Some(0), "{features:#x}");
         assert_eq!(rig.faults(), 0);
@@ -112,7 +112,7 @@ fn our_driver_goes_on() {
 }
 
 #[test]
-fn a_device_that_lacks_what_is_in_use() {
+fn a_device_that_lacks_features_in_use() {
     let mut rig = Rig::new("changed");
     let mut other = rig.guest(1, SPLIT);
     let mut connection = rig.connector(PACKED | bits::IN_ORDER).connect().unwrap();
@@ -120,10 +120,13 @@ fn a_device_that_lacks_what_is_in_use() {
     rig.start_device(Features { in_order: false, ..Features::ALL });
     let start = Instant::now();
     let error = connection.reconnect(PATIENCE).unwrap_err();
-    assert!(start.elapsed() < PATIENCE, "it does not change while one waits");
+    assert!(start.elapsed() < PATIENCE, "waiting does not help, so it must fail at once");
     assert!(matches!(error, ConnectError::Changed { lacks: bits::IN_ORDER, .. }), "{error}");
-    assert!(error.to_string().contains("start it with the features that it had, or connect anew"), "{error}");
-    // The next one has them.
+    assert!(
+        error.to_string().contains("start it with the same features as before, or open a new connection"),
+        "{error}"
+    );
+    // The next device has them.
     rig.end_device();
     rig.start_device(Features::ALL);
     connection.reconnect(PATIENCE).unwrap();
@@ -133,7 +136,7 @@ fn a_device_that_lacks_what_is_in_use() {
 }
 
 #[test]
-fn a_device_that_does_not_come_back() {
+fn a_device_that_does_not_return() {
     let mut rig = Rig::new("never");
     let mut connection = rig.connector(PACKED).connect().unwrap();
     rig.end_device();
@@ -141,13 +144,13 @@ fn a_device_that_does_not_come_back() {
     let error = connection.reconnect(Duration::from_millis(100)).unwrap_err();
     assert!(start.elapsed() >= Duration::from_millis(100));
     assert!(matches!(error, ConnectError::Connect { .. }), "{error}");
-    assert_eq!(connection.stop(), None, "nobody says what is missing");
+    assert_eq!(connection.stop(), None, "no device reports what is missing");
 }
 
-/// As DPDK's driver does where it is the socket's server: vrings are disabled, and their bases asked for, before anything is
-/// negotiated; then they start, as if they were fresh.
+/// As DPDK's driver in server mode: it disables vrings and asks for their bases before any negotiation; then it starts them
+/// with the base of an unused ring.
 #[test]
-fn disabled_before_all_else() {
+fn vrings_are_disabled_before_negotiation() {
     for features in LAYOUTS {
         let mut rig = Rig::new(&format!("early{features:x}"));
         let mut other = rig.guest(1, SPLIT);
@@ -171,10 +174,10 @@ fn disabled_before_all_else() {
         exchange(&mut guest, &mut other);
         assert_eq!(rig.faults(), 0, "{:#?}", log_of(&rig.victim()));
         if features == PACKED {
-            logged(&rig.victim(), &["INFO", "goes on where it was before"]);
+            logged(&rig.victim(), &["INFO", "resumes at its recorded position"]);
         }
     }
-    // What does not run cannot be enabled before there is something to enable it by.
+    // A vring cannot be enabled before protocol features are negotiated.
     let rig = Rig::new("early");
     let mut peer = Peer::connect(&rig.socket(0));
     peer.send(&message(SET_VRING_ENABLE, VERSION, 8, &words(&[0, 1])), &[]);

@@ -1,4 +1,4 @@
-//! Guests, frontends and programs that want everything for themselves, beside a guest that behaves. The attacker writes its
+//! Guests, frontends and programs that try to use up shared resources, beside a well-behaved guest. The attacker builds its
 //! packets and messages by hand.
 
 use super::*;
@@ -17,7 +17,7 @@ use std::{
 
 const ATTACKER: u64 = 4;
 
-/// Two guests of one worker: one that behaves, with an echo service at port 1, and one for an attacker.
+/// Two guests of one worker: a well-behaved one with an echo service on port 1, and one for an attacker.
 struct Pair {
     // Dropped in this order.
     server: VsockServer,
@@ -55,7 +55,7 @@ impl Pair {
         UnixListener::bind(self.rig.folder.0.join(format!("attacker-host_{port}"))).unwrap()
     }
 
-    /// Runs an attack and, at the same time, round trips of a byte with the guest that behaves, for so long.
+    /// Runs an attack for `time` and measures round trips of a byte with the well-behaved guest in the meantime.
     fn beside(&self, port: u32, time: Duration, attack: impl FnOnce(&AtomicBool) + Send) -> Spread {
         let (mut program, mut guest) = self.rig.to_guest(port);
         let stop = AtomicBool::new(false);
@@ -84,9 +84,9 @@ impl Pair {
     }
 }
 
-/// Round trips.
+/// Round-trip times.
 #[derive(Debug)]
-#[allow(dead_code, reason = "for what a failure prints")]
+#[allow(dead_code, reason = "printed on failure")]
 struct Spread {
     count: usize,
     p50: Duration,
@@ -94,13 +94,13 @@ struct Spread {
     most: Duration,
 }
 
-/// A guest that sends what it likes.
+/// A guest that sends arbitrary packets.
 struct Attacker {
     peer: Peer,
     driver: Driver,
     vrings: Vec<Vring>,
     size: u32,
-    /// How much each of its connections may send, by its port.
+    /// Bytes that each of its connections may send, by its port.
     room: Vec<u32>,
 }
 
@@ -136,7 +136,7 @@ impl Attacker {
         peer.ok(SET_VRING_ENABLE, &words(&[index, 1]), &[]);
     }
 
-    /// A packet from one of its ports to one of the host.
+    /// Returns the header of a packet from one of its ports to one of the host.
     fn header(op: Op, from: u32, to: u32) -> VsockHdr {
         VsockHdr {
             src_cid: ATTACKER,
@@ -150,7 +150,7 @@ impl Attacker {
         }
     }
 
-    /// Sends a packet, if there is room. Nobody is told yet.
+    /// Adds a packet to the ring, if there is room, without a kick. Returns whether there was.
     fn put(&mut self, header: VsockHdr, payload: &[u8]) -> bool {
         if self.driver.tx.room(true).unwrap().is_none() {
             return false;
@@ -165,7 +165,7 @@ impl Attacker {
         let _ = self.vrings[1].kick.write(1);
     }
 
-    /// Sends a packet, as soon as there is room.
+    /// Sends a packet, once there is room.
     fn send(&mut self, header: VsockHdr, payload: &[u8]) {
         soon("there is room for a packet", || {
             let sent = self.put(header, payload);
@@ -175,17 +175,17 @@ impl Attacker {
         });
     }
 
-    /// Takes what has come.
+    /// Receives packets. Returns their number.
     fn take(&mut self, mut each: impl FnMut(VsockHdr)) -> usize {
         let taken = self.driver.rx.take(|header, _| each(header)).unwrap();
         let _ = self.vrings[0].kick.write(1);
         taken.packets
     }
 
-    /// Sends to a port of the host on so many connections, as long as anything is taken.
+    /// Sends to a port of the host on several connections, for as long as anything is accepted.
     fn fill(&mut self, port: u32, from: Range<u32>) {
         let mut sent = vec![0u32; from.end as usize];
-        // What each was told with its response, as the host shares what it keeps for a guest among its connections.
+        // The credit in each response: the host divides a guest's budget among its connections.
         let mut room = self.room.clone();
         let mut passed = sent.clone();
         let mut last = Instant::now();
@@ -207,11 +207,11 @@ impl Attacker {
         }
     }
 
-    /// Connects to a port of the host, so many times; says how many were accepted and refused.
+    /// Requests `count` connections to a port of the host. Returns how many were accepted and refused.
     fn connect(&mut self, port: u32, first: u32, count: u32) -> (u32, u32) {
         let (mut sent, mut opened, mut refused) = (0, 0, 0);
         soon("all requests are answered", || {
-            // As many at a time as there is room for answers.
+            // No more outstanding than the ring has room for replies.
             while sent < count && sent < opened + refused + 64 {
                 assert!(self.put(Attacker::header(Op::Request, first + sent, port), &[]));
                 sent += 1;
@@ -233,16 +233,16 @@ impl Attacker {
     }
 }
 
-/// What a victim may wait on a busy machine, whatever others do: half of the time, nearly always, and ever.
+/// Limits for a victim's round trips on a busy machine: median, 99th percentile, maximum.
 const HALF: Duration = Duration::from_millis(2);
 const NEARLY_ALL: Duration = Duration::from_millis(40);
 const EVER: Duration = Duration::from_millis(100);
 
-/// Measures a victim without an attack and beside it, while no other test runs. Others may use the machine: one measurement
-/// of three in which the victim had to wait little is enough.
+/// Measures a victim without and during an attack, while no other test runs. Other processes may use the machine: one good
+/// measurement of three is enough.
 #[track_caller]
 fn waits_little(measure: impl Fn(&Pair) -> (Spread, Spread)) {
-    let _alone = COMPANY.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let _alone = DESCRIPTORS.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     let mut found = Vec::new();
     for _ in 0..3 {
         let pair = Pair::of(Rig::alone(Vec::new()), |_| {});
@@ -256,11 +256,11 @@ fn waits_little(measure: impl Fn(&Pair) -> (Spread, Spread)) {
         }
         found.push((before, beside));
     }
-    panic!("before an attack and beside it: {found:#?}");
+    panic!("without and during an attack: {found:#?}");
 }
 
 #[test]
-fn a_guest_that_sends_requests_without_end_takes_its_own_time_only() {
+fn a_flood_of_requests_delays_only_its_own_guest() {
     waits_little(|pair| {
         let quiet = pair.rig.to_guest(9);
         let mut attacker = pair.attacker();
@@ -276,9 +276,9 @@ fn a_guest_that_sends_requests_without_end_takes_its_own_time_only() {
                 attacker.take(|_| {});
                 thread::sleep(Duration::from_micros(50));
             }
-            assert!(port > 10_000, "{port} requests are no attack");
+            assert!(port > 10_000, "{port} requests are not an attack");
         });
-        // It had its share, and what is beyond that was refused.
+        // It got its share, and further requests were refused.
         let report = pair.server.sockets();
         assert!(report.refused > 1000, "{report:?}");
         exchange(&quiet.0, &quiet.1);
@@ -287,10 +287,10 @@ fn a_guest_that_sends_requests_without_end_takes_its_own_time_only() {
 }
 
 #[test]
-fn a_guest_with_many_busy_sockets_takes_its_own_time_only() {
+fn many_busy_sockets_delay_only_their_own_guest() {
     waits_little(|pair| {
         let mut attacker = pair.attacker();
-        // So many programs, each with something to say, and a guest that has no room for it yet.
+        // Many programs with data to send, and a guest that has given no credit yet.
         let connect = |port| {
             let mut program = pair.program();
             program.set_nonblocking(true).unwrap();
@@ -322,7 +322,7 @@ fn a_guest_with_many_busy_sockets_takes_its_own_time_only() {
 }
 
 #[test]
-fn connects_have_a_quota_and_what_is_beyond_it_waits_or_is_refused() {
+fn connects_beyond_the_quota_wait_or_are_refused() {
     let pair = Pair::new(|config| config.connects = 50);
     let mut attacker = pair.attacker();
     let listener = pair.listen_on_host(7);
@@ -342,17 +342,17 @@ fn connects_have_a_quota_and_what_is_beyond_it_waits_or_is_refused() {
     let took = start.elapsed();
     listener.set_nonblocking(true).unwrap();
     let accepted = std::iter::from_fn(|| listener.accept().ok()).count();
-    // Fifty may wait. How many are connected meanwhile is a matter of how fast the requests come: if all come within one turn of
-    // the worker, none is; else another fifty at once, and what a quota of 50/s gives.
+    // Fifty may wait. How many connect in the meantime depends on how fast the requests arrive: none if all arrive within one
+    // turn of the worker; otherwise another burst of fifty, and 50 a second.
     let most = 100 + (50.0 * took.as_secs_f64()) as usize;
     assert!(accepted >= 50 && accepted <= most, "{accepted} within {took:?}");
     assert_eq!(pair.server.sockets().refused, 1000 - accepted as u64);
-    // The other guest has its own.
+    // The other guest has its own quota.
     let (_guest, _program) = pair.rig.to_host(1);
 }
 
 #[test]
-fn a_program_is_heard_at_once_however_many_have_only_said_half() {
+fn a_program_is_served_at_once_beside_a_crowd_with_incomplete_lines() {
     let rig = Rig::new();
     let path = rig.folder.0.join("host");
     let listener = rig.listen(1);
@@ -383,18 +383,18 @@ fn a_program_is_heard_at_once_however_many_have_only_said_half() {
         }
         stop.store(true, Ordering::Relaxed);
         let crowd = crowd.join().unwrap();
-        assert!(crowd.len() > 3000, "{} are no crowd", crowd.len());
+        assert!(crowd.len() > 3000, "{} are not a crowd", crowd.len());
     });
 }
 
 #[test]
-fn a_crowd_that_never_ends_takes_its_own_guests_time_only() {
+fn an_endless_crowd_delays_only_its_own_guest() {
     waits_little(|pair| {
         let address = socket2::SockAddr::unix(pair.attacker.host.as_ref().unwrap()).unwrap();
         let before = pair.beside(1, Duration::from_millis(500), |_| {});
         let mut came = 0;
         let beside = pair.beside(2, Duration::from_secs(2), |stop| {
-            // The last ones are kept open, so that they do not go by themselves.
+            // The latest ones are kept open, so that they do not end by themselves.
             let mut crowd = VecDeque::new();
             while !stop.load(Ordering::Relaxed) {
                 let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
@@ -411,14 +411,14 @@ fn a_crowd_that_never_ends_takes_its_own_guests_time_only() {
                 }
             }
         });
-        assert!(came > 5000, "{came} are no crowd");
+        assert!(came > 5000, "{came} are not a crowd");
         assert!(pair.server.sockets().open <= 257 && pair.server.sockets().turned_away > 1000);
         (before, beside)
     });
 }
 
 #[test]
-fn programs_that_do_not_read_leave_the_kernel_its_memory() {
+fn kernel_memory_for_programs_that_do_not_read_is_limited() {
     const MANY: u32 = 300;
     const BUDGET: usize = 4 << 20;
     let pair = Pair::new(|config| config.socket_memory = BUDGET);
@@ -429,7 +429,7 @@ fn programs_that_do_not_read_leave_the_kernel_its_memory() {
         assert_eq!(attacker.connect(7, first, 100), (100, 0));
         programs.extend((0..100).map(|_| listener.accept().unwrap().0));
         attacker.fill(7, first..first + 100);
-        // That they are over makes no difference: nobody has read it.
+        // Ending the connections makes no difference, as the data is still unread.
         (first..first + 100).for_each(|port| attacker.send(Attacker::header(Op::Reset, port, 7), &[]));
         soon("they are over", || pair.server.stack().report().connections == 0);
     }
@@ -439,11 +439,11 @@ fn programs_that_do_not_read_leave_the_kernel_its_memory() {
         programs.into_iter().map(|mut program| io::copy(&mut program, &mut io::sink()).unwrap() as usize).sum();
     assert!(kept > 1 << 20 && kept <= BUDGET + MANY as usize * (8 << 10), "the kernel kept {kept} bytes");
     soon("all is given back", || pair.server.sockets().open == 0 && pair.server.sockets().buffers == 0);
-    pair.rig.all_is_well();
+    pair.rig.expect_service();
 }
 
 #[test]
-fn memory_that_nobody_needs_now_is_there_for_others() {
+fn unused_kernel_memory_is_returned_for_others() {
     const BUDGET: usize = 4 << 20;
     let pair = Pair::new(|config| config.socket_memory = BUDGET);
     let mut attacker = pair.attacker();
@@ -463,13 +463,13 @@ fn memory_that_nobody_needs_now_is_there_for_others() {
 }
 
 #[test]
-fn memory_is_watched_as_long_as_any_vring_uses_it() {
+fn memory_is_checked_while_any_vring_uses_it() {
     let pair = Pair::new(|_| {});
     for stopped in 0..3 {
         let mut attacker = pair.attacker();
         attacker.peer.get_base(stopped);
         attacker.driver.file.set_len(0).unwrap();
-        // Somebody has to look at one of the rings.
+        // The worker has to access one of the rings.
         for vring in &attacker.vrings {
             let _ = vring.kick.write(1);
         }
@@ -478,10 +478,10 @@ fn memory_is_watched_as_long_as_any_vring_uses_it() {
         soon("the device has stopped", || !pair.server.stack().is_running());
     }
     pair.attacker();
-    pair.rig.all_is_well();
+    pair.rig.expect_service();
 }
 
-/// Lines of the log, of all tests.
+/// The log lines of all tests.
 static LOG: Log = Log(Mutex::new(Vec::new()));
 
 struct Log(Mutex<Vec<String>>);
@@ -497,7 +497,7 @@ impl log::Log for Log {
 }
 
 #[test]
-fn programs_that_talk_nonsense_do_not_fill_the_log() {
+fn nonsense_from_programs_does_not_fill_the_log() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         log::set_logger(&LOG).unwrap();
@@ -515,7 +515,7 @@ fn programs_that_talk_nonsense_do_not_fill_the_log() {
     }
     let most = 20 + start.elapsed().as_secs() as usize + 1;
     assert!(lines().len() >= 20 && lines().len() <= most, "{} lines", lines().len());
-    soon("a line says how many there would have been", || {
+    soon("a line has the number of suppressed lines", || {
         let mut program = rig.program();
         program.write_all(b"nonsense\n").unwrap();
         turned_away(&mut program);

@@ -1,10 +1,10 @@
-//! Programs that end, half-close or do not read, at any point.
+//! Programs that disconnect, half-close or do not read, at any point.
 
 use super::*;
 use std::{io::ErrorKind, net::Shutdown};
 
 #[test]
-fn bytes_are_equal_both_ways_whoever_has_asked() {
+fn data_arrives_intact_both_ways_whichever_side_connects() {
     let rig = Rig::new();
     let (first_program, first_guest) = rig.to_guest(1);
     let (second_guest, second_program) = rig.to_host(2);
@@ -25,15 +25,15 @@ fn bytes_are_equal_both_ways_whoever_has_asked() {
         });
     }
     drop((first_program, first_guest, second_program, second_guest));
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_program_that_goes_before_it_is_answered() {
+fn a_program_that_disconnects_before_the_ok() {
     let rig = Rig::new();
     let listener = rig.listen(1);
     for round in 0..200 {
-        // Nothing said, half a line, a line for a port where somebody listens, one where nobody does.
+        // No line, half a line, a line for a port with a listener, one for a port without.
         let lines = [&b""[..], b"CONN", b"CONNECT 1\n", b"CONNECT 2\n", b"CONNECT 1\nlast words"];
         let mut program = rig.program();
         let line = lines[round % lines.len()];
@@ -42,19 +42,19 @@ fn a_program_that_goes_before_it_is_answered() {
         if line.starts_with(b"CONNECT 1\n") {
             let guest = accept(&listener);
             let mut got = Vec::new();
-            // "OK" was written to a socket that nobody reads: a reset or the end.
+            // "OK" was written to a socket that was closed already: a reset or the end of the stream.
             match (&guest).read_to_end(&mut got) {
                 Ok(_) => assert_eq!(got, line[10..]),
                 Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
             }
         }
     }
-    rig.nothing_is_left();
-    rig.all_is_well();
+    rig.expect_no_connections();
+    rig.expect_service();
 }
 
 #[test]
-fn a_program_that_goes_after_it_was_answered() {
+fn a_program_that_disconnects_after_the_ok() {
     let rig = Rig::new();
     let (program, guest) = rig.to_guest(1);
     drop(program);
@@ -62,13 +62,13 @@ fn a_program_that_goes_after_it_was_answered() {
     let error = at_once(|| send(&guest, 1 << 30)).expect_err("nobody reads that");
     assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
     drop(guest);
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_program_that_goes_in_mid_transfer() {
+fn a_program_that_disconnects_during_a_transfer() {
     let rig = Rig::new();
-    // What it has sent arrives, though the guest only begins to read when it has gone.
+    // What it has sent arrives, though the guest begins to read only after the disconnect.
     for (port, total) in [(1, 1), (2, 100_000), (3, 3 << 20)] {
         let (program, guest) = rig.to_guest(port);
         let sender = thread::spawn(move || send(&program, total));
@@ -76,18 +76,18 @@ fn a_program_that_goes_in_mid_transfer() {
         assert_eq!(receive(&guest).unwrap(), total);
         sender.join().unwrap().unwrap();
     }
-    // What it has not read is lost, and the guest hears of it.
+    // What it has not read is lost, and the guest gets an error.
     let (program, guest) = rig.to_guest(4);
     let sender = thread::spawn(move || send(&guest, 1 << 30));
     (&program).read_exact(&mut vec![0; 1 << 20]).unwrap();
     drop(program);
     let error = at_once(|| sender.join().unwrap()).expect_err("nobody reads that");
     assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_guest_that_goes_in_mid_transfer() {
+fn a_guest_that_disconnects_during_a_transfer() {
     let rig = Rig::new();
     for (port, total) in [(1, 1), (2, 100_000), (3, 3 << 20)] {
         let (program, guest) = rig.to_guest(port);
@@ -102,7 +102,7 @@ fn a_guest_that_goes_in_mid_transfer() {
     drop(guest);
     let error = at_once(|| sender.join().unwrap()).expect_err("nobody reads that");
     assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
@@ -137,11 +137,11 @@ fn one_direction_may_end_before_the_other() {
             });
         }
     }
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_program_that_reads_no_more_ends_who_writes_to_it() {
+fn shutting_down_reading_ends_the_peers_writes() {
     let rig = Rig::new();
     let (program, guest) = rig.to_guest(1);
     program.shutdown(Shutdown::Read).unwrap();
@@ -154,10 +154,10 @@ fn a_program_that_reads_no_more_ends_who_writes_to_it() {
     let error = at_once(|| send(&program, 1 << 30)).expect_err("nobody reads that");
     assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
     drop((program, guest));
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
-/// Writes until it would have to wait for `patience`; says how much that was.
+/// Writes until it would block for `patience`. Returns the number of bytes.
 fn fill(mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> usize {
     let mut total = 0;
     loop {
@@ -169,12 +169,12 @@ fn fill(mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> usize {
                 return total;
             }
         }
-        assert!(total < 64 << 20, "nobody reads, and there is no end of what is taken");
+        assert!(total < 64 << 20, "nobody reads, but data is accepted without end");
     }
 }
 
 #[test]
-fn who_does_not_read_holds_up_nobody_else() {
+fn an_end_that_does_not_read_delays_no_other() {
     let rig = Rig::new();
     let (slow_program, guest) = rig.to_guest(1);
     let (program, slow_guest) = rig.to_guest(2);
@@ -183,7 +183,7 @@ fn who_does_not_read_holds_up_nobody_else() {
     program.set_write_timeout(Some(wait)).unwrap();
     let to_program = fill(|bytes| (&guest).write(bytes));
     let to_guest = fill(|bytes| (&program).write(bytes));
-    // At least what a connection's buffer holds.
+    // At least the size of a connection's buffer.
     assert!(to_program >= 256 << 10 && to_guest >= 256 << 10, "{to_program}, {to_guest}");
     for port in 10..30 {
         let (program, guest) = rig.to_guest(port);
@@ -196,5 +196,5 @@ fn who_does_not_read_holds_up_nobody_else() {
     assert_eq!(receive(&slow_program).unwrap(), to_program);
     assert_eq!(receive(&slow_guest).unwrap(), to_guest);
     drop((program, guest, slow_program, slow_guest));
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }

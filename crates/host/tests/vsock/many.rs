@@ -1,39 +1,40 @@
-//! Many connections, one after the other and at once: none leaves anything behind.
+//! Many connections, in sequence and at once: none leaves anything behind.
 
 use super::*;
 use std::sync::atomic::AtomicBool;
 
-/// Open descriptors of this process.
+/// Returns the number of open descriptors of this process.
 fn descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Runs something that opens and closes connections while nothing else runs; there must be as many descriptors afterwards.
+/// Runs a function that opens and closes connections, while no other test runs, and checks that the number of descriptors is
+/// the same afterwards.
 fn leaves_nothing(run: impl FnOnce(&Rig)) {
-    let _alone = COMPANY.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let _alone = DESCRIPTORS.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     let rig = Rig::alone(Vec::new());
-    rig.all_is_well();
-    rig.nothing_is_left();
-    // The last test may still be closing some.
+    rig.expect_service();
+    rig.expect_no_connections();
+    // The previous test may still be closing some.
     let mut before = descriptors();
     soon("nobody else opens or closes any", || {
         thread::sleep(Duration::from_millis(100));
         before == std::mem::replace(&mut before, descriptors())
     });
     run(&rig);
-    rig.nothing_is_left();
+    rig.expect_no_connections();
     soon(&format!("{before} descriptors as before"), || descriptors() == before);
-    rig.all_is_well();
+    rig.expect_service();
 }
 
-/// Serves connections of a port until told to stop: each echoes a byte.
+/// Serves connections on a port until `stop` is set: each echoes a byte. Returns their number.
 fn echo(listener: &Listener<DriverSide>, stop: &AtomicBool) -> usize {
     let mut served = 0;
     while !stop.load(Ordering::Relaxed) {
         let Ok(mut guest) = listener.accept_within(Some(Duration::from_millis(50))) else { continue };
         served += 1;
         let mut byte = [0];
-        // Some go without a word.
+        // Some disconnect without sending anything.
         if let Ok(1) = guest.read(&mut byte) {
             let _ = guest.write_all(&byte);
         }
@@ -54,7 +55,7 @@ fn thousands_of_connections_each_second() {
                     scope.spawn(|| {
                         for number in 0..EACH {
                             match number % 10 {
-                                // Nobody listens; a line that is wrong.
+                                // A port without a listener; an invalid line.
                                 0 => assert!(rig.ask(2).is_none()),
                                 1 => {
                                     let mut program = rig.program();
@@ -112,10 +113,9 @@ fn thousands_of_connections_of_the_guest() {
 }
 
 #[test]
-fn more_programs_at_once_than_may_ask() {
+fn more_pending_programs_than_the_limit() {
     leaves_nothing(|rig| {
-        // None of these has said yet what it wants; who comes later is served at once all the same, in the place of one that
-        // came before.
+        // None of these has sent its line. A later program is still served at once, in place of the oldest of them.
         let silent: Vec<_> = (0..300).filter_map(|_| UnixStream::connect(rig.folder.0.join("host")).ok()).collect();
         assert_eq!(silent.len(), 300);
         let listener = rig.listen(1);

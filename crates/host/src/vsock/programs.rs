@@ -1,5 +1,5 @@
-//! Programs that have connected to a guest's socket and have not said yet which port they want. There is room for some; who
-//! comes then takes the place of one that has been silent for long, of the process that has the most of them.
+//! Programs that have connected to a guest's Unix socket but have not sent their CONNECT line yet. Their number is bounded:
+//! beyond it, the oldest program of the process that has the most of them is turned away. Used by `member.rs`.
 
 use std::{
     cmp::Reverse,
@@ -7,47 +7,47 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a program has to send its line "CONNECT".
+/// How long a program has to send its CONNECT line.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
-/// Programs that have not sent it yet, for each guest, at most.
+/// Maximum number of such programs per guest.
 const MOST: usize = 256;
 
-/// The programs of one guest's socket, by the numbers of their sockets, which grow.
+/// The pending programs of one guest, by the numbers of their sockets, which increase.
 #[derive(Default)]
-pub(super) struct Asking {
+pub(super) struct PendingPrograms {
     programs: HashMap<u64, i32>,
-    /// In the order of their deadlines; those that do not ask any more are passed over.
+    /// In the order of their deadlines; entries of programs that are no longer pending are skipped.
     deadlines: VecDeque<(Instant, u64)>,
     by_process: HashMap<i32, BTreeSet<u64>>,
-    /// How many programs a process has, and its oldest one.
+    /// The number of programs of each process, and the oldest of them.
     most: BTreeSet<(usize, Reverse<u64>, i32)>,
 }
 
-impl Asking {
+impl PendingPrograms {
     fn rank(process: i32, slots: &BTreeSet<u64>) -> Option<(usize, Reverse<u64>, i32)> {
         slots.first().map(|&oldest| (slots.len(), Reverse(oldest), process))
     }
 
     fn change(&mut self, process: i32, change: impl FnOnce(&mut BTreeSet<u64>)) {
         let slots = self.by_process.entry(process).or_default();
-        if let Some(rank) = Asking::rank(process, slots) {
+        if let Some(rank) = PendingPrograms::rank(process, slots) {
             self.most.remove(&rank);
         }
         change(slots);
-        match Asking::rank(process, slots) {
+        match PendingPrograms::rank(process, slots) {
             Some(rank) => _ = self.most.insert(rank),
             None => _ = self.by_process.remove(&process),
         }
     }
 
-    /// A program of a process has connected.
+    /// Adds a program that has connected, of process `process`.
     pub(super) fn insert(&mut self, slot: u64, process: i32, now: Instant) {
         self.programs.insert(slot, process);
         self.deadlines.push_back((now + PATIENCE, slot));
         self.change(process, |slots| _ = slots.insert(slot));
     }
 
-    /// It has said what it wants, or is gone. Says whether it was there.
+    /// Removes a program that has sent its line or disconnected. Returns whether it was pending.
     pub(super) fn remove(&mut self, slot: u64) -> bool {
         let Some(process) = self.programs.remove(&slot) else { return false };
         self.change(process, |slots| _ = slots.remove(&slot));
@@ -58,22 +58,22 @@ impl Asking {
         true
     }
 
-    /// Who has to go if there are too many.
+    /// Returns the program to turn away if there are too many.
     pub(super) fn surplus(&self) -> Option<u64> {
         (self.programs.len() > MOST).then(|| self.oldest()).flatten()
     }
 
-    /// Who has to go first.
+    /// Returns the next program to turn away.
     pub(super) fn oldest(&self) -> Option<u64> {
         self.most.last().map(|&(_, Reverse(oldest), _)| oldest)
     }
 
-    /// When [`Asking::late`] should be asked next.
+    /// Returns when to call [`PendingPrograms::late`] next.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadlines.front().map(|&(until, _)| until)
     }
 
-    /// One that has not said in time what it wants.
+    /// Returns a program whose deadline has passed.
     pub(super) fn late(&mut self, now: Instant) -> Option<u64> {
         while let Some(&(until, slot)) = self.deadlines.front()
             && (until <= now || !self.programs.contains_key(&slot))
@@ -92,45 +92,46 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_process_with_the_most_makes_room_its_oldest_first() {
-        let (mut asking, now) = (Asking::default(), Instant::now());
-        asking.insert(0, 7, now);
+    fn the_oldest_program_of_the_process_with_the_most_is_evicted() {
+        let (mut pending, now) = (PendingPrograms::default(), Instant::now());
+        pending.insert(0, 7, now);
         for slot in 1..=MOST as u64 {
-            assert_eq!(asking.surplus(), None);
-            asking.insert(slot, 8, now);
+            assert_eq!(pending.surplus(), None);
+            pending.insert(slot, 8, now);
         }
         for slot in 1..1000 {
-            assert_eq!(asking.surplus(), Some(slot), "not the honest one, though it came first");
-            assert!(asking.remove(slot) && !asking.remove(slot));
-            asking.insert(MOST as u64 + slot, 8, now);
+            assert_eq!(pending.surplus(), Some(slot), "not the single program of process 7, though it is the oldest");
+            assert!(pending.remove(slot) && !pending.remove(slot));
+            pending.insert(MOST as u64 + slot, 8, now);
         }
-        assert!(asking.deadlines.len() <= 2 * MOST + 1);
+        assert!(pending.deadlines.len() <= 2 * MOST + 1);
     }
 
     #[test]
-    fn of_processes_with_one_each_the_oldest_makes_room() {
-        let (mut asking, now) = (Asking::default(), Instant::now());
-        (0..=MOST as u64).for_each(|slot| asking.insert(slot, 1000 - slot as i32, now));
-        assert_eq!(asking.surplus(), Some(0));
-        asking.remove(0);
-        assert_eq!(asking.surplus(), None);
-        assert_eq!(asking.oldest(), Some(1));
+    fn among_processes_with_one_program_each_the_oldest_is_evicted() {
+        let (mut pending, now) = (PendingPrograms::default(), Instant::now());
+        (0..=MOST as u64).for_each(|slot| pending.insert(slot, 1000 - slot as i32, now));
+        assert_eq!(pending.surplus(), Some(0));
+        pending.remove(0);
+        assert_eq!(pending.surplus(), None);
+        assert_eq!(pending.oldest(), Some(1));
     }
 
     #[test]
-    fn who_is_late_is_said_once_in_order() {
-        let (mut asking, now) = (Asking::default(), Instant::now());
+    fn late_programs_are_returned_once_in_order() {
+        let (mut pending, now) = (PendingPrograms::default(), Instant::now());
         let at = |ms| now + Duration::from_millis(ms);
-        (0..4).for_each(|slot| asking.insert(slot, 1, at(slot)));
-        asking.remove(0);
-        asking.remove(2);
+        (0..4).for_each(|slot| pending.insert(slot, 1, at(slot)));
+        pending.remove(0);
+        pending.remove(2);
         let late = now + PATIENCE;
-        assert_eq!(asking.late(at(5)), None);
-        let mut all = |now| std::iter::from_fn(|| asking.late(now).inspect(|&slot| _ = asking.remove(slot))).collect();
+        assert_eq!(pending.late(at(5)), None);
+        let mut all =
+            |now| std::iter::from_fn(|| pending.late(now).inspect(|&slot| _ = pending.remove(slot))).collect();
         let first: Vec<_> = all(late + Duration::from_millis(2));
         let rest: Vec<_> = all(late + Duration::from_secs(9));
         assert_eq!((first, rest), (vec![1], vec![3]));
-        assert_eq!(asking.deadline(), None);
-        assert!(asking.by_process.is_empty() && asking.most.is_empty() && asking.programs.is_empty());
+        assert_eq!(pending.deadline(), None);
+        assert!(pending.by_process.is_empty() && pending.most.is_empty() && pending.programs.is_empty());
     }
 }

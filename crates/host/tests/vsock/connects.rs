@@ -1,4 +1,4 @@
-//! Ways into the guest and out of it: lines that ask for a port, sockets that are there or not, TCP, a device that goes.
+//! Establishing connections in both directions: CONNECT lines, host sockets that exist or not, TCP, a device that restarts.
 
 use super::*;
 use socket2::{Domain, SockAddr, SockRef, Socket, Type};
@@ -8,7 +8,7 @@ use std::{
 };
 
 #[test]
-fn a_line_that_is_wrong_ends_its_program_only() {
+fn an_invalid_line_ends_only_its_own_program() {
     let rig = Rig::new();
     let (other, guest) = rig.to_guest(1);
     for line in [
@@ -35,11 +35,11 @@ fn a_line_that_is_wrong_ends_its_program_only() {
     assert_eq!(rig.host().report().connections, 1);
     exchange(&other, &guest);
     drop((other, guest));
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_line_may_come_in_pieces_and_with_what_follows_it() {
+fn a_line_may_arrive_in_pieces_and_with_data_after_it() {
     let rig = Rig::new();
     let listener = rig.listen(77);
     for (pieces, rest) in [
@@ -61,11 +61,11 @@ fn a_line_may_come_in_pieces_and_with_what_follows_it() {
         program.read_exact(&mut ok).unwrap();
         assert_eq!(&ok, b"OK ");
     }
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_line_that_is_never_finished_is_given_up_after_two_seconds() {
+fn an_incomplete_line_times_out_after_two_seconds() {
     let rig = Rig::new();
     let start = Instant::now();
     let mut programs: Vec<_> =
@@ -74,18 +74,18 @@ fn a_line_that_is_never_finished_is_given_up_after_two_seconds() {
         program.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         program.write_all(line).unwrap();
     }
-    rig.all_is_well();
+    rig.expect_service();
     for (program, line) in &mut programs {
         turned_away_at_last(program);
         let after = start.elapsed();
         assert!(after > Duration::from_millis(1900) && after < Duration::from_secs(5), "{line:?}: after {after:?}");
     }
-    rig.all_is_well();
-    rig.nothing_is_left();
+    rig.expect_service();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_line_takes_no_longer_by_being_sent_slowly() {
+fn sending_a_line_slowly_does_not_extend_the_timeout() {
     let rig = Rig::new();
     let (mut program, start) = (rig.program(), Instant::now());
     for byte in b"CONNECT 000000000".iter().cycle() {
@@ -93,37 +93,37 @@ fn a_line_takes_no_longer_by_being_sent_slowly() {
             break;
         }
         thread::sleep(Duration::from_millis(700));
-        assert!(start.elapsed() < Duration::from_secs(5), "it may still go on");
+        assert!(start.elapsed() < Duration::from_secs(5), "the timeout was extended");
     }
 }
 
 #[test]
-fn ports_of_the_guest_where_nobody_listens() {
+fn guest_ports_without_a_listener() {
     let rig = Rig::new();
     for port in [0, 1, 1024, u32::MAX - 1, u32::MAX] {
         assert!(at_once(|| rig.ask(port)).is_none(), "port {port}");
     }
     drop(rig.listen(5));
-    assert!(rig.ask(5).is_none(), "nobody listens there any more");
-    rig.all_is_well();
-    rig.nothing_is_left();
+    assert!(rig.ask(5).is_none(), "the listener was closed");
+    rig.expect_service();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn sockets_of_the_host_that_are_not_there_refuse_or_are_full() {
+fn host_sockets_that_are_missing_closed_or_full() {
     let rig = Rig::new();
     let refused = |port: u32| {
         let error = at_once(|| rig.dial(port)).err().unwrap_or_else(|| panic!("port {port}: connected"));
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "port {port}: {error}");
     };
-    // None; one that nobody listens on any more; something else.
+    // No socket; one without a listener; a regular file.
     refused(1);
     drop(rig.listen_on_host(2));
     assert!(rig.path(2).exists());
     refused(2);
     fs::write(rig.path(3), "a file").unwrap();
     refused(3);
-    // One whose backlog is full.
+    // One with a full backlog.
     let full = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
     full.bind(&SockAddr::unix(rig.path(4)).unwrap()).unwrap();
     full.listen(0).unwrap();
@@ -135,12 +135,12 @@ fn sockets_of_the_host_that_are_not_there_refuse_or_are_full() {
     let again = rig.dial(4).unwrap();
     exchange(full.accept().unwrap().0, &again);
     drop((first, waiting, again));
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn tcp_there_refused_and_reset() {
-    let _company = company();
+fn tcp_connected_refused_and_reset() {
+    let _shared = share_descriptors();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let there = listener.local_addr().unwrap();
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -161,7 +161,7 @@ fn tcp_there_refused_and_reset() {
     let error = at_once(|| rig.dial(2)).err().expect("nobody listens there");
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 
-    // A reset is one at the other end too, in either direction.
+    // A reset is passed on as a reset, in either direction.
     let guest = rig.dial(1).unwrap();
     let (program, _) = listener.accept().unwrap();
     exchange(&program, &guest);
@@ -170,7 +170,7 @@ fn tcp_there_refused_and_reset() {
     let error = at_once(|| (&guest).read(&mut [0; 8])).expect_err("reset, not the end");
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     drop(guest);
-    rig.nothing_is_left();
+    rig.expect_no_connections();
 
     let guest = rig.dial(1).unwrap();
     let (program, _) = listener.accept().unwrap();
@@ -183,7 +183,7 @@ fn tcp_there_refused_and_reset() {
 }
 
 #[test]
-fn a_device_that_goes_and_comes_again() {
+fn a_device_that_restarts() {
     let rig = Rig::new();
     let (mut program, guest) = rig.to_guest(1);
     let (full, stuck) = rig.to_guest(2);
@@ -191,7 +191,7 @@ fn a_device_that_goes_and_comes_again() {
     let writer = thread::spawn(move || send(&stuck, 1 << 30).map_err(|error| error.kind()));
     thread::sleep(Duration::from_millis(200));
     assert!(!reader.is_finished() && !writer.is_finished(), "both wait");
-    let Rig { client, server, worker, folder, config, _company } = rig;
+    let Rig { client, server, worker, folder, config, _shared } = rig;
     at_once(|| drop(server));
     assert_eq!(at_once(|| reader.join().unwrap()), Err(ErrorKind::ConnectionReset));
     assert_eq!(at_once(|| writer.join().unwrap()), Err(ErrorKind::ConnectionReset));
@@ -200,35 +200,35 @@ fn a_device_that_goes_and_comes_again() {
     soon("the guest knows", || !client.stack().is_running());
     let error = Stream::connect(client.stack(), Addr { cid: 2, port: 1 }).err().expect("no device");
     assert_eq!(error.kind(), ErrorKind::NotConnected);
-    assert!(!config.host.as_ref().unwrap().exists() && !config.socket.exists(), "its sockets go with it");
+    assert!(!config.host.as_ref().unwrap().exists() && !config.socket.exists(), "its sockets must be removed");
     drop(client);
 
     let server = VsockServer::start(config.clone(), &worker).unwrap();
-    // Nobody has connected yet.
+    // No guest has connected yet.
     let mut early = UnixStream::connect(config.host.as_ref().unwrap()).unwrap();
     early.set_read_timeout(Some(PATIENCE)).unwrap();
     early.write_all(b"CONNECT 1\n").unwrap();
     assert_eq!(early.read(&mut [0; 8]).unwrap(), 0, "there is no guest");
-    let rig = Rig { client: driver(&config.socket), server, worker, folder, config, _company };
+    let rig = Rig { client: driver(&config.socket), server, worker, folder, config, _shared };
     soon("the device runs", || rig.host().is_running());
-    rig.all_is_well();
-    rig.nothing_is_left();
+    rig.expect_service();
+    rig.expect_no_connections();
 }
 
 #[test]
-fn a_guest_that_goes_and_comes_again() {
+fn a_guest_that_reconnects() {
     let rig = Rig::new();
     let (mut program, _guest) = rig.to_guest(1);
     let (_other, mut waiting) = rig.to_host(2);
-    let Rig { client, server, worker, folder, config, _company } = rig;
+    let Rig { client, server, worker, folder, config, _shared } = rig;
     at_once(|| drop(client));
     for program in [&mut program, &mut waiting] {
         assert_eq!(at_once(|| program.read(&mut [0; 8])).unwrap(), 0);
     }
     soon("no connections at the host", || server.stack().report().connections == 0);
-    let rig = Rig { client: driver(&config.socket), server, worker, folder, config, _company };
+    let rig = Rig { client: driver(&config.socket), server, worker, folder, config, _shared };
     soon("the device runs", || rig.host().is_running());
-    rig.all_is_well();
+    rig.expect_service();
 }
 
 #[test]
