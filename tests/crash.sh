@@ -122,7 +122,7 @@ start_daemon() {
   sed -n 's|.* \(/dev/shm/ringroad-.*\.rings\)$|\1|p' "/proc/$daemon/maps" >>"$state/notes"
 }
 
-ready() { gone "$daemon" || grep -q 'ready$' "$state/ringroad.log"; }
+ready() { gone "$daemon" || grep -q 'ready: ' "$state/ringroad.log"; }
 
 kill_daemon() { # it must still be the one that was started
   running "$daemon" || { echo "the daemon has ended by itself"; return 1; }

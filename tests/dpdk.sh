@@ -161,7 +161,7 @@ stop_daemon() { # it must still be the one that was started, and end well when a
 }
 
 declare -A was=() is=()
-counters() { # was|is: the daemon's counters of all ports, as PORT.from, PORT.lost, PORT.to, PORT.dropped, PORT.faults
+counters() { # was|is: reads the counters of all ports: PORT.from, PORT.lost (dropped from it), PORT.to, PORT.dropped, PORT.faults
   # shellcheck disable=SC2178 # a reference to one of them
   local -n into=$1
   local port from lost to dropped faults
@@ -170,9 +170,9 @@ counters() { # was|is: the daemon's counters of all ports, as PORT.from, PORT.lo
   await 5 "counters of the daemon" grep -q '^plain .*[0-9]$' "$state/counters" || return 1
   while read -r port from lost to dropped faults; do
     into+=([$port.from]=$from [$port.lost]=$lost [$port.to]=$to [$port.dropped]=$dropped [$port.faults]=$faults)
-  done < <(awk -F '  +' 'NR > 1 {
+  done < <(awk -F '  +' 'NR > 2 {
     for (i = 1; i <= NF; i++) gsub(/ /, "", $i) # groups of three digits
-    print $1, $2, $4, $5, $7 + $8 + $9, $10 }' "$state/counters")
+    print $1, $3, $6, $10, $13 + $14 + $15, $17 }' "$state/counters")
 }
 
 since() { echo $((${is[$1]} - ${was[$1]})); } # PORT.COUNTER: how much it has grown

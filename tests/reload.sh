@@ -106,9 +106,9 @@ reload() { # writes the configuration, has it read, waits until it is; what the 
   write_config
   kill -HUP "$daemon"
   reloads=$((reloads + 1))
-  until [ "$(grep -c 'configuration read again' "$state/ringroad.log")" -ge $reloads ]; do
+  until [ "$(grep -c 'configuration reloaded' "$state/ringroad.log")" -ge $reloads ]; do
     running "$daemon" || { echo "the daemon has ended"; return 1; }
-    [ $((tries += 1)) -le 100 ] || { echo "the configuration was not read again within 5 s"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "the configuration was not reloaded within 5 s"; return 1; }
     sleep 0.05
   done
   tail -n "+$((before + 1))" "$state/ringroad.log" >"$state/said"
