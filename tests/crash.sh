@@ -415,7 +415,7 @@ uml_one() {
   busybox ping -c 2 -W 2 $guest || return 1
   "$guests" stop uml || return 1
   stop_daemon || return 1
-  figure="it stays up without its device, and has that again when it is booted anew"
+  figure="survives the disconnect, and has its device again after a reboot"
 }
 
 uml_part() { check uml uml_one || true; }

@@ -396,7 +396,7 @@ part() { # KIND
   check "$kind the host's program is killed" blocked "$kind" end_process "${listeners[0]}" || true
   end_listeners
   rm -f "$state/$kind.host_1001" # the socket file outlives its listener
-  check "$kind listener anew" host_listens "$kind" 1001 echo || return 0
+  check "$kind listener restarted" host_listens "$kind" 1001 echo || return 0
   check "$kind echo after that" connect guest "$kind" 1001 echo 10000 "${options[@]}" || true
   if lacks reset-at-its-end "$kind"; then
     check "$kind the device ends" stop_device || true
@@ -469,9 +469,9 @@ siblings_part() {
   check "siblings, uml3 to qemu: another group" sibling_echo uml3 qemu || true
   check "siblings, uml to uml3: no common group" no_way uml "${cid[uml3]}" || true
   check "siblings, uml3 to uml: no common group" no_way uml3 "${cid[uml]}" || true
-  check "siblings, uml to nobody" no_way uml 99 || true
+  check "siblings, uml to an unused CID" no_way uml 99 || true
   check "siblings, uml2 is killed" with_silent uml2 uml kill_guest uml2 || true
-  check "siblings, uml to uml2, which is gone" no_way uml "${cid[uml2]}" || true
+  check "siblings, uml to uml2, which was killed" no_way uml "${cid[uml2]}" || true
   check "siblings, uml2 again" again uml2 || return 0
   check "siblings, uml to uml2: echo after that" sibling_echo uml uml2 || true
   check "siblings, qemu is killed" sees_end uml qemu kill_guest qemu || true

@@ -33,8 +33,8 @@ impl Program {
         let start = Instant::now();
         while !path.exists() {
             if let Ok(Some(status)) = self.child.try_wait() {
-                let said = fs::read_to_string(log).unwrap_or_default();
-                return Err(format!("{} exited with {status}:\n{said}", self.name));
+                let log = fs::read_to_string(log).unwrap_or_default();
+                return Err(format!("{} exited with {status}:\n{log}", self.name));
             }
             if start.elapsed() > patience {
                 return Err(format!("{} did not create {} within {patience:?}", self.name, path.display()));

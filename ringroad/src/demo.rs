@@ -106,8 +106,8 @@ pub fn run(args: Args) -> Outcome {
     drop(reflector);
     serve.end();
     if result.is_null() {
-        let said = fs::read_to_string(here.with_extension("log")).unwrap_or_default();
-        return Err(format!("the sender exited without a result:\n{said}").into());
+        let log = fs::read_to_string(here.with_extension("log")).unwrap_or_default();
+        return Err(format!("the sender exited without a result:\n{log}").into());
     }
     let counters: Value = serde_json::from_str(&fs::read_to_string(&counters)?)?;
     Ok(summary(&result, &counters, switch_busy, reflector_busy))

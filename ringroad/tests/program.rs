@@ -79,14 +79,14 @@ struct Program {
 }
 
 fn follow(from: impl Read + Send + 'static) -> Arc<Mutex<String>> {
-    let said = Arc::new(Mutex::new(String::new()));
-    let copy = said.clone();
+    let log = Arc::new(Mutex::new(String::new()));
+    let copy = log.clone();
     thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
             *copy.lock().unwrap() += &(line + "\n");
         }
     });
-    said
+    log
 }
 
 impl Program {
@@ -113,7 +113,7 @@ impl Program {
 
     /// Waits until the log contains a text.
     #[track_caller]
-    fn says(&self, what: &str) {
+    fn logs(&self, what: &str) {
         assert!(within(PATIENCE, || self.err().contains(what)), "no {what:?} in:\n{}", self.err());
     }
 
@@ -327,7 +327,7 @@ fn sockets_that_cannot_be_made() {
     let folder = Folder::new("sockets");
     let config = folder.config(&[("a", "")]);
     let mut first = Program::serve(&config, &[]);
-    first.says("ready: 1 port\n");
+    first.logs("ready: 1 port\n");
     let (code, _, err) = run(&["serve", "-c", text(&config)]);
     assert_eq!(code, 1);
     let expected = format!("port a: socket {} is in use by a running program", folder.file("a.sock").display());
@@ -339,14 +339,14 @@ fn sockets_that_cannot_be_made() {
     first.ends(PATIENCE);
     assert!(folder.file("a.sock").exists());
     let mut second = Program::serve(&config, &[]);
-    second.says("port a: removing the stale socket");
-    second.says("ready: 1 port\n");
+    second.logs("port a: removing the stale socket");
+    second.logs("ready: 1 port\n");
     drop(Guest::plain(&folder.file("a.sock")));
     second.stop("TERM");
 
     let socket = "[[port]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket =";
     let here = folder.0.display();
-    for (path, said) in [
+    for (path, log) in [
         (format!("{here}/missing/a.sock"), "does not exist; create it"),
         (format!("{here}/ringroad.toml"), "exists and is not a socket"),
         (format!("{here}"), "exists and is not a socket"),
@@ -357,7 +357,7 @@ fn sockets_that_cannot_be_made() {
         let (code, _, err) = run(&["serve", "-c", text(&config)]);
         assert_eq!(code, 1, "{err}");
         let place = Path::new(&path).parent().unwrap().to_str().unwrap();
-        assert!(err.starts_with("ringroad: ") && err.contains(said) && err.contains(place), "{err}");
+        assert!(err.starts_with("ringroad: ") && err.contains(log) && err.contains(place), "{err}");
     }
     // A CPU that does not exist.
     let config = folder.write(&format!("[workers]\ncpus = [1023]\n{socket} \"{here}/b.sock\"\n"));
@@ -411,7 +411,7 @@ fn check_against_this_machine() {
     // The configuration of a running daemon passes.
     let config = folder.config(&[("a", "")]);
     let serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     assert_eq!(run(&["serve", "--check", "-c", text(&config)]).0, 0);
 }
 
@@ -432,17 +432,17 @@ fn previews_of_a_reload() {
     // SIGUSR2: the daemon reports the same and changes nothing.
     let config = folder.config(&[("a", ""), ("b", ""), ("c", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let guests = ["b", "c"].map(|name| Guest::plain(&folder.file(&format!("{name}.sock"))));
     folder.config(&[("a", "poll = \"1ms\""), ("b", "queues = 2\nhairpin = true"), ("d", "")]);
     serve.signal("USR2");
-    serve.says("reload preview: 5 changes, 2 of them disruptive\n");
+    serve.logs("reload preview: 5 changes, 2 of them disruptive\n");
     for line in expected.lines() {
         assert!(serve.err().contains(&format!("reload preview: {line}\n")), "{line}: {}", serve.err());
     }
     assert!(guests.iter().all(|guest| !guest.0.is_closed()) && !folder.file("d.sock").exists());
     serve.signal("HUP");
-    serve.says("configuration reloaded: 3 ports (+d, -c)\n");
+    serve.logs("configuration reloaded: 3 ports (+d, -c)\n");
     for line in expected.lines() {
         assert!(serve.err().contains(&format!("reload: {line}\n")), "{line}: {}", serve.err());
     }
@@ -459,7 +459,7 @@ fn termination() {
     for signal in ["TERM", "INT"] {
         let json = folder.file("counters.json");
         let mut serve = Program::serve(&config, &["--json", text(&json)]);
-        serve.says("ready: 5 ports\n");
+        serve.logs("ready: 5 ports\n");
         let (mut a, mut b) = (Guest::plain(&folder.file("a.sock")), Guest::plain(&folder.file("b.sock")));
         exchange(&mut a, &mut b);
         // An incomplete message, and a frontend that does not read replies: neither may delay the exit.
@@ -493,14 +493,14 @@ fn reload() {
     let socket = |name: &str| folder.file(&format!("{name}.sock"));
     let config = folder.config(&[("kept", ""), ("too", ""), ("gone", ""), ("changed", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready: 4 ports\n");
+    serve.logs("ready: 4 ports\n");
     let (mut kept, mut too) = (Guest::plain(&socket("kept")), Guest::plain(&socket("too")));
     let (gone, changed) = (Guest::plain(&socket("gone")), Guest::plain(&socket("changed")));
     exchange(&mut kept, &mut too);
 
     folder.config(&[("new", ""), ("changed", "mtu = 9000"), ("kept", ""), ("too", "")]);
     serve.signal("HUP");
-    serve.says("configuration reloaded: 4 ports (+new, -gone)\n");
+    serve.logs("configuration reloaded: 4 ports (+new, -gone)\n");
     assert!(within(PATIENCE, || gone.0.is_closed() && changed.0.is_closed()));
     assert!(!socket("gone").exists());
     assert!(!kept.0.is_closed() && !too.0.is_closed());
@@ -514,20 +514,20 @@ fn reload() {
     // An invalid file changes nothing.
     fs::write(&config, "[[port]]\nname = 7\n").unwrap();
     serve.signal("HUP");
-    serve.says("ringroad.toml:2: port 1: key `name`: expected");
-    serve.says("the running configuration is kept");
+    serve.logs("ringroad.toml:2: port 1: key `name`: expected");
+    serve.logs("the running configuration is kept");
     exchange(&mut kept, &mut new);
     // A port that cannot be created is left out; the others work.
     fs::write(folder.file("blocked.sock"), "").unwrap();
     folder.config(&[("kept", ""), ("new", ""), ("blocked", "")]);
     serve.signal("HUP");
-    serve.says("ringroad.toml:14: port \"blocked\": key `socket`: ");
-    serve.says("blocked.sock exists and is not a socket");
-    serve.says("configuration reloaded: 2 ports (-changed, -too)\n");
+    serve.logs("ringroad.toml:14: port \"blocked\": key `socket`: ");
+    serve.logs("blocked.sock exists and is not a socket");
+    serve.logs("configuration reloaded: 2 ports (-changed, -too)\n");
     exchange(&mut kept, &mut new);
     fs::remove_file(folder.file("blocked.sock")).unwrap();
     serve.signal("HUP");
-    serve.says("configuration reloaded: 3 ports (+blocked)\n");
+    serve.logs("configuration reloaded: 3 ports (+blocked)\n");
     drop(Guest::plain(&socket("blocked")));
     serve.stop("TERM");
 }
@@ -624,13 +624,13 @@ fn a_reload_changes_in_place_what_it_can() {
     let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
     let config = folder.config(&[("a", ""), ("b", ""), ("c", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready: 3 ports\n");
+    serve.logs("ready: 3 ports\n");
     let traffic = Traffic::start([guest("a"), guest("b")]);
     let mut c = guest("c");
     let mut reloads = Reloads { folder: &folder, serve: &serve, head: String::new(), done: 0 };
-    let only = |said: String, key: &str| {
-        let logged: Vec<&str> = said.lines().filter(|line| line.contains("reload: ")).collect();
-        assert!(logged.len() == 1 && logged[0].contains(&format!("key `{key}`: in place")), "{key}: {said}");
+    let only = |log: String, key: &str| {
+        let logged: Vec<&str> = log.lines().filter(|line| line.contains("reload: ")).collect();
+        assert!(logged.len() == 1 && logged[0].contains(&format!("key `{key}`: in place")), "{key}: {log}");
     };
     for (head, keys) in [
         ("[workers]\npoll = \"50us\"", &["workers.poll"][..]),
@@ -643,11 +643,11 @@ fn a_reload_changes_in_place_what_it_can() {
         ("[log]\nlines = 77", &["switch.entries", "log.lines"]),
         ("", &["log.lines"]),
     ] {
-        let said = reloads.head(head);
+        let log = reloads.head(head);
         for key in keys {
-            assert!(said.contains(&format!("[INFO ] reload: key `{key}`: in place\n")), "{key}: {said}");
+            assert!(log.contains(&format!("[INFO ] reload: key `{key}`: in place\n")), "{key}: {log}");
         }
-        assert_eq!(said.matches("reload: ").count(), keys.len(), "{said}");
+        assert_eq!(log.matches("reload: ").count(), keys.len(), "{log}");
         assert!(!c.0.is_closed(), "{head}");
         c.send(OTHERS, 100);
     }
@@ -677,8 +677,8 @@ fn a_reload_changes_in_place_what_it_can() {
     reloads.port("");
     assert_eq!(back(&mut c), 0);
     for poll in ["50us", "unlimited", "0"] {
-        let said = reloads.port(&format!("poll = {poll:?}"));
-        only(said, "port.poll");
+        let log = reloads.port(&format!("poll = {poll:?}"));
+        only(log, "port.poll");
     }
     reloads.port("");
     for tuning in [
@@ -700,10 +700,10 @@ fn a_reload_changes_in_place_what_it_can() {
     // What the guest of c negotiates reconnects it, and no other guest. The MAC address is not one of the traffic's: it would be
     // reserved for c from then on.
     for key in ["mac = \"02:00:00:00:01:00\"", "mtu = 9000", "features = { packed = false }", "queues = 2"] {
-        let said = reloads.port(key);
+        let log = reloads.port(key);
         let name = key.split(' ').next().unwrap();
         let expected = format!("[WARN ] reload: port c: key `port.{name}`: reconnects the guest");
-        assert!(said.contains(&expected), "{said}");
+        assert!(log.contains(&expected), "{log}");
         assert!(within(PATIENCE, || c.0.is_closed()), "{key}");
         c = guest("c");
         c.send(OTHERS, 100);
@@ -724,7 +724,7 @@ fn a_reload_keeps_interfaces() {
     let mut command = unshared("--net");
     command.args([env!("CARGO_BIN_EXE_ringroad"), "serve", "-c", text(&config)]);
     let mut serve = Program::start(command);
-    serve.says("ready: 1 port\n");
+    serve.logs("ready: 1 port\n");
     let ip = |arguments: &str| {
         let mut command = Command::new("nsenter");
         command.args(["--net", "--target", &serve.child.id().to_string()]);
@@ -754,13 +754,13 @@ fn a_reload_keeps_interfaces() {
         tap("mtu = 9000"),
         tap("mtu = 1400"),
     ] {
-        let said = reload(text.clone());
-        assert!(said.contains(": in place") && !said.contains("recreates"), "{said}");
+        let log = reload(text.clone());
+        assert!(log.contains(": in place") && !log.contains("recreates"), "{log}");
         assert!(ip("-o addr show dev rrtest0").contains(address), "{text}");
     }
     assert!(ip("-o link show dev rrtest0").contains("mtu 1400"), "changed in place");
-    let said = reload(tap("queues = 2"));
-    assert!(said.contains("[WARN ] reload: port host: key `port.queues`: recreates the interface"), "{said}");
+    let log = reload(tap("queues = 2"));
+    assert!(log.contains("[WARN ] reload: port host: key `port.queues`: recreates the interface"), "{log}");
     assert!(!ip("-o addr show dev rrtest0").contains(address), "the interface was recreated");
     serve.stop("TERM");
 }
@@ -832,7 +832,7 @@ fn the_log_is_bounded() {
     let config = folder.config(&[("a", UNLIMITED), ("b", "")]);
     fs::write(&config, format!("[log]\nlines = 5\n{}", fs::read_to_string(&config).unwrap())).unwrap();
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let _a = Guest::plain(&folder.file("a.sock"));
     let start = Instant::now();
     let mut connects = 0;
@@ -840,13 +840,13 @@ fn the_log_is_bounded() {
         connects += usize::from(UnixStream::connect(folder.file("a.sock")).is_ok());
     }
     assert!(connects > 100, "{connects}");
-    serve.says("log lines suppressed: above the limit per second (key `log.lines`)");
+    serve.logs("log lines suppressed: above the limit per second (key `log.lines`)");
     let lines = serve.err().lines().filter(|line| line.contains("port a")).count();
     // A burst of five, five a second, for two or three seconds.
     assert!(lines < 5 + 5 * 8, "{lines} lines for {connects} connects");
     // Messages caused by the operator are exempt.
     serve.signal("HUP");
-    serve.says("configuration reloaded");
+    serve.logs("configuration reloaded");
     serve.stop("TERM");
 }
 
@@ -856,15 +856,15 @@ fn a_reload_that_would_fail_disconnects_no_guest() {
     let folder = Folder::new("cannot");
     let config = folder.config(&[("a", ""), ("b", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
     let (mut a, mut b) = (guest("a"), guest("b"));
     let text_of_file = fs::read_to_string(&config).unwrap();
     folder.write(&text_of_file.replace("a.sock", "missing/a.sock"));
     serve.signal("HUP");
-    serve.says("missing does not exist; create it");
-    serve.says("port a is left unchanged");
-    serve.says("configuration reloaded: 2 ports\n");
+    serve.logs("missing does not exist; create it");
+    serve.logs("port a is left unchanged");
+    serve.logs("configuration reloaded: 2 ports\n");
     exchange(&mut a, &mut b);
     assert!(!a.0.is_closed() && !b.0.is_closed());
     // Two ports can swap their sockets: both are stopped before either is started.
@@ -923,15 +923,15 @@ fn exits_while_control_is_blocked() {
     // At exit it blocks writing the counters to a FIFO without a reader.
     let counters = fifo("counters.json");
     let mut serve = Program::serve(&config, &["--json", text(&counters)]);
-    serve.says("ready");
+    serve.logs("ready");
     let (time, status) = time_to_end(&mut serve.child);
     assert!(time < Duration::from_secs(1), "{time:?}");
     assert_eq!(status.code(), Some(1), "the shutdown was incomplete");
-    serve.says("shutdown timed out after 600 ms while writing the counters; exiting anyway");
+    serve.logs("shutdown timed out after 600 ms while writing the counters; exiting anyway");
     assert!(!socket.exists());
     // In a reload it blocks reading the configuration from a FIFO without a writer.
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let guest = Guest::plain(&socket);
     fs::remove_file(&config).unwrap();
     fifo("ringroad.toml");
@@ -940,7 +940,7 @@ fn exits_while_control_is_blocked() {
     assert!(!guest.0.is_closed());
     let (time, _) = time_to_end(&mut serve.child);
     assert!(time < Duration::from_secs(1), "{time:?}");
-    serve.says("exiting anyway");
+    serve.logs("exiting anyway");
     assert!(!socket.exists());
 }
 
@@ -949,7 +949,7 @@ fn counters() {
     let folder = Folder::new("usr1");
     let config = folder.config(&[("left", ""), ("right", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let (mut left, mut right) = (Guest::plain(&folder.file("left.sock")), Guest::plain(&folder.file("right.sock")));
     exchange(&mut left, &mut right);
     serve.signal("USR1");
@@ -974,7 +974,7 @@ fn counters() {
     drop(child.stdout.take());
     let err = follow(child.stderr.take().unwrap());
     let mut serve = Program { child, out: Arc::default(), err };
-    serve.says("ready");
+    serve.logs("ready");
     serve.signal("USR1");
     let (mut left, mut right) = (Guest::plain(&folder.file("left.sock")), Guest::plain(&folder.file("right.sock")));
     exchange(&mut left, &mut right);
@@ -998,7 +998,7 @@ fn blast_against_nothing() {
     assert_eq!(code, 1);
     assert!(err.contains("did not accept"), "{err}");
     accept.join().unwrap();
-    for (arguments, said) in [
+    for (arguments, log) in [
         (&["--ring", "split", "--queue-size", "3"][..], "--queue-size 3: a split ring needs a power of two"),
         (&["--queue-size", "32769"], "32769"),
         (&["--size", "59"], "expected sizes of 60 to"),
@@ -1006,7 +1006,7 @@ fn blast_against_nothing() {
         (&["--without", "packed"], "packed"),
     ] {
         let (code, _, err) = run(&[&["blast", text(&socket)], arguments].concat());
-        assert!(code != 0 && err.contains(said), "{arguments:?}: {code}, {err}");
+        assert!(code != 0 && err.contains(log), "{arguments:?}: {code}, {err}");
     }
 }
 
@@ -1035,7 +1035,7 @@ fn blast_every_ring() {
     let folder = Folder::new("rings");
     let config = folder.config(&[("a", "mode = \"reflect\"\nmtu = 65535")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let socket = folder.file("a.sock");
     for size in ["1", "3", "200", "32768"] {
         blast_all(&socket, &["--ring", "packed", "--queue-size", size], if size == "1" { 1 } else { 3 });
@@ -1063,11 +1063,11 @@ fn the_device_disconnects() {
     let folder = Folder::new("goes");
     let config = folder.config(&[("a", "mode = \"reflect\"")]);
     let mut serve = Program::serve(&config, &["-vv"]);
-    serve.says("ready");
+    serve.logs("ready");
     let mut command = ringroad();
     command.args(["blast", text(&folder.file("a.sock")), "--seconds", "30", "--rate", "1000", "--event-driven"]);
     let mut blast = Program::start(command);
-    serve.says("queue 1 runs");
+    serve.logs("queue 1 runs");
     serve.stop("TERM");
     let status = blast.ends(Duration::from_secs(5));
     assert_eq!(status.code(), Some(1), "{}", blast.out());
@@ -1083,7 +1083,7 @@ fn jumbo_frames() {
         ("plain", "mtu = 65535\n[port.features]\nmrg_rxbuf = false"),
     ]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let socket = |name: &str| folder.file(&format!("{name}.sock"));
     for packed in [false, true] {
         let features = Features { packed, ..Features::ALL };
@@ -1157,13 +1157,13 @@ fn eight_idle_ports() {
         let mut serve = Program::serve(&config, &[]);
         assert!(within(PATIENCE, || sockets.iter().all(|socket| UnixStream::connect(socket).is_ok())));
         best = best.min(start.elapsed());
-        serve.says("ready");
+        serve.logs("ready");
         serve.stop("TERM");
     }
     assert!(best < Duration::from_millis(50), "{best:?} from start to eight sockets");
 
     let serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     // Connected guests without traffic are idle, too.
     let (mut a, mut b) = (Guest::plain(&sockets[0]), Guest::plain(&sockets[1]));
     exchange(&mut a, &mut b);
@@ -1183,7 +1183,7 @@ fn out_of_descriptors() {
     let folder = Folder::new("nofile");
     let config = folder.config(&[("a", ""), ("b", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let mut a = Guest::plain(&folder.file("a.sock"));
     let limit = |limit: &str| {
         let pid = serve.child.id().to_string();
@@ -1193,13 +1193,13 @@ fn out_of_descriptors() {
     limit("--nofile=4:");
     let second = connects(&folder.file("a.sock"));
     let waiting = connects(&folder.file("b.sock"));
-    serve.says("port b: cannot accept a frontend: Too many open files");
+    serve.logs("port b: cannot accept a frontend: Too many open files");
     let before = serve.ticks();
     thread::sleep(Duration::from_millis(500));
     assert!(serve.ticks() - before <= 1, "it spins on frontends that it cannot accept");
     limit("--nofile=1024:");
-    serve.says("port a: a second frontend was turned away");
-    serve.says("port b: frontend connected");
+    serve.logs("port a: a second frontend was turned away");
+    serve.logs("port b: frontend connected");
     drop((second, waiting));
     exchange(&mut a, &mut Guest::plain(&folder.file("b.sock")));
     serve.stop("TERM");
@@ -1272,7 +1272,7 @@ fn tap_in_use() {
     let mut command = unshared("--net");
     command.args([program, "serve", "-c", text(&config)]);
     let mut first = Program::start(command);
-    first.says("ready: 1 port\n");
+    first.logs("ready: 1 port\n");
     let mut command = Command::new("nsenter");
     command.args(["--net", "--target", &first.child.id().to_string()]);
     if !is_root() {

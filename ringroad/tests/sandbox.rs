@@ -161,14 +161,14 @@ struct Program {
 }
 
 fn follow(from: impl Read + Send + 'static) -> Arc<Mutex<String>> {
-    let said = Arc::new(Mutex::new(String::new()));
-    let copy = said.clone();
+    let log = Arc::new(Mutex::new(String::new()));
+    let copy = log.clone();
     thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
             *copy.lock().unwrap() += &(line + "\n");
         }
     });
-    said
+    log
 }
 
 impl Program {
@@ -184,7 +184,7 @@ impl Program {
     }
 
     #[track_caller]
-    fn says(&self, what: &str) {
+    fn logs(&self, what: &str) {
         assert!(within(PATIENCE, || self.err().contains(what)), "no {what:?} in:\n{}", self.err());
     }
 
@@ -258,8 +258,8 @@ fn every_thread_is_confined() {
         let file = |name: &str| folder.file(name);
         let text = port("a", &file("a.sock"), "") + &vsock(3, &file("v.sock"), "");
         let mut serve = folder.serve(&text, &["--stats", "1000"]);
-        serve.says("ready");
-        serve.says("[INFO ] confined: seccomp (");
+        serve.logs("ready");
+        serve.logs("[INFO ] confined: seccomp (");
         assert!(serve.err().contains(", no capabilities, no_new_privs\n"), "{}", serve.err());
         assert!(!serve.err().contains("not confined") && !serve.err().contains("partly confined"), "{}", serve.err());
         serve.signal("USR1");
@@ -285,8 +285,8 @@ fn every_thread_is_confined() {
         serve.stop();
 
         let free = folder.serve(&text, &["--no-sandbox"]);
-        free.says("ready");
-        free.says("[WARN ] not confined (--no-sandbox)");
+        free.logs("ready");
+        free.logs("[WARN ] not confined (--no-sandbox)");
         for (name, status) in free.threads() {
             assert_eq!((&*status["NoNewPrivs"], &*status["Seccomp"]), ("0", "0"), "{name}");
             assert_eq!(status["CapEff"] != "0000000000000000", who.is_root(), "{name}");
@@ -302,14 +302,14 @@ fn needed_capabilities_are_kept() {
     }
     let folder = Folder::new("caps", Who::Tester);
     let socket = folder.file("a.sock");
-    for (text, said, bits) in [
+    for (text, log, bits) in [
         (port("a", &socket, "socket_owner = \"nobody\""), "capabilities chown, fowner, dac_override", 0b1011),
         (port("a", &socket, "role = \"client\""), "capabilities dac_override", 0b10),
         (port("a", &socket, "[sandbox]\ncapabilities = [\"net_admin\"]"), "capabilities net_admin", 1 << 12),
     ] {
         let mut serve = folder.serve(&text, &[]);
-        serve.says("ready");
-        serve.says(said);
+        serve.logs("ready");
+        serve.logs(log);
         for (name, status) in serve.threads() {
             assert_eq!(u64::from_str_radix(&status["CapEff"], 16).unwrap(), bits, "{name}: {text}");
         }
@@ -423,11 +423,11 @@ fn forbidden_operations_fail() {
             ("unknown", String::new(), Some(ENOSYS), false),
         ] {
             let output = run(false, act, &with);
-            let said = String::from_utf8_lossy(&output.stdout);
+            let log = String::from_utf8_lossy(&output.stdout);
             match why {
                 None => assert_eq!(output.status.signal(), Some(SIGSYS), "{who:?}: {act} {with}: {output:?}"),
                 Some(why) => assert!(
-                    said.starts_with("refused: ") && said.starts_with(why) || why.is_empty() && !does(&output),
+                    log.starts_with("refused: ") && log.starts_with(why) || why.is_empty() && !does(&output),
                     "{who:?}: {act} {with}: expected {why}: {output:?}"
                 ),
             }
@@ -500,7 +500,7 @@ fn allowed_operations_work() {
         let vsock3 = |forwards: &str| vsock(3, &file("v3.sock"), &format!("{host}\nforward = {{ {forwards} }}"));
         let text = common.clone() + &vsock3(&format!("80 = \"{first}\""));
         let mut serve = folder.serve(&text, &["--json", counters.to_str().unwrap()]);
-        serve.says("ready: 2 ports, 1 vsock device\n");
+        serve.logs("ready: 2 ports, 1 vsock device\n");
 
         // Frames, also after a driver is killed.
         folder.blasts(&file("a.sock"), &[]);
@@ -537,8 +537,8 @@ fn allowed_operations_work() {
         let b = port("b", &other.join("b.sock"), "");
         let forwards = format!("80 = \"{first}\", 81 = \"{second}\"");
         folder.write(&(common.clone() + &b + &vsock3(&forwards) + &vsock(4, &file("v4.sock"), "")));
-        let said = serve.reload();
-        assert!(said.contains("3 ports, 2 vsock devices (+b, +vsock 4)\n") && !said.contains("ERROR"), "{said}");
+        let log = serve.reload();
+        assert!(log.contains("3 ports, 2 vsock devices (+b, +vsock 4)\n") && !log.contains("ERROR"), "{log}");
         folder.blasts(&other.join("b.sock"), &[]);
         drop(guest(&file("v4.sock")));
         reaches(&client, 81, || listeners[1].accept().unwrap().0);
@@ -546,28 +546,28 @@ fn allowed_operations_work() {
         program.read_exact(&mut [0; 4]).unwrap();
         // CPUs, polling: in place.
         folder.write(&("[workers]\ncpus = [0]\npoll = \"50us\"\n".to_owned() + &common + &b + &vsock3(&forwards)));
-        let said = serve.reload();
-        assert!(said.contains("3 ports, 1 vsock device (-vsock 4)\n") && !said.contains("ERROR"), "{said}");
+        let log = serve.reload();
+        assert!(log.contains("3 ports, 1 vsock device (-vsock 4)\n") && !log.contains("ERROR"), "{log}");
 
         // Beyond what was allowed at start: refused with the reason, everything else keeps running.
         let c = port("c", &far.join("c.sock"), "");
         let moved = b.replace(other.to_str().unwrap(), far.to_str().unwrap());
         let forwards = format!("80 = \"{first}\", 82 = \"{third}\"");
         folder.write(&(common.clone() + &moved + &c + &vsock3(&forwards)));
-        let said = serve.reload();
+        let log = serve.reload();
         let refused = |name: &str| {
             let start = format!("port {name:?}: key `socket`: the sandbox, fixed at start, does not allow sockets in ");
             let line =
-                said.lines().find(|line| line.contains(&start)).unwrap_or_else(|| panic!("no {start:?} in {said}"));
+                log.lines().find(|line| line.contains(&start)).unwrap_or_else(|| panic!("no {start:?} in {log}"));
             assert!(line.contains("add the directory to key `sandbox.folders` and restart"), "{line}");
         };
         refused("c");
         refused("b");
-        assert!(said.contains("port b is left unchanged"), "{said}");
+        assert!(log.contains("port b is left unchanged"), "{log}");
         assert!(
-            said.contains(&format!("{third}: the sandbox, fixed at start, does not allow connecting to TCP port"))
-                && said.contains("add it to key `sandbox.tcp` and restart; the forward is left out"),
-            "{said}"
+            log.contains(&format!("{third}: the sandbox, fixed at start, does not allow connecting to TCP port"))
+                && log.contains("add it to key `sandbox.tcp` and restart; the forward is left out"),
+            "{log}"
         );
         assert!(!far.join("c.sock").exists());
         folder.blasts(&other.join("b.sock"), &[]);
@@ -593,10 +593,10 @@ fn notes_of_rings_are_kept_beside_sockets_in_memory() {
         folder.give(&memory);
         let text = port("a", &memory.join("a.sock"), "");
         let mut serve = folder.serve(&text, &[]);
-        serve.says("ready");
+        serve.logs("ready");
         folder.write(&(text + &port("b", &memory.join("b.sock"), "")));
-        let said = serve.reload();
-        assert!(!said.contains("ERROR"), "{said}");
+        let log = serve.reload();
+        assert!(!log.contains("ERROR"), "{log}");
         folder.blasts(&memory.join("b.sock"), &[]);
         assert!(memory.join("a.sock.rings").exists() && memory.join("b.sock.rings").exists());
         assert!(!serve.err().contains("cannot keep notes"), "{}", serve.err());
@@ -628,29 +628,29 @@ fn tap(name: &str) -> String {
 fn a_reload_adds_tap_interfaces() {
     let folder = Folder::new("tap", Who::Tester);
     let mut serve = in_own_network(&folder, &tap("rrtest0"), "");
-    serve.says("ready");
-    serve.says("capabilities net_admin, ");
+    serve.logs("ready");
+    serve.logs("capabilities net_admin, ");
     folder.write(&(tap("rrtest0") + "mtu = 1400\n" + &tap("rrtest1")));
-    let said = serve.reload();
-    assert!(said.contains("reloaded: 2 ports (+rrtest1)\n") && !said.contains("ERROR"), "{said}");
+    let log = serve.reload();
+    assert!(log.contains("reloaded: 2 ports (+rrtest1)\n") && !log.contains("ERROR"), "{log}");
     serve.stop();
 
     // Without net_admin kept at start, the interface cannot be created.
     let a = port("a", &folder.file("a.sock"), "");
     let mut serve = in_own_network(&folder, &a, "");
-    serve.says("ready");
+    serve.logs("ready");
     folder.write(&(a.clone() + &tap("rrtest0")));
-    let said = serve.reload();
+    let log = serve.reload();
     let expected = "key `interface`: cannot create interface rrtest0: the capability was dropped at start";
-    assert!(said.contains(expected) && said.contains("add \"net_admin\" to key `sandbox.capabilities`"), "{said}");
+    assert!(log.contains(expected) && log.contains("add \"net_admin\" to key `sandbox.capabilities`"), "{log}");
     folder.blasts(&folder.file("a.sock"), &[]);
     serve.stop();
     let kept = "[sandbox]\ncapabilities = [\"net_admin\"]\n";
     let mut serve = in_own_network(&folder, &(kept.to_owned() + &a), "");
-    serve.says("ready");
+    serve.logs("ready");
     folder.write(&(kept.to_owned() + &a + &tap("rrtest0")));
-    let said = serve.reload();
-    assert!(said.contains("reloaded: 2 ports (+rrtest0)\n") && !said.contains("ERROR"), "{said}");
+    let log = serve.reload();
+    assert!(log.contains("reloaded: 2 ports (+rrtest0)\n") && !log.contains("ERROR"), "{log}");
     serve.stop();
 }
 
@@ -664,11 +664,11 @@ fn an_ordinary_user_can_use_prepared_interfaces() {
     let prepare =
         "for i in 0 1; do ip tuntap add rrtest$i mode tap vnet_hdr user nobody; ip link set rrtest$i up; done";
     let mut serve = in_own_network(&folder, &tap("rrtest0"), prepare);
-    serve.says("ready: 1 port\n");
-    serve.says(", no capabilities, no_new_privs");
+    serve.logs("ready: 1 port\n");
+    serve.logs(", no capabilities, no_new_privs");
     folder.write(&(tap("rrtest0") + &tap("rrtest1")));
-    let said = serve.reload();
-    assert!(said.contains("reloaded: 2 ports (+rrtest1)\n") && !said.contains("ERROR"), "{said}");
+    let log = serve.reload();
+    assert!(log.contains("reloaded: 2 ports (+rrtest1)\n") && !log.contains("ERROR"), "{log}");
     serve.stop();
 }
 
@@ -694,22 +694,22 @@ fn missing_kernel_features_are_logged_and_can_be_required() {
     let folder = Folder::new("lacks", Who::Tester);
     let text = port("a", &folder.file("a.sock"), "");
     let landlock = libc::SYS_landlock_create_ruleset;
-    for (call, errno, said, left) in [
+    for (call, errno, log, left) in [
         (landlock, libc::ENOSYS, "Landlock: the kernel does not have it (Linux 5.13)", "confined: seccomp ("),
         (landlock, libc::EOPNOTSUPP, "Landlock: the kernel was started without it (lsm=)", "confined: seccomp ("),
         (libc::SYS_seccomp, libc::EINVAL, "seccomp: Invalid argument", "confined: Landlock "),
         (libc::SYS_capset, libc::EPERM, "capabilities as they were: ", "confined: seccomp ("),
     ] {
         let mut serve = without(call, errno, &folder, &text);
-        serve.says("ready");
-        serve.says(&format!("[WARN ] only partly confined: {said}"));
-        serve.says(left);
+        serve.logs("ready");
+        serve.logs(&format!("[WARN ] only partly confined: {log}"));
+        serve.logs(left);
         folder.blasts(&folder.file("a.sock"), &[]);
         serve.stop();
         let mut serve = without(call, errno, &folder, &format!("[sandbox]\nrequire = true\n{text}"));
         assert_eq!(serve.ends().code(), Some(1), "{}", serve.err());
         let expected = "ringroad: cannot confine this process fully, which key `sandbox.require` demands: ";
-        assert!(serve.err().starts_with(&format!("{expected}{said}")), "{}", serve.err());
+        assert!(serve.err().starts_with(&format!("{expected}{log}")), "{}", serve.err());
         assert!(!folder.file("a.sock").exists());
     }
 }

@@ -146,8 +146,8 @@ fn privileges(config: &Config, folders: &[PathBuf]) -> Vec<Privilege> {
     let client = |port: &config::Port| matches!(port.kind, Kind::VhostUser { role: Role::Client, .. });
     let connects = config.ports.iter().any(client)
         || config.vsocks.iter().any(|vsock| vsock.role == Role::Client || vsock.host.is_some());
-    let ours = fs::metadata("/proc/self").map(|data| data.uid()).ok();
-    let foreign = |folder: &PathBuf| fs::metadata(folder).is_ok_and(|data| Some(data.uid()) != ours);
+    let user = fs::metadata("/proc/self").map(|data| data.uid()).ok();
+    let foreign = |folder: &PathBuf| fs::metadata(folder).is_ok_and(|data| Some(data.uid()) != user);
     if gives_away || connects || folders.iter().any(foreign) {
         kept.push(Privilege::DacOverride);
     }
