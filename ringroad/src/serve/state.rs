@@ -134,7 +134,7 @@ impl State {
         self.config = Config { ports: Vec::new(), vsocks: Vec::new(), ..config.clone() };
         if let Err(error) = self.worker.set(worker_config(config)) {
             log::error!(
-                "cannot move the worker to CPU {:?} (key `workers.cpus`): {error}; not moved",
+                "cannot move the worker to CPU {:?} (key `workers.cpus`): {error}; it keeps its current CPU",
                 config.workers.cpus
             );
             self.config.workers.cpus = before;

@@ -107,7 +107,7 @@ impl Vsocks {
         if let Some(worker) = &self.worker
             && let Err(error) = worker.set(config.workers.cpus.first().copied(), duration(poll))
         {
-            log::error!("cannot move the vsock worker (key `workers.cpus`): {error}; not moved");
+            log::error!("cannot move the vsock worker (key `workers.cpus`): {error}; it keeps its current CPU");
         }
         self.devices.retain(|device| {
             let after = config.vsocks.iter().find(|vsock| vsock.cid == device.config.cid);
