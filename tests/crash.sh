@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# The daemon is killed (SIGKILL) under load and started again at once, a thousand times (`make interop`; `make test` runs it with
+# Kills the daemon (SIGKILL) under load and restarts it at once, a thousand times (`make interop`; `make test` runs it with
 # --quick). As root:
 #
 #   tests/crash.sh [--quick] [--kills N] [ours] [dpdk] [qemu] [uml] [vsock]    (which parts; default: all of them)
 #
-#   ours    our own driver at both ends (`ringroad blast --reconnect`, the other one reflects): {split, packed} × in_order ×
-#           mrg_rxbuf, with a window and as fast as it goes; and frames that are spread over several buffers. Every byte of every
-#           frame is checked, and its number, at both ends: none may come twice. After each kill frames must come again at both
-#           ends within 2 s; at the end every buffer must have come back, of both queues (what the device says with
-#           GET_VRING_BASE is compared with what the driver got). N kills in all (default 1000, --quick 40)
-#   dpdk    DPDK's driver (testpmd, virtio-user, server=1: it makes the socket, and the daemon comes back to it) sends back what
-#           blast sends: {split, packed} × in_order. N/5 kills in all (--quick 12)
+#   ours    our driver at both ends (`ringroad blast --reconnect`, the other one reflects): {split, packed} × in_order ×
+#           mrg_rxbuf, with a window and at full rate; and frames that span several buffers. Both ends check every byte and the
+#           sequence number of every frame: none may arrive twice. After each kill, frames must arrive again at both ends within
+#           2 s; at the end, all buffers of both queues must have been returned (the device's GET_VRING_BASE is compared with
+#           what the driver received). N kills in total (default 1000, --quick 40)
+#   dpdk    DPDK's driver (testpmd, virtio-user, server=1: it listens, and the daemon reconnects) reflects what blast sends:
+#           {split, packed} × in_order. N/5 kills in total (--quick 12)
 #   qemu    a Linux guest under QEMU with reconnect-ms=200, packed and split: two TCP connections with the host, one each way,
-#           go on over N/5 kills each (--quick 8), with equal SHA-256 at the end; how long until a ping is answered again
-#   uml     User-Mode Linux does not come back to a device that has gone: it must not go down with it either
-#   vsock   a guest's end of a vsock device, ours (`ringroad vsock echo --reconnect`): connections end, an echo works again.
-#           N/20 kills for each layout (--quick 2)
+#           survive N/5 kills each (--quick 8), with equal SHA-256 at the end; measures the time until a ping is answered again
+#   uml     User-Mode Linux does not reconnect to a device that has disconnected, but must survive it
+#   vsock   our driver as the guest's end of a vsock device (`ringroad vsock echo --reconnect`): connections are reset, then an
+#           echo works again. N/20 kills for each layout (--quick 2)
 #
-# A kill comes at a random moment, up to 20 ms after frames flow. $RINGROAD is the program (default target/release/ringroad).
-# Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+# Each kill happens at a random moment, up to 20 ms after frames flow. $RINGROAD is the program (default
+# target/release/ringroad). Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed"
+# (the exit status).
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -42,10 +43,10 @@ while [ $# -gt 0 ]; do
 done
 [ ${#parts[@]} -gt 0 ] || parts=(ours dpdk qemu uml vsock)
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
-share() { echo $((($kills + $1 - 1) / $1)); } # N: that part of all kills, rounded up
+share() { echo $((($kills + $1 - 1) / $1)); } # N: one Nth of all kills, rounded up
 
 [ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, hugepages, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   if wants qemu || wants uml; then "$guests" setup; fi
   if wants vsock; then "$peers" initramfs; fi
@@ -57,13 +58,13 @@ state=$(mktemp -d /tmp/ringroad-crash.XXXXXX)
 export RINGROAD_GUESTS=$state/guests
 vsock=$("$peers" where)/vsock
 host=10.79.0.1 guest=10.79.0.2 mac=52:54:00:79:00:02
-# How long frames may stay away after a kill, in seconds: a machine that does other work, too, is slow.
+# Time limit for frames to arrive after a kill, in seconds, with a margin for a busy machine.
 patience=2
 daemon='' ours=() passed=0 failed=0 figure='' all_kills=0
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-running() { # PID: also false for a zombie
+running() { # PID: false for a zombie, too
   local stat
   { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
   [[ ${stat##*) } != Z* ]]
@@ -72,7 +73,7 @@ running() { # PID: also false for a zombie
 gone() { ! running "$1"; }
 now() { echo "${EPOCHREALTIME//[.,]/}"; } # microseconds
 
-await() { # SECONDS, what, command…: until it succeeds
+await() { # SECONDS, description, command…: waits until the command succeeds
   local deadline=$(($(now) + $1 * 1000000)) what="$2 after $1 s"
   shift 2
   until "$@"; do
@@ -81,7 +82,7 @@ await() { # SECONDS, what, command…: until it succeeds
   done
 }
 
-end() { # PID…: ends processes of ours, those that do not obey within 5 s by force
+end() { # PID…: terminates processes; kills those that have not exited after 5 s
   local pid tries
   for pid; do
     tries=0
@@ -117,17 +118,17 @@ spawn_daemon() {
 start_daemon() {
   : >"$state/ringroad.log"
   spawn_daemon
-  await 10 "word of the daemon that it is ready" ready || return 1
-  # They outlive the daemon, as they should, but not this script.
+  await 10 "line 'ready' of the daemon" ready || return 1
+  # Notes outlive the daemon by design; remove them when this script ends.
   sed -n 's|.* \(/dev/shm/ringroad-.*\.rings\)$|\1|p' "/proc/$daemon/maps" >>"$state/notes"
 }
 
-ready() { gone "$daemon" || grep -q 'ready$' "$state/ringroad.log"; }
+ready() { gone "$daemon" || grep -q 'ready: ' "$state/ringroad.log"; }
 
-kill_daemon() { # it must still be the one that was started
-  running "$daemon" || { echo "the daemon has ended by itself"; return 1; }
+kill_daemon() { # fails if it has already exited
+  running "$daemon" || { echo "the daemon exited by itself"; return 1; }
   kill -KILL "$daemon"
-  { wait "$daemon" || true; } 2>/dev/null # no word from bash that it was killed
+  { wait "$daemon" || true; } 2>/dev/null # no message from bash that it was killed
   all_kills=$((all_kills + 1))
 }
 
@@ -135,16 +136,16 @@ some_time() { sleep "0.0$(printf %02d $((RANDOM % 20)))"; }
 
 stop_daemon() {
   local status=0
-  running "$daemon" || { echo "the daemon has ended by itself"; return 1; }
+  running "$daemon" || { echo "the daemon exited by itself"; return 1; }
   kill -TERM "$daemon"
-  await 5 "end of the daemon" gone "$daemon" || return 1
+  await 5 "exit of the daemon" gone "$daemon" || return 1
   wait "$daemon" || status=$?
   daemon=''
-  [ $status = 0 ] || { echo "the daemon ended with status $status"; return 1; }
+  [ $status = 0 ] || { echo "the daemon exited with status $status"; return 1; }
   ! grep -nE 'panicked at|^\[ERROR|its position is unknown' "$state/ringroad.log" || return 1
 }
 
-# --- checks: each leaves its $figure, or fails with what it printed ---------------------------------------------------------
+# --- checks: each sets $figure, or fails and prints its output -------------------------------------------------------------
 
 check() { # NAME, command…
   local name=$1 begun=$SECONDS log
@@ -183,8 +184,8 @@ spread() { sort -n | awk '{ v[NR] = $1 } END { if (NR) printf "%.0f/%.0f/%.0f", 
 
 # --- our driver -------------------------------------------------------------------------------------------------------
 
-declare -A said=() # by name: a descriptor from which its log can be read
-blast() { # NAME, argument…: our driver in the background; what it says goes to a fifo
+declare -A said=() # by name: a descriptor to read its log from
+blast() { # NAME, argument…: starts our driver in the background, with its log in a FIFO
   local name=$1 fifo=$state/$1.fifo fd
   shift
   rm -f "$fifo" "$state/$name.json" "$state/$name.log"
@@ -197,7 +198,7 @@ blast() { # NAME, argument…: our driver in the background; what it says goes t
   blasts+=($!)
 }
 
-again() { # NAME: until it says that frames come again
+again() { # NAME: waits until it reports that frames arrive again
   local line='' left deadline=$(($(now) + patience * 1000000))
   while left=$((deadline - $(now))); [ $left -gt 0 ]; do
     IFS= read -r -t "$((left / 1000000)).$(printf %06d $((left % 1000000)))" line <&"${said[$1]}" || break
@@ -208,14 +209,14 @@ again() { # NAME: until it says that frames come again
   return 1
 }
 
-heard() { # NAME: all that it has said is read
+heard() { # NAME: reads the rest of its log
   local line
   while IFS= read -r -t 0.001 line <&"${said[$1]}"; do echo "$line" >>"$state/$1.log"; done
 }
 
 value() { sed -n "s/^ *\"$2\": \([0-9]*\),*\$/\1/p" "$state/$1.json"; } # NAME, KEY of its JSON
 
-kill_and_see() { # N, NAME…: kills the daemon so often; all of these must receive again each time
+kill_and_see() { # N, NAME…: kills the daemon N times; all of these must receive frames again each time
   local kill name number=$1
   shift
   for ((kill = 1; kill <= number; kill++)); do
@@ -223,7 +224,7 @@ kill_and_see() { # N, NAME…: kills the daemon so often; all of these must rece
     for name; do heard "$name"; done
     kill_daemon || return 1
     spawn_daemon
-    # Now and then once more, before it is known whether anything works: while frontends come back.
+    # Sometimes kill it again at once, while frontends reconnect.
     if ((kill % 8 == 0)); then
       some_time
       kill_daemon || return 1
@@ -233,16 +234,16 @@ kill_and_see() { # N, NAME…: kills the daemon so often; all of these must rece
   done
 }
 
-finish_blast() { # NAME, PID, N: ends it; nothing may have come twice or be lost
+finish_blast() { # NAME, PID, N: stops it; there must be no duplicates or losses, and at least N reconnects
   local name=$1 status=0 key
-  running "$2" || { echo "$name has ended by itself"; cat "$state/$name.out"; heard "$name"; return 1; }
+  running "$2" || { echo "$name exited by itself"; cat "$state/$name.out"; heard "$name"; return 1; }
   kill -TERM "$2"
   wait "$2" || status=$?
   heard "$name"
   for key in errors duplicates not_returned missing; do
     [ "$(value "$name" $key)" = 0 ] || { echo "$name: $key is '$(value "$name" $key)', expected 0"; cat "$state/$name.out"; return 1; }
   done
-  [ $status = 0 ] || { echo "$name ended with status $status"; return 1; }
+  [ $status = 0 ] || { echo "$name exited with status $status"; return 1; }
   [ "$(value "$name" reconnects)" -ge "$3" ] || { echo "$name: $(value "$name" reconnects) reconnections, expected $3"; return 1; }
 }
 
@@ -261,7 +262,7 @@ ours_one() { # N, LAYOUT, WITHOUT, window|flood|merged
   sleep 0.5
   kill_and_see "$number" "${both[@]}" || return 1
   sleep 0.1
-  # The one that sends first.
+  # Stop the sender first.
   finish_blast a "${blasts[1]}" "$number" || return 1
   finish_blast b "${blasts[0]}" "$number" || return 1
   ours=()
@@ -290,17 +291,17 @@ ours_part() {
 
 in_guest() { "$guests" run "$1" --timeout 30 "$2"; } # GUEST, COMMAND
 
-guest_and_host() { # GUEST, boot option…: a port for it and one for the host; boots it
+guest_and_host() { # GUEST, boot option…: starts the daemon with a port for it and one for the host, and boots it
   local name=$1
   shift
   { port "$name"; printf '[[port]]\nname = "host"\nkind = "tap"\ninterface = "rr0"\n'; } >"$state/ringroad.toml"
   if [ ! -e "$state/tap" ]; then
-    # One that stays when the daemon dies; what is on it stays too.
+    # A persistent interface, which keeps its addresses when the daemon dies.
     ip link set lo up
     ip tuntap add rr0 mode tap vnet_hdr
     ip addr add $host/24 dev rr0
     ip link set rr0 up
-    # Its carrier goes with the daemon, and neighbours would go with that: then a second is waited for an answer to ARP.
+    # It loses its carrier with the daemon, and with that its neighbours; resolving them again would take a second.
     ip neigh replace $guest lladdr $mac dev rr0 nud permanent
     : >"$state/tap"
   fi
@@ -308,15 +309,15 @@ guest_and_host() { # GUEST, boot option…: a port for it and one for the host; 
   "$guests" boot "$name" "$state/$name.sock" --ip $guest/24 --mac $mac "$@"
 }
 
-moved() { # PID, COUNTER: bytes that it has read or written
+moved() { # PID, COUNTER: prints the number of bytes it has read or written
   sed -n "s/^$2: //p" "/proc/$1/io"
 }
 
-moves() { # PID, COUNTER, BYTES: more than these; or it is gone, which is seen to elsewhere
+moves() { # PID, COUNTER, BYTES: it has moved more than BYTES, or has exited, which is checked elsewhere
   gone "$1" || [ "$(moved "$1" "$2")" -gt $(($3 + 65536)) ]
 }
 
-pinged() { # SECONDS: pings the guest every 20 ms until one is answered: only those that are sent from now on count
+pinged() { # SECONDS: pings the guest every 20 ms until a ping sent from now on is answered
   local answer deadline=$(($(now) + $1 * 1000000))
   exec {answer}<>"$state/pings"
   while [ "$(now)" -lt $deadline ]; do
@@ -330,14 +331,14 @@ pinged() { # SECONDS: pings the guest every 20 ms until one is answered: only th
   return 1
 }
 
-came() { [ "$(grep -c 'frontend connected' "$state/ringroad.log")" -ge "$1" ]; } # N: so many frontends so far
+came() { [ "$(grep -c 'frontend connected' "$state/ringroad.log")" -ge "$1" ]; } # N: at least N frontends have connected so far
 
-still_there() { # PID…: the ends of both connections
+still_there() { # PID…: both TCP connections still exist
   local pid
-  for pid; do running "$pid" || { echo "a TCP connection was over after kill $kill"; return 1; }; done
+  for pid; do running "$pid" || { echo "a TCP connection was closed after kill $kill"; return 1; }; done
 }
 
-# What both ends send until it is time to stop: blocks, each with its number. For busybox's shell too.
+# The data that both ends send until the file STOP exists: numbered blocks. Works in busybox's shell, too.
 generator() { # STOP, BLOCK
   echo "i=0; while [ ! -e $1 ]; do i=\$((i+1)); echo \$i; cat $2; done"
 }
@@ -348,7 +349,7 @@ qemu_one() { # N, packed on|off
   bits=$(in_guest qemu 'cat /sys/class/net/eth0/device/features') || return 1
   [ "${bits:34:1}" = "$([ "$2" = on ] && echo 1 || echo 0)" ] || { echo "features $bits, wanted packed $2"; return 1; }
 
-  # Two connections: 5001 to the guest, 5002 from it. busybox nc ends when its input does: the receivers' never does.
+  # Two connections: 5001 to the guest, 5002 from it. busybox nc exits at the end of its input: the receivers' input never ends.
   head -c 65536 /dev/urandom >"$state/block"
   rm -f "$state"/{stop,in,out,hold,pings} "$state"/*.sum
   mkfifo "$state"/{in,hold,pings}
@@ -373,7 +374,7 @@ qemu_one() { # N, packed on|off
     came+=($((($(now) - begun) / 1000)))
     pinged 10 || return 1
     times+=($((($(now) - begun) / 1000)))
-    # TCP tries again when its timer says so, not when we are back.
+    # TCP retransmits when its timer expires, not when the device is back.
     await 20 "progress of the connection to the guest after kill $kill" moves $sender wchar "$sent" || return 1
     await 20 "progress of the connection from the guest after kill $kill" moves $receiver rchar "$got" || return 1
     still_there $sender $receiver || return 1
@@ -381,9 +382,9 @@ qemu_one() { # N, packed on|off
   sent=$(moved $sender wchar) got=$(moved $receiver rchar)
   : >"$state/stop"
   in_guest qemu 'touch /tmp/stop' || return 1
-  await 30 "end of the connection to the guest" gone $sender || return 1
-  await 30 "end of the connection from the guest" gone $receiver || return 1
-  await 5 "digest of what came" test -s "$state/out.sum" || return 1
+  await 30 "close of the connection to the guest" gone $sender || return 1
+  await 30 "close of the connection from the guest" gone $receiver || return 1
+  await 5 "digest of the received data" test -s "$state/out.sum" || return 1
   in_guest qemu 'cd /tmp; for i in $(seq 50); do [ -e in.done ] && [ -s out.sum ] && break; sleep 0.1; done; cat in.sum out.sum' >"$state/guest.sum" || return 1
   sums=$(cat "$state/in.sum" "$state/out.sum")
   [ "$sums" = "$(cat "$state/guest.sum")" ] || { echo "host: $sums"; echo "guest: $(cat "$state/guest.sum")"; return 1; }
@@ -401,7 +402,7 @@ qemu_part() {
   check "qemu split" qemu_one "$(share 5)" off || true
 }
 
-# Linux 7.2: its virtio_uml takes the end of the socket as the end of the device, breaks it, and never connects again.
+# Linux 7.2: virtio_uml treats a closed socket as removal of the device, and never reconnects.
 uml_one() {
   guest_and_host uml || return 1
   busybox ping -c 2 -W 2 $guest || return 1
@@ -409,20 +410,20 @@ uml_one() {
   spawn_daemon
   sleep 1
   in_guest uml 'echo alive' || return 1
-  if busybox ping -c 2 -W 2 $guest; then echo "it has come back: it belongs with those that do now"; return 1; fi
+  if busybox ping -c 2 -W 2 $guest; then echo "it has reconnected: it can be tested like the other guests now"; return 1; fi
   "$guests" reboot uml || return 1
   busybox ping -c 2 -W 2 $guest || return 1
   "$guests" stop uml || return 1
   stop_daemon || return 1
-  figure="it stays up without its device, and has that again when it is booted anew"
+  figure="survives the disconnect, and has its device again after a reboot"
 }
 
 uml_part() { check uml uml_one || true; }
 
 # --- DPDK -------------------------------------------------------------------------------------------------------------
 
-start_testpmd() { # VDEV: it sends back what comes, with the MAC addresses swapped
-  rm -f "$state/testpmd.in" "$state/testpmd.log" "$state/a.sock" # as a server it leaves its socket
+start_testpmd() { # VDEV: reflects frames with MAC addresses swapped
+  rm -f "$state/testpmd.in" "$state/testpmd.log" "$state/a.sock" # as a server it leaves its socket behind
   mkfifo "$state/testpmd.in"
   setsid stdbuf -oL dpdk-testpmd --lcores "0@0,1@0" --main-lcore 0 --no-pci --in-memory --no-telemetry \
     --file-prefix="ringroad-$$" -m 512 --single-file-segments --log-level=pmd.net.virtio.init:debug --vdev "$1" -- \
@@ -431,13 +432,13 @@ start_testpmd() { # VDEV: it sends back what comes, with the MAC addresses swapp
   testpmd=$!
   ours+=($testpmd)
   disown $testpmd
-  await 20 "word of testpmd that it forwards" testpmd_settled || return 1
-  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+  await 20 "report of testpmd that it forwards" testpmd_settled || return 1
+  running "$testpmd" || { echo "testpmd has exited"; return 1; }
 }
 
 testpmd_settled() { gone "$testpmd" || grep -qs 'macswap packet forwarding - ports=1' "$state/testpmd.log"; }
 
-sent_back() { # leaves in $forwarded how many frames testpmd has sent
+sent_back() { # sets $forwarded to the number of frames that testpmd has sent
   : >"$state/testpmd.seen"
   local lines
   lines=$(wc -l <"$state/testpmd.log")
@@ -457,7 +458,7 @@ dpdk_one() { # N, packed 0|1, in_order 0|1
   sleep 1
   sent_back || return 1
   before=$forwarded
-  # After each kill frames come back to blast: through both queues of testpmd.
+  # After each kill, frames must return to blast through both queues of testpmd.
   for ((done = 0; done < number; done++)); do
     kill_and_see 1 b || { echo "kill $((done + 1))"; return 1; }
     if ((done % 4 == 3)); then
@@ -468,7 +469,7 @@ dpdk_one() { # N, packed 0|1, in_order 0|1
   done
   sleep 0.2
   finish_blast b "${blasts[0]}" "$number" || return 1
-  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+  running "$testpmd" || { echo "testpmd has exited"; return 1; }
   end "$testpmd"
   ours=()
   stop_daemon || return 1
@@ -491,9 +492,9 @@ dpdk_part() {
 
 echoes() { "$vsock" connect "$state/guest.host" 7 echo 10000 >/dev/null 2>&1; }
 
-over() { # PID: a connection that was there when the device was killed
-  await 5 "end of a connection that was there at kill $kill" gone "$1" || return 1
-  ! wait "$1" || { echo "a connection went on over kill $kill"; return 1; }
+over() { # PID: a connection that existed when the device was killed must be reset
+  await 5 "reset of a connection that was open at kill $kill" gone "$1" || return 1
+  ! wait "$1" || { echo "a connection survived kill $kill"; return 1; }
 }
 
 vsock_one() { # N, LAYOUT
@@ -505,7 +506,7 @@ vsock_one() { # N, LAYOUT
   ours+=($driver)
   await 5 "echo" echoes || return 1
   for ((kill = 1; kill <= number; kill++)); do
-    # Far more than there is time for.
+    # Far more than can be transferred before the kill.
     "$vsock" connect "$state/guest.host" 7 echo 100000000000 >"$state/load" 2>&1 &
     load=$!
     ours+=($load)
@@ -516,9 +517,9 @@ vsock_one() { # N, LAYOUT
     over $load || return 1
     await "$patience" "echo after kill $kill" echoes || return 1
     times+=($((($(now) - begun) / 1000)))
-    running $driver || { echo "the driver has ended"; return 1; }
+    running $driver || { echo "the driver has exited"; return 1; }
   done
-  [ "$(grep -c 'is back after' "$state/echo.log")" = "$number" ] || { echo "not as many reconnections as kills"; return 1; }
+  [ "$(grep -c 'is back after' "$state/echo.log")" = "$number" ] || { echo "the number of reconnects differs from that of kills"; return 1; }
   end $driver
   ours=()
   stop_daemon || return 1

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Interop with DPDK, both ends, and with OVS-DPDK (`make interop`; `make test` runs it with --quick). As root:
+# Interoperability with DPDK, driver and device, and with OVS-DPDK (`make interop`; `make test` runs it with --quick). As root:
 #
-#   tests/dpdk.sh [--quick] [--seconds S] [22.11] [25.11] [driver] [reconnect] [device] [ovs]   (which; default: all)
+#   tests/dpdk.sh [--quick] [--seconds S] [22.11] [25.11] [driver] [reconnect] [device] [ovs]   (which parts; default: all)
 #
-#   driver     DPDK's driver (testpmd, virtio-user) on a port of ours: {split, packed} × mrg_rxbuf × in_order × vectorized;
-#              asking for what is not offered; frames in pieces. `ringroad blast --verify` on a second port sends through our
-#              switch to testpmd, which sends back (macswap): no wrong byte, and the counts of blast, of our two ports and of
-#              testpmd must agree to the frame
-#   reconnect  testpmd killed and started again ten times (--quick: three) while frames come from the other port
-#   device     our driver on DPDK's device (testpmd, net_vhost), with and without the features that change its paths
-#   ovs        our driver on OVS-DPDK, whose bridge sends back (not with --quick)
+#   driver     DPDK's driver (testpmd, virtio-user) on a ringroad port: {split, packed} × mrg_rxbuf × in_order × vectorized;
+#              requests of features that are not offered; frames in several pieces. `ringroad blast --verify` on a second port
+#              sends through the switch to testpmd, which reflects (macswap): no byte may be wrong, and the counters of blast,
+#              of both ports and of testpmd must agree exactly
+#   reconnect  testpmd is killed and restarted ten times (--quick: three) while frames arrive from the other port
+#   device     our driver on DPDK's device (testpmd, net_vhost), with and without the features that select its code paths
+#   ovs        our driver on OVS-DPDK, whose bridge reflects (not with --quick)
 #
-# DPDK 22.11 is Debian 12's (dpdk-testpmd of package dpdk-dev), 25.11 that of the chroot of scripts/peers (not with --quick).
-# Each combination of `driver` takes 60 s, other checks 10 s (--quick: 3 s); --seconds sets both. All of it: 35 minutes;
-# --quick: 100 s. Takes CPUs 0 and 1 and leaves 1024 hugepages reserved. $RINGROAD is the program (default
-# target/release/ringroad). Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and at last
+# DPDK 22.11 is that of Debian 12 (dpdk-testpmd in package dpdk-dev), 25.11 that of the chroot of scripts/peers (not with --quick).
+# Each combination of `driver` takes 60 s, other checks 10 s (--quick: 3 s); --seconds sets both. In total: 35 minutes;
+# --quick: 100 s. Uses CPUs 0 and 1 and leaves 1024 hugepages reserved. $RINGROAD is the program (default
+# target/release/ringroad). Prints "ok NAME figures" or "FAILED NAME" with the end of the logs, and finally
 # "N passed, M failed" (the exit status).
 set -euo pipefail
 
@@ -46,11 +46,11 @@ else
   [ ${#parts[@]} -gt 0 ] || parts=(driver reconnect device ovs)
   [ ${#versions[@]} -gt 0 ] || versions=(22.11 25.11)
 fi
-all=in_order,mrg_rxbuf,event_idx,indirect # what blast can do without
-ring=256 window=64 # entries of each ring; frames under way, so that none is ever full
+all=in_order,mrg_rxbuf,event_idx,indirect # features that blast can leave out
+ring=256 window=64 # entries of each ring; frames in flight, so that no ring is ever full
 
 [ "$(id -u)" = 0 ] || die "needs root (hugepages, chroot); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
 "$peers" dpdk
 forky=$("$peers" where)/forky
 for version in "${versions[@]}"; do
@@ -67,7 +67,7 @@ daemon='' testpmd='' blaster='' ovs_pids=() passed=0 failed=0 figure=''
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-running() { # PID: also false for a zombie
+running() { # PID: false for a zombie, too
   local stat
   { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
   [[ ${stat##*) } != Z* ]]
@@ -75,7 +75,7 @@ running() { # PID: also false for a zombie
 
 gone() { ! running "$1"; }
 
-await() { # SECONDS, what, command…: until it succeeds
+await() { # SECONDS, description, command…: waits until the command succeeds
   local tries=0 limit=$(($1 * 20)) what="$2 after $1 s"
   shift 2
   until "$@"; do
@@ -84,7 +84,7 @@ await() { # SECONDS, what, command…: until it succeeds
   done
 }
 
-end() { # PID…: ends processes of ours, those that do not obey within 3 s by force
+end() { # PID…: terminates processes; kills those that have not exited after 3 s
   local pid tries
   for pid; do
     tries=0
@@ -149,19 +149,19 @@ TOML
   figure="4 ports"
 }
 
-stop_daemon() { # it must still be the one that was started, and end well when asked to
+stop_daemon() { # it must still be running, and exit with success
   local status=0
-  running "$daemon" || { echo "the daemon had ended before"; return 1; }
+  running "$daemon" || { echo "the daemon had already exited"; return 1; }
   kill -TERM "$daemon"
-  await 5 "end of the daemon" gone "$daemon" || return 1
+  await 5 "exit of the daemon" gone "$daemon" || return 1
   wait "$daemon" || status=$?
   daemon=''
-  [ $status = 0 ] || { echo "the daemon ended with status $status"; return 1; }
+  [ $status = 0 ] || { echo "the daemon exited with status $status"; return 1; }
   ! grep -n 'panicked at' "$state/ringroad.log" || return 1
 }
 
 declare -A was=() is=()
-counters() { # was|is: the daemon's counters of all ports, as PORT.from, PORT.lost, PORT.to, PORT.dropped, PORT.faults
+counters() { # was|is: reads the counters of all ports: PORT.from, PORT.lost (dropped from it), PORT.to, PORT.dropped, PORT.faults
   # shellcheck disable=SC2178 # a reference to one of them
   local -n into=$1
   local port from lost to dropped faults
@@ -170,41 +170,41 @@ counters() { # was|is: the daemon's counters of all ports, as PORT.from, PORT.lo
   await 5 "counters of the daemon" grep -q '^plain .*[0-9]$' "$state/counters" || return 1
   while read -r port from lost to dropped faults; do
     into+=([$port.from]=$from [$port.lost]=$lost [$port.to]=$to [$port.dropped]=$dropped [$port.faults]=$faults)
-  done < <(awk -F '  +' 'NR > 1 {
+  done < <(awk -F '  +' 'NR > 2 {
     for (i = 1; i <= NF; i++) gsub(/ /, "", $i) # groups of three digits
-    print $1, $2, $4, $5, $7 + $8 + $9, $10 }' "$state/counters")
+    print $1, $3, $6, $10, $13 + $14 + $15, $17 }' "$state/counters")
 }
 
-since() { echo $((${is[$1]} - ${was[$1]})); } # PORT.COUNTER: how much it has grown
+since() { echo $((${is[$1]} - ${was[$1]})); } # PORT.COUNTER: prints its increase
 
 # --- testpmd ----------------------------------------------------------------------------------------------------------
 
-start_testpmd() { # VERSION, CPU, VDEV: it sends back what comes, with the MAC addresses swapped
+start_testpmd() { # VERSION, CPU, VDEV: reflects frames with MAC addresses swapped
   local run=(stdbuf -oL)
   [ "$1" = 22.11 ] || run=(chroot "$forky" "${run[@]}")
   rm -f "$state/testpmd.in" "$state/testpmd.log"
   mkfifo "$state/testpmd.in"
-  # A session of its own: a Ctrl-C meant for us is not for it.
+  # In its own session: Ctrl-C must not reach it.
   setsid env -u TMPDIR "${run[@]}" dpdk-testpmd -v --lcores "0@$2,1@$2" --main-lcore 0 --no-pci --in-memory --no-telemetry \
     --file-prefix="ringroad-$$" -m 512 --single-file-segments --force-max-simd-bitwidth=512 \
     --log-level=pmd.net.virtio.init:debug --vdev "$3" -- \
     -i --nb-cores=1 --forward-mode=macswap --no-flush-rx --auto-start \
     0<>"$state/testpmd.in" >"$state/testpmd.log" 2>&1 &
   testpmd=$!
-  disown $testpmd # no word from bash when it is killed
-  await 20 "word of testpmd that it forwards" testpmd_settled || return 1
-  running "$testpmd" || { echo "testpmd has ended"; return 1; }
+  disown $testpmd # no message from bash when it is killed
+  await 20 "report of testpmd that it forwards" testpmd_settled || return 1
+  running "$testpmd" || { echo "testpmd has exited"; return 1; }
   grep -q "RTE Version: 'DPDK ${1//./\\.}" "$state/testpmd.log" || { echo "this testpmd is not DPDK $1"; return 1; }
 }
 
 testpmd_settled() { gone "$testpmd" || grep -qs 'macswap packet forwarding - ports=1' "$state/testpmd.log"; }
 
-tell() { echo "$1" 1<>"$state/testpmd.in"; } # COMMAND of testpmd's console
+tell() { echo "$1" 1<>"$state/testpmd.in"; } # COMMAND: sends it to testpmd's console
 
-quit_testpmd() { # leaves its counts in $rx, $rx_bad, $tx, $tx_bad
+quit_testpmd() { # sets $rx, $rx_bad, $tx, $tx_bad to its counters
   tell 'show port stats 0'
   tell quit
-  await 10 "end of testpmd" gone "$testpmd" || return 1
+  await 10 "exit of testpmd" gone "$testpmd" || return 1
   testpmd=''
   read -r rx rx_bad tx tx_bad < <(awk '
     function number(key) {
@@ -223,7 +223,7 @@ quit_testpmd() { # leaves its counts in $rx, $rx_bad, $tx, $tx_bad
 
 # --- our generator ----------------------------------------------------------------------------------------------------
 
-blast() { # SECONDS, argument…: every byte of every frame that comes back is checked; leaves $sent, $received
+blast() { # SECONDS, argument…: verifies every byte of every returned frame; sets $sent and $received
   local status=0
   rm -f "$state/blast.json"
   timeout -k 5 $(($1 + 70)) "$ringroad" blast "${@:2}" --seconds "$1" --window $window --verify --json "$state/blast.json" &
@@ -231,15 +231,15 @@ blast() { # SECONDS, argument…: every byte of every frame that comes back is c
   wait "$blaster" || status=$?
   blaster=''
   sent=$(result sent) received=$(result received) errors=$(result errors)
-  [ $status = 0 ] || { echo "blast ended with status $status"; return 1; }
+  [ $status = 0 ] || { echo "blast exited with status $status"; return 1; }
   [ "${errors:-1}" = 0 ] || { echo "$errors errors"; return 1; }
-  # Ten times around a ring each second is little, on a machine that is busy too.
+  # Ten times the ring size per second is low even for a busy machine.
   [ "$received" -ge $((10 * ring * $1)) ] || { echo "only $received frames in $1 s"; return 1; }
 }
 
 result() { [ ! -e "$state/blast.json" ] || sed -n "s/^ *\"$1\": \([0-9]*\),*\$/\1/p" "$state/blast.json"; }
 
-# --- checks: each leaves its $figure, or fails with what it printed ---------------------------------------------------
+# --- checks: each sets $figure, or fails and prints its output -------------------------------------------------------
 
 check() { # NAME, command…
   local name=$1 begun=$SECONDS
@@ -251,7 +251,7 @@ check() { # NAME, command…
     return 0
   fi
   failed=$((failed + 1))
-  # A standstill shows in who runs and who waits for what.
+  # To analyse a hang: what runs and what waits.
   [ -z "$daemon" ] || ps -L -o tid,comm,stat,time,pcpu,wchan:24 -p "$daemon${testpmd:+,$testpmd}" >>"$state/output" 2>&1 || true
   [ -z "$daemon" ] || { kill -USR1 "$daemon" && sleep 0.2 && cat "$state/counters" >>"$state/output"; } 2>/dev/null || true
   end "$blaster" "$testpmd"
@@ -264,24 +264,24 @@ check() { # NAME, command…
       [ -s "$state/$log.log" ] || continue
       echo "--- the end of $log.log"
       tail -n 25 "$state/$log.log"
-      echo # testpmd's prompt has no end of line
+      echo # testpmd's prompt has no newline
     done
   } 2>&1 | sed 's/^/    /'
   return 1
 }
 
-equal() { # what, NUMBER, what, NUMBER
+equal() { # description, NUMBER, description, NUMBER
   [ "$2" = "$4" ] || { echo "$1: $2, but $3: $4"; return 1; }
 }
 
-at_most() { # what, NUMBER, LIMIT: 0 to this
+at_most() { # description, NUMBER, LIMIT: 0 to LIMIT
   if [ "$2" -lt 0 ] || [ "$2" -gt "$3" ]; then echo "$1: $2, expected 0 to $3"; return 1; fi
 }
 
 # Bits: VIRTIO_NET_F_MRG_RXBUF 15, VIRTIO_F_INDIRECT_DESC 28, VIRTIO_F_EVENT_IDX 29, VIRTIO_F_RING_PACKED 34, VIRTIO_F_IN_ORDER 35
 bit() { echo $(($1 >> $2 & 1)); } # FEATURES, NUMBER
 
-names() { # FEATURES: those that change the ways of a frame
+names() { # FEATURES: prints the names of those that select code paths
   local names=split
   [ "$(bit "$1" 34)" = 0 ] || names=packed
   [ "$(bit "$1" 35)" = 0 ] || names+=' in_order'
@@ -291,9 +291,9 @@ names() { # FEATURES: those that change the ways of a frame
   echo "$names"
 }
 
-path() { sed -n "s/.*virtio: using \(.*\) $1 path on port 0.*/\1/p" "$state/testpmd.log" | tail -n 1; } # Rx|Tx: testpmd's function
+path() { sed -n "s/.*virtio: using \(.*\) $1 path on port 0.*/\1/p" "$state/testpmd.log" | tail -n 1; } # Rx|Tx: prints the name of testpmd's code path
 
-driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECONDS, SIZES: testpmd is the driver of a port of ours
+driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECONDS, SIZES: testpmd as the driver of a port
   local version=$1 port=$2 layout=$3 mrg=$4 in_order=$5 vec=$6 seconds=$7 sizes=$8
   local packed=0 vdev features found rx rx_bad tx tx_bad sent received errors dropped address
   [ "$layout" = split ] || packed=1
@@ -305,12 +305,12 @@ driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECON
   equal "features $features: packed, mrg_rxbuf and in_order" "$found" wanted "$packed $mrg $in_order" || return 1
   [ "$port" = a ] || equal "features $features: indirect" "$(bit "$features" 28)" wanted 0 || return 1
   if [ "$vec" = 1 ]; then
-    # A split ring is vectorized for receiving only, a packed one with mrg_rxbuf for sending only.
+    # A split ring is vectorized only for receiving, a packed one with mrg_rxbuf only for sending.
     [[ "$(path Tx) $(path Rx)" == *vectorized* ]] || { echo "not vectorized: Rx '$(path Rx)', Tx '$(path Tx)'"; return 1; }
   else
     [[ "$(path Tx) $(path Rx)" != *vectorized* ]] || { echo "vectorized: Rx '$(path Rx)', Tx '$(path Tx)'"; return 1; }
   fi
-  case $port in # an address for each port: the switch remembers where it saw one last
+  case $port in # a different address for each port: the switch learns where it last saw one
     a) address=02:00:00:00:00:0a ;;
     direct) address=02:00:00:00:00:0b ;;
     plain) address=02:00:00:00:00:0c ;;
@@ -318,13 +318,13 @@ driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECON
 
   counters was || return 1
   blast "$seconds" "$state/b.sock" --event-driven --ring "$layout" --size "$sizes" --destination $address || return 1
-  await 3 "return of the last frames" settled "$port" || true # the counts below will tell
+  await 3 "return of the last frames" settled "$port" || true # the counters are checked below
   tell stop
-  await 5 "end of testpmd's forwarding" grep -q 'Accumulated forward statistics' "$state/testpmd.log" || return 1
+  await 5 "stop of testpmd's forwarding" grep -q 'Accumulated forward statistics' "$state/testpmd.log" || return 1
   counters is || return 1
   quit_testpmd || return 1
 
-  # From link to link: blast, port b, the port, testpmd, and back. What is dropped on the way must be in somebody's counts.
+  # Hop by hop: blast, port b, the port, testpmd, and back. Each drop must be in some counter.
   at_most "sent by blast and not seen by port b" $((sent - $(since b.from))) $ring || return 1
   equal "from port b" "$(since b.from)" \
     "to port $port and dropped there" $(($(since "$port.to") + $(since "$port.dropped"))) || return 1
@@ -333,31 +333,31 @@ driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECON
   equal "testpmd sent" "$tx" "from port $port" "$(since "$port.from")" || return 1
   equal "from port $port" "$(since "$port.from")" "to port b and dropped there" $(($(since b.to) + $(since b.dropped))) || return 1
   at_most "to port b and not seen by blast" $(($(since b.to) - received)) $ring || return 1
-  equal "lost as malformed" $(($(since "$port.lost") + $(since b.lost) + rx_bad)) expected 0 || return 1
+  equal "dropped as malformed" $(($(since "$port.lost") + $(since b.lost) + rx_bad)) expected 0 || return 1
   equal faults $(($(since "$port.faults") + $(since b.faults))) expected 0 || return 1
-  running "$daemon" || { echo "the daemon has ended"; return 1; }
-  # Those that come to port b when blast has ended do not count.
+  running "$daemon" || { echo "the daemon has exited"; return 1; }
+  # Frames that reach port b after blast has exited do not count.
   dropped=$(($(since "$port.dropped") + tx_bad))
   figure="$received frames, $errors errors, $dropped dropped ($(names "$features"); Rx $(path Rx), Tx $(path Tx))"
 }
 
-settled() { counters is && [ "$(since "$1.to")" = "$(since "$1.from")" ]; } # PORT: all that went to it has come back
+settled() { counters is && [ "$(since "$1.to")" = "$(since "$1.from")" ]; } # PORT: all frames sent to it were returned
 
-vectorizable() { # split|packed, MRG_RXBUF, IN_ORDER: whether testpmd has vectorized functions for it
+vectorizable() { # split|packed, MRG_RXBUF, IN_ORDER: succeeds if testpmd has a vectorized path for it
   case $1 in
     split) [ "$2$3" = 00 ] ;;
     packed) [ "$3" = 1 ] && grep -qw avx512f /proc/cpuinfo && grep -qw avx512bw /proc/cpuinfo ;;
   esac
 }
 
-blasted() { # FILE, TO: "frames received" of the last seconds, added up, "errors" at their end
+blasted() { # FILE, TO: prints the sum of frames received in the last seconds, and the errors at their end
   sed -n 's/^{.*"errors":\([0-9]*\).*"received":\([0-9]*\).*/\1 \2/p' "$1" | tail -n +$(($2 + 1)) |
     awk '{ errors = $1; sum += $2 } END { print sum + 0, errors + 0 }'
 }
 
-flows() { [ "$(blasted "$state/lines" "$1" | cut -d ' ' -f 1)" -ge $((10 * ring)) ]; } # SECOND: frames have come since then
+flows() { [ "$(blasted "$state/lines" "$1" | cut -d ' ' -f 1)" -ge $((10 * ring)) ]; } # SECOND: frames have arrived since then
 
-reconnect() { # VERSION: testpmd killed and started again, of different kinds, while frames come from port b
+reconnect() { # VERSION: kills and restarts testpmd with different settings while frames arrive from port b
   local version=$1 vdev number second count=0 errors settings begun
   begun=$(wc -l <"$state/ringroad.log")
   "$ringroad" blast "$state/b.sock" --event-driven --window $window --verify --size 64,594,1518 --seconds 1000 --lines \
@@ -372,34 +372,34 @@ reconnect() { # VERSION: testpmd killed and started again, of different kinds, w
     esac
     vdev=net_virtio_user0,path=$state/a.sock,queues=1,$settings
     start_testpmd "$version" 0 "$vdev" || { echo "start $number ($settings)"; return 1; }
-    running "$blaster" || { echo "blast has ended"; return 1; }
+    running "$blaster" || { echo "blast has exited"; return 1; }
     second=$(wc -l <"$state/lines")
-    await 10 "frames back after start $number ($settings)" flows $((second + 1)) || { tail -n 5 "$state/lines"; return 1; }
+    await 10 "returned frames after start $number ($settings)" flows $((second + 1)) || { tail -n 5 "$state/lines"; return 1; }
     kill -KILL "$testpmd"
-    await 5 "end of the killed testpmd" gone "$testpmd" || return 1
+    await 5 "exit of the killed testpmd" gone "$testpmd" || return 1
     testpmd=''
   done
   read -r count errors <<<"$(blasted "$state/lines" 0)"
-  running "$blaster" || { echo "blast has ended"; return 1; }
+  running "$blaster" || { echo "blast has exited"; return 1; }
   end "$blaster"
   blaster=''
   [ "$errors" = 0 ] || { echo "$errors errors"; return 1; }
   ! tail -n +"$((begun + 1))" "$state/ringroad.log" | grep ERROR || return 1
-  running "$daemon" || { echo "the daemon has ended"; return 1; }
+  running "$daemon" || { echo "the daemon has exited"; return 1; }
   figure="$restarts restarts, $count frames, $errors errors"
 }
 
-negotiated() { # LOG: the features that DPDK's device has agreed to last
+negotiated() { # LOG: prints the features that DPDK's device negotiated last
   sed -n 's/.*negotiated Virtio features: \(0x[0-9a-f]*\).*/\1/p' "$1" | tail -n 1
 }
 
-foreign() { # LOG, SOCKET, split|packed, WITHOUT, blast argument…: our driver on somebody else's device
+foreign() { # LOG, SOCKET, split|packed, WITHOUT, blast argument…: our driver on another device
   local log=$1 socket=$2 layout=$3 without=$4 features name bit sent received errors
   shift 4
   [ -z "$without" ] || set -- "$@" --without "$without"
   blast "$short" "$socket" --ring "$layout" --cpu 0 "$@" || return 1
   features=$(negotiated "$log")
-  [ -n "$features" ] || { echo "the log does not say which features were negotiated"; return 1; }
+  [ -n "$features" ] || { echo "the log does not show the negotiated features"; return 1; }
   equal "features $features: packed" "$(bit "$features" 34)" wanted "$([ "$layout" = split ] && echo 0 || echo 1)" || return 1
   for name in in_order:35 mrg_rxbuf:15 event_idx:29 indirect:28; do
     bit=$(bit "$features" ${name#*:})
@@ -409,7 +409,7 @@ foreign() { # LOG, SOCKET, split|packed, WITHOUT, blast argument…: our driver 
   figure="$received frames, $errors errors ($(names "$features"))"
 }
 
-device() { # VERSION: DPDK's device, started once; blast connects to it again and again
+device() { # VERSION: starts DPDK's device once; blast connects to it repeatedly
   local version=$1 layout without variants=('' in_order mrg_rxbuf 'in_order,mrg_rxbuf' event_idx "$all")
   [ -z "$quick" ] || variants=('' "$all")
   for layout in split packed; do
@@ -421,7 +421,7 @@ device() { # VERSION: DPDK's device, started once; blast connects to it again an
   [ -z "$testpmd" ] || check "dpdk-$version device end" end_device || true
 }
 
-attach() { # VERSION, NAME, argument of `foreign`…: one check of `device`; a failure costs testpmd, the next one needs another
+attach() { # VERSION, NAME, argument of `foreign`…: one check of `device`; after a failure, the next one needs a new testpmd
   local version=$1 name=$2
   shift 2
   if [ -z "$testpmd" ]; then
@@ -430,7 +430,7 @@ attach() { # VERSION, NAME, argument of `foreign`…: one check of `device`; a f
   check "dpdk-$version device $name" foreign "$state/testpmd.log" "$state/dpdk.sock" "$@" || true
 }
 
-end_device() { # all that blast has sent and testpmd has taken went back
+end_device() { # all frames that blast sent and testpmd accepted were returned
   local rx rx_bad tx tx_bad
   tell stop
   quit_testpmd || return 1
@@ -443,7 +443,7 @@ end_device() { # all that blast has sent and testpmd has taken went back
 
 vsctl() { OVS_RUNDIR=$state/ovs ovs-vsctl --timeout=15 --db="unix:$state/ovs/db.sock" "$@"; }
 
-start_ovs() { # a database and a switch of our own: its bridge sends each frame back to the port that it came from
+start_ovs() { # starts a private database and switch, whose bridge sends each frame back to its port
   local switch=/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk o=$state/ovs
   [ -x $switch ] || { echo "no $switch: apt-get install openvswitch-switch-dpdk"; return 1; }
   mkdir -p "$o"
@@ -475,7 +475,7 @@ ovs() {
     for without in '' "$all"; do
       for variant in client server; do
         running "${ovs_pids[1]}" || { check "ovs still runs" false || true; return 0; }
-        if [ $variant = client ]; then # OVS connects, about once a second; blast has the socket
+        if [ $variant = client ]; then # OVS connects, about once a second; blast listens on the socket
           set -- "$state/client.sock" "$layout" "$without" --listen
         else
           set -- "$state/ovs/server" "$layout" "$without"
@@ -511,7 +511,7 @@ if has driver || has reconnect; then
         done
         check "dpdk-$version packed mrg=1 in_order=1 vec=0 wanted, none of it offered" \
           driver "$version" plain packed 1 1 0 "$short" 64,594,1518 || true
-        # Larger than testpmd's buffers: each frame takes two to receive it, and an indirect table or a chain to send it.
+        # Larger than testpmd's buffers: a frame takes two to be received, and an indirect table or a chain to be sent.
         for layout in split packed; do
           for port in a direct; do
             offered='indirect offered'

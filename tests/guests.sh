@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Interop with real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad (`make interop`;
-# `make test` runs it with --quick). As root:
+# Interoperability with real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad
+# (`make interop`; `make test` runs it with --quick). As root:
 #
 #   tests/guests.sh [--quick] [qemu-packed] [qemu-split] [uml] [both]     (which parts; default: all of them)
 #
-# It starts the daemon ($RINGROAD, default target/release/ringroad) once, in a network namespace of its own, with two
-# vhost-user ports and a tap port, and boots guests with scripts/guests. Of each guest: the virtqueues' format, pings both
-# ways, 64 MiB over TCP each way with equal SHA-256, and three reboots (the guest reboots itself, or its machine is ended and
-# started anew) with pings after each. Then both guests at once. --quick: 8 MiB and one reboot; under a minute.
-# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+# It starts the daemon ($RINGROAD, default target/release/ringroad) once, in a network namespace, with two vhost-user ports and a
+# tap port, and boots guests with scripts/guests. Checks for each guest: the virtqueue format, pings both ways, 64 MiB over TCP
+# each way with equal SHA-256, and three reboots (by the guest itself, or by restarting its VMM) with pings after each; then both
+# guests at once. --quick: 8 MiB and one reboot; under a minute.
+# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -28,7 +28,7 @@ for word; do
 done
 [ ${#parts[@]} -gt 0 ] || parts=(qemu-packed qemu-split uml both)
 [ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
 command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   "$guests" setup
@@ -43,7 +43,7 @@ daemon='' passed=0 failed=0 figure=''
 
 # --- the daemon -------------------------------------------------------------------------------------------------------
 
-running() { # PID: also false for a zombie
+running() { # PID: false for a zombie, too
   local stat
   { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
   [[ ${stat##*) } != Z* ]]
@@ -80,17 +80,17 @@ TOML
   figure="3 ports"
 }
 
-stop_daemon() { # it must still be the one that was started, and end well when asked to
+stop_daemon() { # it must still be running, and exit with success
   local tries=0 status=0 begun=${EPOCHREALTIME//[.,]/}
-  running "$daemon" || { echo "the daemon had ended before"; return 1; }
+  running "$daemon" || { echo "the daemon had already exited"; return 1; }
   kill -TERM "$daemon"
   while running "$daemon"; do
-    [ $((tries += 1)) -le 100 ] || { echo "the daemon did not end within 5 s"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "the daemon did not exit within 5 s"; return 1; }
     sleep 0.05
   done
   wait "$daemon" || status=$?
   daemon=''
-  [ $status = 0 ] || [ $status = 143 ] || { echo "the daemon ended with status $status"; return 1; }
+  [ $status = 0 ] || [ $status = 143 ] || { echo "the daemon exited with status $status"; return 1; }
   ! grep -n 'panicked at' "$state/ringroad.log" || return 1
   figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
 }
@@ -113,7 +113,7 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# --- checks: each leaves its $figure, or fails with what it printed --------------------------------------------------------
+# --- checks: each sets $figure, or fails and prints its output ------------------------------------------------------------
 
 check() { # NAME, command…
   local name=$1 guest begun=$SECONDS
@@ -166,7 +166,7 @@ pings() { # FROM, TO: none of five may be lost
   figure="$(cut -d / -f 2 <<<"$out") ms"
 }
 
-rings() { # GUEST, packed|split|any: the virtqueue format that driver and device agreed on (VIRTIO_F_RING_PACKED, bit 34)
+rings() { # GUEST, packed|split|any: checks the negotiated virtqueue format (VIRTIO_F_RING_PACKED, bit 34)
   local bits
   bits=$(at "$1" 'cat /sys/class/net/eth0/device/features') || return
   echo "features $bits, expected $2"
@@ -175,14 +175,14 @@ rings() { # GUEST, packed|split|any: the virtqueue format that driver and device
   [ "$2" = any ] || [ "$2" = $figure ]
 }
 
-data() { # MIB: deterministic bytes that look random, no two of their mebibytes the same
+data() { # MIB: prints pseudo-random bytes, the same each time, no two mebibytes equal
   perl -e 'srand 1; my $b = pack "L*", map { int rand 4294967296 } 1 .. 262144;
     for my $i (0 .. $ARGV[0] - 1) { print $b ^ (pack("L", $i * 2654435761 & 0xffffffff) x 262144) }' "$1"
 }
 
-tcp() { # FROM, FILE, TO, FILE: copies by TCP; the SHA-256 of both files must be the same
+tcp() { # FROM, FILE, TO, FILE: copies over TCP; the SHA-256 of both files must be equal
   local listen dial begun us sent got size
-  # busybox nc ends when the other side shuts down, so the receiver's own input (a fifo of its own) must not end first.
+  # busybox nc exits when the peer shuts down, so the receiver's own input (a FIFO) must not end first.
   listen="kill \$(pidof nc) 2>/dev/null; rm -f $4 $4.hold; mkfifo $4.hold; nc -l -p 5001 0<>$4.hold >$4 2>/tmp/nc.err & for i in \$(seq 50); do netstat -ltn | grep -q :5001 && exit 0; sleep 0.1; done; exit 1"
   dial="nc -w 5 ${!3} 5001 <$2"
   if [ "$3" = host ]; then
@@ -216,7 +216,7 @@ reboot() { # GUEST, soft|hard
 
 # --- the parts ----------------------------------------------------------------------------------------------------------
 
-guest() { # PART, KIND, virtqueue format, boot option…: everything that is asked of one guest; leaves it running
+guest() { # PART, KIND, virtqueue format, boot option…: runs all checks of one guest; leaves it running
   local part=$1 kind=$2 format=$3 number=0 how
   shift 3
   check "$part boot" boot "$kind" "$@" || return 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The polling loop makes no system call (and so waits for no lock): strace counts those of the worker's thread for a second
-# under full load, with two ports that reflect.
+# Checks that the polling loop makes no system calls (and so blocks on no lock): strace counts those of the worker thread for one
+# second under full load, with two reflecting ports.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")

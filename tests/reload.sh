@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What a reload (SIGHUP) does to real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad. As root:
+# Tests reloads (SIGHUP) with real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad. As root:
 #
 #   tests/reload.sh [in-place] [reconnects]     (which parts; default: both)
 #
-# It starts the daemon ($RINGROAD, default target/release/ringroad) in a network namespace of its own, with two vhost-user ports, a
-# tap port and a vsock device, boots both guests with scripts/guests, and changes one key after the other.
+# It starts the daemon ($RINGROAD, default target/release/ringroad) in a network namespace, with two vhost-user ports, a tap port
+# and a vsock device, boots both guests with scripts/guests, and changes one key after the other.
 #
-# in-place: while each key changes, pings from the host to both guests must lose nothing, a TCP stream from the host to each goes on
-# (its lines are numbered, and none may be missing at the end), a vsock connection stays, no frontend disconnects, and the TAP
-# interface keeps its index and address. The log must have said "in place" of that key, and of no other.
-# reconnects: what must reconnect one guest, or make the interface anew, does, and the others' pings lose nothing meanwhile.
-# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+# in-place: while each key changes, no ping from the host to either guest may be lost, a TCP stream from the host to each must
+# continue (its lines are numbered, and none may be missing at the end), a vsock connection must survive, no frontend may
+# disconnect, and the TAP interface must keep its index and address. The log must report "in place" for that key and no other.
+# reconnects: keys that must reconnect one guest, or recreate the interface, do so, and the others lose no pings meanwhile.
+# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -29,7 +29,7 @@ for word; do
 done
 [ ${#parts[@]} -gt 0 ] || parts=(in-place reconnects)
 [ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
 command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   "$guests" setup
@@ -45,13 +45,13 @@ daemon='' passed=0 failed=0 figure='' reloads=0 streams=() holder=''
 
 # --- the daemon and its configuration -----------------------------------------------------------------------------------
 
-running() { # PID: also false for a zombie
+running() { # PID: false for a zombie, too
   local stat
   { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
   [[ ${stat##*) } != Z* ]]
 }
 
-# Lines that are added: before everything, to each port, to the vsock device.
+# Additional lines: at the top, for each port, for the vsock device.
 connected= head='' qemu_port='' uml_port='' tap_port='' vsock_device=''
 
 write_config() {
@@ -103,31 +103,31 @@ give_address() {
   ip link set rr0 up
 }
 
-reload() { # writes the configuration, has it read, waits until it is; what the daemon says meanwhile is in $state/said
+reload() { # writes the configuration, reloads it and waits; the log lines of the reload are in $state/said
   local tries=0 before
   before=$(wc -l <"$state/ringroad.log")
   write_config
   kill -HUP "$daemon"
   reloads=$((reloads + 1))
-  until [ "$(grep -c 'configuration read again' "$state/ringroad.log")" -ge $reloads ]; do
-    running "$daemon" || { echo "the daemon has ended"; return 1; }
-    [ $((tries += 1)) -le 100 ] || { echo "the configuration was not read again within 5 s"; return 1; }
+  until [ "$(grep -c 'configuration reloaded' "$state/ringroad.log")" -ge $reloads ]; do
+    running "$daemon" || { echo "the daemon has exited"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "the configuration was not reloaded within 5 s"; return 1; }
     sleep 0.05
   done
   tail -n "+$((before + 1))" "$state/ringroad.log" >"$state/said"
 }
 
-stop_daemon() { # it must still be the one that was started, and end within a second
+stop_daemon() { # it must still be running, and exit within a second
   local tries=0 status=0 begun=${EPOCHREALTIME//[.,]/}
-  running "$daemon" || { echo "the daemon had ended before"; return 1; }
+  running "$daemon" || { echo "the daemon had already exited"; return 1; }
   kill -TERM "$daemon"
   while running "$daemon"; do
-    [ $((tries += 1)) -le 100 ] || { echo "the daemon did not end within 1 s"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "the daemon did not exit within 1 s"; return 1; }
     sleep 0.01
   done
   wait "$daemon" || status=$?
   daemon=''
-  [ $status = 0 ] || { echo "the daemon ended with status $status"; return 1; }
+  [ $status = 0 ] || { echo "the daemon exited with status $status"; return 1; }
   ! grep -n 'panicked at' "$state/ringroad.log" || return 1
   figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
 }
@@ -151,7 +151,7 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# --- checks: each leaves its $figure, or fails with what it printed --------------------------------------------------------
+# --- checks: each sets $figure, or fails and prints its output ------------------------------------------------------------
 
 check() { # NAME, command…
   local name=$1
@@ -176,7 +176,7 @@ boot() { # KIND, option…
   "$guests" boot "$kind" "$state/$kind.sock" --ip "${!kind}/24" "$@"
 }
 
-# Forty pings, two seconds: from the host to a guest. All of them must be answered.
+# Forty pings in two seconds from the host to a guest. All of them must be answered.
 ping_start() { busybox ping -c 40 -i 0.05 -W 2 "${!1}" >"$state/ping-$1" 2>&1 & }
 
 ping_ends() { # GUEST, PID
@@ -184,19 +184,19 @@ ping_ends() { # GUEST, PID
   grep -q ', 0% packet loss' "$state/ping-$1" || { tail -n 3 "$state/ping-$1"; return 1; }
 }
 
-pings() { # GUEST: as a check of its own
+pings() { # GUEST: the same as a check
   ping_start "$1"
   ping_ends "$1" $! || return
   figure=$(sed -n 's|.*min/avg/max = [^/]*/\([^/]*\)/.*|\1 ms|p' "$state/ping-$1")
 }
 
-stream_start() { # GUEST: numbered lines by TCP, for as long as it lives
+stream_start() { # GUEST: sends numbered lines over TCP until killed
   in_guest "$1" 'rm -f /tmp/hold /tmp/lines; mkfifo /tmp/hold; nc -l -p 5002 0<>/tmp/hold >/tmp/lines 2>/dev/null & for i in $(seq 50); do netstat -ltn | grep -q :5002 && exit 0; sleep 0.1; done; exit 1' || return
   { n=0; while :; do echo $((n += 1)); sleep 0.02; done; } 2>/dev/null | busybox nc "${!1}" 5002 >/dev/null 2>&1 &
   streams+=($!)
 }
 
-stream_goes_on() { # GUEST: it has become longer, and has no gaps
+stream_goes_on() { # GUEST: the stream makes progress and has no gaps
   local before after
   before=$(in_guest "$1" 'wc -l </tmp/lines')
   for _ in $(seq 30); do
@@ -204,16 +204,16 @@ stream_goes_on() { # GUEST: it has become longer, and has no gaps
     [ "$after" -le "$before" ] || break
     sleep 0.2
   done
-  [ "$after" -gt "$before" ] || { echo "the TCP stream to $1 stands still at line $before"; return 1; }
+  [ "$after" -gt "$before" ] || { echo "the TCP stream to $1 is stuck at line $before"; return 1; }
   in_guest "$1" "head -n $after /tmp/lines | awk '\$1 != NR { exit 1 }'" || { echo "the TCP stream to $1 has a gap"; return 1; }
   figure="$after lines"
 }
 
-vsock_start() { # a connection from the host to the guest, which echoes now and at its end
+vsock_start() { # opens a connection from the host to the guest, which echoes now and when it is closed
   in_guest qemu 'vsock listen 1000 echo --background' || return
   rm -f "$state/holding"
   mkfifo "$state/holding"
-  # Its input stays open until it is told to end.
+  # Its input stays open until the end of the test.
   "$vsock" connect "$state/qemu.host" 1000 hold 1 <"$state/holding" >"$state/held" 2>&1 &
   holder=$!
   exec 9>"$state/holding"
@@ -223,7 +223,7 @@ vsock_start() { # a connection from the host to the guest, which echoes now and 
 
 vsock_ends() {
   local pid=$holder
-  running "$pid" || { echo "the vsock connection has ended"; cat "$state/held"; return 1; }
+  running "$pid" || { echo "the vsock connection was closed"; cat "$state/held"; return 1; }
   holder=''
   exec 9>&-
   wait "$pid" || { cat "$state/held"; return 1; }
@@ -236,7 +236,7 @@ frontends() { grep -c "port $1: frontend connected" "$state/ringroad.log" || tru
 
 index_of_tap() { ip -o link show rr0 | cut -d : -f 1; }
 
-keeps() { # KEYS that must be told "in place", space between; GUESTS that must not lose a ping
+keeps() { # KEYS that must be reported "in place", separated by spaces; GUESTS that must not lose a ping
   local key guest pid index lines
   local -A pids=()
   index=$(index_of_tap)
@@ -245,16 +245,16 @@ keeps() { # KEYS that must be told "in place", space between; GUESTS that must n
   reload || return
   for guest in $2; do ping_ends "$guest" "${pids[$guest]}" || { echo "pings to $guest were lost"; return 1; }; done
   for key in $1; do
-    grep -q "reload: .*key \`$key\`: in place" "$state/said" || { echo "nothing was said of $key"; cat "$state/said"; return 1; }
+    grep -q "reload: .*key \`$key\`: in place" "$state/said" || { echo "no log line about $key"; cat "$state/said"; return 1; }
   done
   lines=$(grep -c 'reload: ' "$state/said" || true)
-  [ "$lines" = "$(wc -w <<<"$1")" ] || { echo "other keys too:"; cat "$state/said"; return 1; }
+  [ "$lines" = "$(wc -w <<<"$1")" ] || { echo "log lines about other keys:"; cat "$state/said"; return 1; }
   ! grep 'frontend disconnected' "$state/said" || return 1
-  [ "$(index_of_tap)" = "$index" ] || { echo "the interface was made anew"; return 1; }
+  [ "$(index_of_tap)" = "$index" ] || { echo "the interface was recreated"; return 1; }
   # Not a pipe to grep -q: it ends at the first match, and under pipefail `ip` would fail then.
   [[ $(ip -o addr show dev rr0) = *"inet $host/24"* ]] || { echo "the interface has lost its address"; return 1; }
   for guest in $2; do stream_goes_on "$guest" || return; done
-  [ "$(frontends qemu) $(frontends uml)" = "$connected" ] || { echo "a frontend has connected again"; return 1; }
+  [ "$(frontends qemu) $(frontends uml)" = "$connected" ] || { echo "a frontend has reconnected"; return 1; }
 }
 
 in_place() {
@@ -263,7 +263,7 @@ in_place() {
   check "tcp to uml" stream_start uml || return 0
   check "vsock to qemu" vsock_start || return 0
   connected="$(frontends qemu) $(frontends uml)"
-  # The program's: each line is there for one reload, and gone with the next.
+  # Keys of the program: each line is present for one reload and removed by the next.
   for line in 'log lines = 500' 'workers poll = "50us"' 'workers gather = "off"' 'workers turn = 1' 'workers cpus = [0]' \
     'switch ageing = "60s"' 'switch entries = 128'; do
     read -r section key _ <<<"$line"
@@ -289,7 +289,7 @@ in_place() {
   done
   tap_port=''
   check "host: port.mtu back" keeps port.mtu "$both" || true
-  # A port that drops has no answers; the other one does not notice, and its guest stays connected.
+  # A port in mode "drop" does not answer; the other one is not affected, and the guest stays connected.
   for line in 'mode = "drop"' 'mode = "reflect"'; do
     uml_port=$line
     check "uml: $line" keeps port.mode qemu || true
@@ -310,7 +310,7 @@ in_place() {
 
 # --- reconnects ------------------------------------------------------------------------------------------------------------
 
-cuts() { # PORT, KEY, WHAT, OTHER, COUNT: so many frontends go, and the other guest loses nothing
+cuts() { # PORT, KEY, EFFECT, OTHER, COUNT: COUNT frontends disconnect, and the other guest loses no pings
   local pid
   ping_start "$4"
   pid=$!
@@ -321,14 +321,14 @@ cuts() { # PORT, KEY, WHAT, OTHER, COUNT: so many frontends go, and the other gu
   [ "$(grep -c 'frontend disconnected' "$state/said" || true)" = "$5" ] || { cat "$state/said"; return 1; }
 }
 
-again() { # GUEST: boots again and is there
+again() { # GUEST: reboots it and pings it
   "$guests" reboot "$1" || return
   pings "$1"
 }
 
-is_new() { # the interface is another one, without an address, and can be given one
-  [ "$(index_of_tap)" != "$1" ] || { echo "it is the same"; return 1; }
-  [[ $(ip -o addr show dev rr0) != *"inet $host/24"* ]] || { echo "it has an address"; return 1; }
+is_new() { # the interface is a new one without an address; adds one
+  [ "$(index_of_tap)" != "$1" ] || { echo "the interface is the same"; return 1; }
+  [[ $(ip -o addr show dev rr0) != *"inet $host/24"* ]] || { echo "the interface has an address"; return 1; }
   give_address
 }
 
@@ -340,7 +340,7 @@ reconnects() {
   qemu_port='mtu = 1400'
   check "qemu: mtu" cuts qemu port.mtu "reconnects the guest" uml 1 || true
   check "qemu: boots again" again qemu || true
-  # Between the guests: the host has no interface for a moment.
+  # Pings between the guests: the host has no interface for a moment.
   index=$(index_of_tap)
   tap_port='queues = 2'
   check "host: queues" host_cut || true
@@ -349,7 +349,7 @@ reconnects() {
   check "host: ping uml" pings uml || true
 }
 
-host_cut() { # pings from guest to guest lose nothing
+host_cut() { # pings from guest to guest are not lost
   local pid
   in_guest qemu "ping -c 40 -i 0.05 -W 2 $uml" >"$state/ping-between" 2>&1 &
   pid=$!

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Interop of a vsock device with real guests: Linux 7 under User-Mode Linux and Linux 6.1 under QEMU. As root:
+# Interoperability of a vsock device with real guests: Linux 7 under User-Mode Linux and Linux 6.1 under QEMU. As root:
 #
 #   tests/vsock-guests.sh [--quick] [--device ringroad|vhost-device-vsock] [--size MIB] [--seconds S] [PART...]
 #
 # The parts, all of them if none is named:
 #
-# uml, qemu    for each of these guests it starts the device, boots the guest on it, and runs tests/guest/vsock.c (see there) in
-#              the guest and, over the device's Unix sockets, on the host: connections each way, refused ones, echo, bulk each way
-#              by connections each way with equal SHA-256 (1 GiB; 64 MiB with --quick), 500 connections at once, round trips,
-#              SOCK_SEQPACKET, and what becomes of a connection whose other end or whose device is killed; and once more with
-#              crates/host/examples/vsock_services.rs for the device: a million messages each way (--quick: 20000, QEMU 2000)
-# siblings     guests of one device process that may talk to each other: two of UML, UML and QEMU; who may not; one is killed
-# restart      the device is killed and started again: what guests see, and what brings them back
-# fio          fio's ping-pong between two UML guests, each on a CPU of its own, S seconds (2) for each size
-# stream       64 KiB at a time for S seconds, five times each way, between a program in a UML guest and one on the host (the guest
-#              is on one CPU, the device and that program on another), and from a second guest (on the device's CPU) to the first
-# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and at last "N passed, M failed" (the exit status).
+# uml, qemu    starts the device, boots the guest on it, and runs tests/guest/vsock.c in the guest and, over the device's Unix
+#              sockets, on the host: connections each way, refused connections, echo, bulk data each way with equal SHA-256 (1 GiB;
+#              64 MiB with --quick), 500 concurrent connections, round trips, SOCK_SEQPACKET, and connections whose peer or device
+#              is killed; then again with crates/host/examples/vsock_services.rs as the device: a million messages each way
+#              (--quick: 20000, QEMU 2000)
+# siblings     guests of one device process in a common group: two of UML, UML and QEMU; one not in the group; one that is killed
+# restart      the device is killed and restarted: what guests see, and how they recover
+# fio          fio's ping-pong between two UML guests, one CPU for each, S seconds (2) per size
+# stream       writes of 64 KiB for S seconds, five times each way, between a program in a UML guest and one on the host (the guest
+#              on one CPU, the device and that program on the other), and from a second guest (on the device's CPU) to the first
+# Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 #
-# ringroad is $RINGROAD, default target/release/ringroad. What a device is known not to do is not asked of it (see `lacks`).
-# $RINGROAD_SERVICES, default examples/vsock_services beside it, comes of `cargo build --release --example vsock_services`.
-# $RINGROAD_VSOCK are lines of TOML for each [[vsock]] table. Of another device, parts uml, qemu and stream are all there is.
+# ringroad is $RINGROAD, default target/release/ringroad. Known limitations of a device are not tested (see `lacks`).
+# $RINGROAD_SERVICES, default examples/vsock_services beside it, is built by `cargo build --release --example vsock_services`.
+# $RINGROAD_VSOCK are additional lines of TOML for each [[vsock]] table. Other devices support parts uml, qemu and stream only.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -53,10 +53,10 @@ done
 [ "$(id -u)" = 0 ] || die "needs root (chroot); run it with sudo"
 case $device in
   ringroad)
-    [ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
-    [ -x "$services" ] || die "no program $services: 'cargo build --release -p ringroad-host --example vsock_services' makes it"
+    [ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
+    [ -x "$services" ] || die "no program $services: build it with 'cargo build --release -p ringroad-host --example vsock_services'"
     ;;
-  vhost-device-vsock) [[ ! " ${parts[*]} " =~ \ (siblings|restart|fio)\  ]] || die "parts siblings, restart and fio are for ringroad" ;;
+  vhost-device-vsock) [[ ! " ${parts[*]} " =~ \ (siblings|restart|fio)\  ]] || die "parts siblings, restart and fio are for ringroad only" ;;
   *) die "--device: expected ringroad or vhost-device-vsock, got '$device'" ;;
 esac
 "$guests" setup
@@ -64,17 +64,17 @@ esac
 state=$(mktemp -d /tmp/ringroad-vsock.XXXXXX)
 export RINGROAD_GUESTS=$state/guests
 bytes=$((mib * 1048576))
-peer=2 # whom guests connect to
-limit=20 long=$((60 + mib / 4)) # seconds for one command
+peer=2 # the CID that guests connect to
+limit=20 long=$((60 + mib / 4)) # timeouts of one command, in seconds
 packets=20000
 [ -z "$quick" ] || packets=2000
 declare -A cid=([uml]=3 [qemu]=4 [uml2]=5 [uml3]=6) groups=() messages=([uml]=1000000 [qemu]=1000000)
 [ -z "$quick" ] || messages=([uml]=20000 [qemu]=2000)
 on_cpu=() daemon='' orders='' listeners=() passed=0 failed=0 figure=''
 
-# vhost-device-vsock 0.3.0 does not tell the host when a guest has shut down one direction, and closes both when the host has;
-# loses connections when Linux >= 6.6 sends packets that lie in several descriptors; says nothing to a guest that asks for a
-# port where nobody listens, and nothing when it ends; gets stuck when much goes both ways at once.
+# vhost-device-vsock 0.3.0 does not report a guest's half-close to the host, and closes both directions when the host closes one;
+# loses connections when Linux >= 6.6 sends packets that span several descriptors; sends no reset for ports without a listener,
+# nor when it exits; and hangs under load in both directions.
 lacks() { # WHAT, KIND
   [ "$device" = vhost-device-vsock ] || return 1
   case $1 in half-close | refusal-of-guests | reset-at-its-end | bulk-both-ways) ;; bulk-from-guest) [ "$2" = uml ] ;; *) return 1 ;; esac
@@ -82,7 +82,7 @@ lacks() { # WHAT, KIND
 
 # --- the device and the host's end ----------------------------------------------------------------------------------------
 
-running() { # PID: also false for a zombie
+running() { # PID: false for a zombie, too
   local stat
   { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
   [[ ${stat##*) } != Z* ]]
@@ -109,7 +109,7 @@ TOML
   fi
   daemon=$!
   until [ -S "$state/$1.sock" ] && { [ "$device" != ringroad ] || grep -q ready "$state/device.log"; }; do
-    running "$daemon" || { echo "the device ended at once"; return 1; }
+    running "$daemon" || { echo "the device exited at once"; return 1; }
     [ $((tries += 1)) -le 100 ] || { echo "no socket $state/$1.sock after 10 s"; return 1; }
     sleep 0.1
   done
@@ -121,28 +121,28 @@ kill_device() {
   daemon=''
 }
 
-start_services() { # KIND: vsock_services is the device; what it reads comes from $orders
+start_services() { # KIND: starts vsock_services as the device; it reads commands from $orders
   local tries=0
   rm -f "$state/$1.sock" "$state/orders"
   mkfifo "$state/orders"
   "$services" "${cid[$1]}" "$state/$1.sock" echo=1001 sink=1002 "source=1003:$bytes" packets=1004 \
     <"$state/orders" >"$state/services.log" 2>"$state/device.log" &
   daemon=$!
-  sleep infinity >"$state/orders" & # guests would inherit a descriptor of ours, and keep it open
+  sleep infinity >"$state/orders" & # guests would inherit a descriptor of this shell and keep it open
   orders=$!
   until grep -q ^serving "$state/services.log"; do
-    running "$daemon" || { echo "vsock_services ended at once"; return 1; }
+    running "$daemon" || { echo "vsock_services exited at once"; return 1; }
     [ $((tries += 1)) -le 100 ] || { echo "no socket $state/$1.sock after 10 s"; return 1; }
     sleep 0.1
   done
 }
 
-order() { # WHAT: vsock_services does it, which it must say "ok" to
+order() { # COMMAND: vsock_services executes it and must answer "ok"
   local tries=0 said line
   said=$(wc -l <"$state/services.log")
   echo "$1" >"$state/orders"
   until line=$(tail -n "+$((said + 1))" "$state/services.log") && [ -n "$line" ]; do
-    running "$daemon" || { echo "vsock_services has ended"; return 1; }
+    running "$daemon" || { echo "vsock_services has exited"; return 1; }
     [ $((tries += 1)) -le $((long * 10)) ] || { echo "no answer after $long s"; return 1; }
     sleep 0.1
   done
@@ -151,20 +151,20 @@ order() { # WHAT: vsock_services does it, which it must say "ok" to
   figure=${line#ok }
 }
 
-end_orders() { # the end of what it reads is the end of vsock_services
+end_orders() { # closes the input of vsock_services, which ends it
   end_process "$orders"
   orders=''
   local tries=0 status=0
   while running "$daemon"; do
-    [ $((tries += 1)) -le 100 ] || { echo "vsock_services did not end within 5 s"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { echo "vsock_services did not exit within 5 s"; return 1; }
     sleep 0.05
   done
   wait "$daemon" || status=$?
   daemon=''
-  [ $status = 0 ] || { echo "it ended with status $status"; return 1; }
+  [ $status = 0 ] || { echo "it exited with status $status"; return 1; }
 }
 
-end_process() { # PID: 3 s to end when asked to
+end_process() { # PID: terminates it, kills it after 3 s
   local tries=0
   kill -TERM "$1" 2>/dev/null || return 0
   while running "$1"; do
@@ -174,22 +174,22 @@ end_process() { # PID: 3 s to end when asked to
   wait "$1" 2>/dev/null || true
 }
 
-stop_device() { # it must still be the one that was started, and end well when asked to
+stop_device() { # it must still be running, and exit with success
   local status=0 begun=${EPOCHREALTIME//[.,]/} pid=$daemon tries=0
   daemon=''
-  running "$pid" || { echo "the device had ended before"; return 1; }
+  running "$pid" || { echo "the device had already exited"; return 1; }
   kill -TERM "$pid"
   while running "$pid"; do
-    [ $((tries += 1)) -le 100 ] || { kill -KILL "$pid"; echo "the device did not end within 5 s"; return 1; }
+    [ $((tries += 1)) -le 100 ] || { kill -KILL "$pid"; echo "the device did not exit within 5 s"; return 1; }
     sleep 0.05
   done
   wait "$pid" || status=$?
-  [ $status = 0 ] || [ $status = 143 ] || { echo "the device ended with status $status"; return 1; }
+  [ $status = 0 ] || [ $status = 143 ] || { echo "the device exited with status $status"; return 1; }
   ! grep -n 'panicked at' "$state/device.log" || return 1
   figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
 }
 
-host_listens() { # KIND, PORT, what: on the Unix socket of the host's port, for connections from the guest
+host_listens() { # KIND, PORT, SERVICE: listens on the Unix socket of a host port, for connections from the guest
   local path=$state/$1.host_$2 tries=0
   # shellcheck disable=SC2086 # words
   "$vsock" listen "$path" $3 ${options[@]+"${options[@]}"} >>"$state/host.log" 2>&1 &
@@ -220,7 +220,7 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# --- checks: each leaves its $figure, or fails with what it printed --------------------------------------------------------
+# --- checks: each sets $figure, or fails and prints its output ------------------------------------------------------------
 
 check() { # NAME, command…
   local name=$1 guest begun=$SECONDS
@@ -237,13 +237,13 @@ check() { # NAME, command…
     tail -n 30 "$state/output"
     echo "--- the end of the device's log"
     tail -n 20 "$state/device.log"
-    echo "--- the end of what the host's listeners said"
+    echo "--- the end of the output of the host's listeners"
     tail -n 5 "$state/host.log"
     for guest in "$RINGROAD_GUESTS"/*/console.log; do
       [ -e "$guest" ] || continue
       guest=$(basename "$(dirname "$guest")")
       "$guests" logs "$guest" || true
-      echo "--- the end of the kernel log of $guest, and what its listeners said"
+      echo "--- the end of the kernel log of $guest and of the output of its listeners"
       "$guests" run "$guest" --timeout 3 'dmesg | tail -n 12; tail -n 5 /tmp/vsock.log' 2>/dev/null || true
     done
   } 2>&1 | sed 's/^/    /'
@@ -252,7 +252,7 @@ check() { # NAME, command…
 
 in_guest() { "$guests" run "$1" --timeout "$limit" "$2"; } # GUEST, COMMAND
 
-on() { # host|guest, KIND, PORT, what of `vsock connect`…, or ping BYTES SECONDS: to the other end's port; prints what it says
+on() { # host|guest, KIND, PORT, arguments of `vsock connect`… or ping BYTES SECONDS: connects to a port of the peer
   local from=$1 kind=$2 port=$3 verb=connect
   shift 3
   [ "$1" != ping ] || { verb=ping; shift; }
@@ -263,7 +263,7 @@ on() { # host|guest, KIND, PORT, what of `vsock connect`…, or ping BYTES SECON
   fi
 }
 
-connect() { # the same: it must say "ok"
+connect() { # the same, and it must print "ok"
   local out status=0
   out=$(on "$@" 2>&1) || status=$?
   echo "$out"
@@ -273,12 +273,12 @@ connect() { # the same: it must say "ok"
   figure=${figure% sha256 *}
 }
 
-bulk() { # the same, with time for it
+bulk() { # the same, with the long timeout
   local limit=$long
   connect "$@"
 }
 
-refused() { # host|guest, KIND, PORT: it has no way there, which it must be told at once
+refused() { # host|guest, KIND, PORT: the connect must fail at once
   local out begun=${EPOCHREALTIME//[.,]/} ms
   if out=$(on "$1" "$2" "${3:-7}" echo 1 2>&1); then echo "it connected: $out"; return 1; fi
   ms=$(((${EPOCHREALTIME//[.,]/} - begun) / 1000))
@@ -288,7 +288,7 @@ refused() { # host|guest, KIND, PORT: it has no way there, which it must be told
   figure="$ms ms"
 }
 
-boot() { # GUEST: its kind, with a number perhaps; a CPU for it
+boot() { # GUEST (its kind, with an optional number), CPU
   local begun=${EPOCHREALTIME//[.,]/} us pin=()
   [ "$(nproc)" = 1 ] || [ -z "${2:-}" ] || pin=(taskset -c "$2")
   "${pin[@]}" "$guests" boot "${1%%[0-9]*}" none --name "$1" --vsock "$state/$1.sock" || return
@@ -296,7 +296,7 @@ boot() { # GUEST: its kind, with a number perhaps; a CPU for it
   figure="$((us / 1000000)).$((us / 100000 % 10)) s"
 }
 
-kill_guest() { # GUEST: with all its processes
+kill_guest() { # GUEST: kills all its processes
   local pid
   read -r pid _ <"$RINGROAD_GUESTS/$1/pid"
   kill -KILL -- "-$pid"
@@ -308,7 +308,7 @@ local_cid() { # KIND
   [ "$figure" = "${cid[$1]}" ]
 }
 
-guest_listens() { # KIND, PORT, what…
+guest_listens() { # KIND, PORT, SERVICE…
   local out
   out=$(in_guest "$1" "touch /tmp/vsock.log; vsock listen ${*:2} ${options[*]-} --background >>/tmp/vsock.log; tail -n 1 /tmp/vsock.log") || return
   echo "$out"
@@ -332,14 +332,14 @@ listen_everywhere() { # KIND
   guest_listens "$1" 1004 packets
 }
 
-round_the_guest() { # KIND: SOCK_SEQPACKET by vsock_loopback
+round_the_guest() { # KIND: SOCK_SEQPACKET within the guest, over vsock_loopback
   local out
   out=$(in_guest "$1" "insmod /modules/*vsock_loopback.ko && vsock connect 1 1004 packets $packets") || { echo "$out"; return 1; }
   echo "$out"
   figure=${out#ok }
 }
 
-blocked() { # KIND, command…: a connection of the guest is blocked in a read; the command must end that within 5 s
+blocked() { # KIND, command…: a program in the guest is blocked in a read; the command must release it within 5 s
   local kind=$1 tries=0 out
   shift
   # shellcheck disable=SC2016 # for the guest's shell
@@ -352,11 +352,11 @@ blocked() { # KIND, command…: a connection of the guest is blocked in a read; 
   figure=$out
 }
 
-writer_blocked() { # GUEST, command…: a connection of the guest is blocked in a write; the command must end that too
+writer_blocked() { # GUEST, command…: the same for a program that is blocked in a write
   local kind=$1 tries=0 out
   shift
   in_guest "$kind" "rm -f /tmp/writer; vsock connect $peer 1002 source 1000000000 >/tmp/writer 2>&1 & sleep 1; cat /tmp/writer; test ! -s /tmp/writer" ||
-    { echo "it does not wait in a write"; return 1; }
+    { echo "it is not blocked in a write"; return 1; }
   "$@" || return
   until out=$(in_guest "$kind" 'grep ^FAILED.connection /tmp/writer'); do
     [ $((tries += 1)) -le 25 ] || { echo "5 s later the guest is still blocked in a write"; return 1; }
@@ -395,8 +395,8 @@ part() { # KIND
   check "$kind messages round the guest" round_the_guest "$kind" || true
   check "$kind the host's program is killed" blocked "$kind" end_process "${listeners[0]}" || true
   end_listeners
-  rm -f "$state/$kind.host_1001" # a socket that nobody listens on stays where it is
-  check "$kind listener anew" host_listens "$kind" 1001 echo || return 0
+  rm -f "$state/$kind.host_1001" # the socket file outlives its listener
+  check "$kind listener restarted" host_listens "$kind" 1001 echo || return 0
   check "$kind echo after that" connect guest "$kind" 1001 echo 10000 "${options[@]}" || true
   if lacks reset-at-its-end "$kind"; then
     check "$kind the device ends" stop_device || true
@@ -405,7 +405,7 @@ part() { # KIND
   fi
 }
 
-services_part() { # KIND: a program that is the host's end by itself
+services_part() { # KIND: a program that embeds the host's side
   local kind=$1 limit=$long options=()
   check "$kind services start" start_services "$kind" || return 0
   check "$kind services boot" boot "$kind" || return 0
@@ -419,7 +419,7 @@ services_part() { # KIND: a program that is the host's end by itself
   check "$kind services end" blocked "$kind" end_orders || true
 }
 
-between() { # GUEST, GUEST: the first one connects to the other
+between() { # GUEST, GUEST: the first one connects to the second
   local peer=${cid[$2]} name="siblings, $1 to $2:"
   check "$name echo" connect guest "$1" 1001 echo 10000 || true
   check "$name bulk" bulk guest "$1" 1002 source $bytes || true
@@ -431,23 +431,23 @@ between() { # GUEST, GUEST: the first one connects to the other
   check "$name refused" refused guest "$1" 7 || true
 }
 
-no_way() { # GUEST, CID: though somebody may listen there
+no_way() { # GUEST, CID: the connect must fail even if there is a listener
   local peer=$2
   refused guest "$1" 1001
 }
 
-sees_end() { # GUEST, GUEST, command…: the first one reads from the other when the command runs
+sees_end() { # GUEST, GUEST, command…: the first one is reading from the second when the command runs
   local peer=${cid[$2]}
   blocked "$1" "${@:3}"
 }
 
-with_silent() { # GUEST, GUEST, command…: nobody reads in the first one, from which the other reads, and to which it writes
+with_silent() { # GUEST, GUEST, command…: a program in the first one does not read; the second one reads from it and writes to it
   local peer=${cid[$1]}
   in_guest "$1" 'killall -STOP vsock' || return
   writer_blocked "$2" blocked "$2" "${@:3}"
 }
 
-again() { # GUEST: boots anew
+again() { # GUEST: reboots it
   local begun=$SECONDS
   "$guests" reboot "$1" || return
   guest_listens_everywhere "$1" || return
@@ -469,9 +469,9 @@ siblings_part() {
   check "siblings, uml3 to qemu: another group" sibling_echo uml3 qemu || true
   check "siblings, uml to uml3: no common group" no_way uml "${cid[uml3]}" || true
   check "siblings, uml3 to uml: no common group" no_way uml3 "${cid[uml]}" || true
-  check "siblings, uml to nobody" no_way uml 99 || true
+  check "siblings, uml to an unused CID" no_way uml 99 || true
   check "siblings, uml2 is killed" with_silent uml2 uml kill_guest uml2 || true
-  check "siblings, uml to uml2, which is gone" no_way uml "${cid[uml2]}" || true
+  check "siblings, uml to uml2, which was killed" no_way uml "${cid[uml2]}" || true
   check "siblings, uml2 again" again uml2 || return 0
   check "siblings, uml to uml2: echo after that" sibling_echo uml uml2 || true
   check "siblings, qemu is killed" sees_end uml qemu kill_guest qemu || true
@@ -484,8 +484,8 @@ sibling_echo() { # GUEST, GUEST
   connect guest "$1" 1001 echo 10000
 }
 
-# When its device is gone, Linux under UML removes the device, and resets all its connections; only a reboot brings another.
-# QEMU 11.1 neither tells the guest nor comes back to the device (docs/vsock-restart.md): the guest can take its driver off by itself.
+# When the device disconnects, Linux under UML removes it and resets all its connections; only a reboot brings it back. QEMU 11.1
+# neither notifies the guest nor reconnects (docs/vsock-restart.md): the guest can unbind its driver by itself.
 restart_part() {
   local kind options=()
   groups=()
@@ -510,7 +510,7 @@ restart_part() {
   done
 }
 
-reset_by() { # GUEST, command…: not just the end
+reset_by() { # GUEST, command…: a reset, not just end of stream
   blocked "$@" && [[ $figure == *ECONNRESET* ]]
 }
 
@@ -543,7 +543,7 @@ fio_part() {
   done
 }
 
-ping_pong() { # BYTES: fio of uml asks, fio of uml2 answers; leaves round trips, mean, p1, p50 and p99 in microseconds
+ping_pong() { # BYTES: fio in uml pings, fio in uml2 answers; sets round trips, mean, p1, p50 and p99 in microseconds
   local common="--ioengine=net --protocol=vsock --port=8888 --pingpong=1 --bs=$1 --size=1g --time_based --minimal" out
   in_guest uml2 "hostfs-usr; cd /tmp; (fio --name=pong $common --listen --rw=read --runtime=$((seconds + 5)) >/tmp/pong 2>&1 &) ; sleep 1" || return
   out=$(limit=$((seconds + 20)) && in_guest uml "hostfs-usr; cd /tmp; fio --name=ping $common --hostname=${cid[uml2]} --rw=write --runtime=$seconds") ||
@@ -575,14 +575,14 @@ stream_part() {
   on_cpu=()
 }
 
-five_times() { # COMMAND, which leaves Gb/s in $rate: the least, the median and the greatest of them
+five_times() { # COMMAND, which sets $rate in Gb/s: sets minimum, median and maximum of five runs
   local rate rates=()
   while [ ${#rates[@]} -lt 5 ]; do "$1" && rates+=("$rate") || return; done
   mapfile -t rates < <(printf '%s\n' "${rates[@]}" | sort -n)
   figure="${rates[0]} – ${rates[2]} – ${rates[4]} Gb/s"
 }
 
-rate_of() { # what a drain has said
+rate_of() { # OUTPUT of a drain
   echo "$1"
   rate=$(sed -n 's/^ok drain .* \([0-9.]*\) Gb.s$/\1/p' <<<"$1")
   [ -n "$rate" ]
@@ -595,7 +595,7 @@ pour_to_host() {
   listeners+=("$pid")
   until grep -q listening "$state/drain"; do [ $((tries += 1)) -le 50 ] || return 1; sleep 0.1; done
   limit=$((seconds + 10)) in_guest uml "vsock pour $peer 1005 $seconds" || return
-  timeout 10 tail --pid="$pid" -f /dev/null || { echo "the end of the stream did not come"; return 1; }
+  timeout 10 tail --pid="$pid" -f /dev/null || { echo "the stream did not end"; return 1; }
   rate_of "$(cat "$state/drain")"
 }
 
@@ -607,14 +607,14 @@ pour_to_sibling() {
   limit=$((seconds + 10)) into_guest in_guest uml2 "vsock pour ${cid[uml]} 1005 $seconds"
 }
 
-into_guest() { # COMMAND, which pours
+into_guest() { # COMMAND, which sends
   in_guest uml 'rm -f /tmp/drain; vsock drain 1005 --background >/tmp/drain; cat /tmp/drain' || return
   "$@" || return
   # shellcheck disable=SC2016 # for the guest's shell
   rate_of "$(in_guest uml 'for i in $(seq 50); do grep -q -e ok -e FAILED /tmp/drain && break; usleep 100000; done; cat /tmp/drain')"
 }
 
-end_part() { # whatever is left of a part
+end_part() { # cleans up after a part
   end_listeners
   if [ -n "$orders" ]; then end_process "$orders"; orders=''; fi
   if [ -n "$daemon" ]; then end_process "$daemon"; daemon=''; fi

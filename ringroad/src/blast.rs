@@ -1,4 +1,5 @@
-//! `ringroad blast`: sends and receives test traffic through any vhost-user network device.
+//! `ringroad blast`: a virtio-net driver (virtio 1.3, 5.1) that sends, receives or reflects test traffic on a vhost-user device.
+//! Command line and summary; the traffic itself is in traffic.rs. `demo` and `bench` start it too.
 
 use crate::{
     Outcome, report,
@@ -24,7 +25,7 @@ use std::{
     time::Duration,
 };
 
-/// The layout of a driver's rings.
+/// Layout of a driver's rings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Ring {
     /// Virtio 1.3, 2.7
@@ -34,7 +35,7 @@ pub enum Ring {
 }
 
 impl Ring {
-    /// As users and JSON name it.
+    /// Returns its name on the command line and in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Ring::Split => "split",
@@ -43,74 +44,76 @@ impl Ring {
     }
 }
 
-/// Send and receive test traffic through a vhost-user network device, ours or another's
+/// Generate, receive or reflect test traffic on any vhost-user network device
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
-    ringroad blast /run/ringroad/vm1.sock                             64-byte frames for 10 seconds, counting what comes back\n  \
-    ringroad blast /run/ringroad/vm1.sock --size imix --verify        every byte checked\n  \
-    ringroad blast /run/ringroad/vm2.sock --mode reflect --seconds 60 the other end\n\n\
-    SIGINT (Ctrl-C) and SIGTERM end it before its time is over, with its summary; the second one at once.")]
+    ringroad blast /run/ringroad/vm2.sock --mode reflect --seconds 60    reflect frames on one port, in another terminal\n  \
+    ringroad blast /run/ringroad/vm1.sock                                send 64-byte frames for 10 s, count what returns\n  \
+    ringroad blast /run/ringroad/vm1.sock --size imix --verify           mixed sizes, every byte written and checked\n  \
+    ringroad blast /run/ringroad/vm1.sock --rate 1M --window 128         limit the rate and the frames in flight\n\n\
+    The device can be a port of `ringroad serve` or of any other vhost-user back end. The first SIGINT (Ctrl-C) or SIGTERM\n\
+    stops it early, with its summary; the second one at once.")]
 pub struct Args {
-    /// The socket of the device
+    /// Vhost-user socket of the device
     socket: PathBuf,
-    /// What to do
+    /// What the driver does
     #[arg(long, value_enum, default_value = "tx")]
     mode: Mode,
-    /// Frame sizes without FCS, in turn: 64,1518 or imix (7 × 64, 4 × 594, 1 × 1518)
+    /// Frame sizes in bytes, without FCS, used in turn: a list such as 64,1518, or imix (7 × 64, 4 × 594, 1 × 1518)
     #[arg(long, default_value = "64", value_parser = sizes)]
     size: Sizes,
-    /// Frames per second; k, M and G are understood [default: as many as go]
+    /// Frames per second, with an optional suffix k, M or G [default: unlimited]
     #[arg(long, value_parser = rate)]
     rate: Option<f64>,
-    /// At most so many frames under way
+    /// Maximum number of frames in flight [default: unlimited]
     #[arg(long)]
     window: Option<u64>,
-    /// Flows (UDP source ports), in turn
+    /// Number of flows (UDP source ports), used in turn
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     flows: u16,
-    /// The layout of the rings
+    /// Ring layout
     #[arg(long, value_enum, default_value = "packed")]
     ring: Ring,
-    /// Entries of each ring
+    /// Number of entries of each ring
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=32768))]
     queue_size: u32,
-    /// Do not touch the frames: the cost of the rings alone
+    /// Neither write nor read frame contents: measures the rings alone
     #[arg(long, conflicts_with = "verify")]
     no_touch: bool,
     /// Write and check every byte of every frame
     #[arg(long)]
     verify: bool,
-    /// How long
+    /// Duration in seconds
     #[arg(long, default_value_t = 10.0, value_parser = seconds)]
     seconds: f64,
-    /// Write the result as JSON to a file (- for standard output)
+    /// Write the result as JSON to FILE (- for standard output)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Make the socket and wait for the device, instead of connecting to one
+    /// Create the socket and wait for the device to connect, instead of connecting to it
     #[arg(long)]
     listen: bool,
-    /// Bytes of a frame that one buffer holds, to receive larger ones in several [default: the largest of --size, at least 1518]
+    /// Frame bytes per receive buffer; larger frames take several buffers [default: the largest of --size, at least 1518]
     #[arg(long, value_name = "BYTES", conflicts_with = "size", value_parser = clap::value_parser!(u16).range(64..))]
     buffer: Option<u16>,
-    /// Run on one CPU
+    /// Pin the driver to this CPU
     #[arg(long)]
     cpu: Option<usize>,
-    /// Sleep when there is nothing to do, instead of polling
+    /// Sleep when idle, instead of polling
     #[arg(long)]
     event_driven: bool,
-    /// When the device goes away, wait for it to come back, so many seconds at most, and go on with all that is under way
+    /// If the device disconnects, wait up to SECONDS for it to return and resume, including frames in flight
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "10", value_parser = seconds)]
     reconnect: Option<f64>,
-    /// Do not use these features of the device: in_order, mrg_rxbuf, event_idx, indirect
+    /// Features not to negotiate, as a list: in_order, mrg_rxbuf, event_idx, indirect
     #[arg(long, value_delimiter = ',', value_parser = ["in_order", "mrg_rxbuf", "event_idx", "indirect"])]
     without: Vec<String>,
-    /// The address that frames come from
+    /// Source MAC address
     #[arg(long, default_value = "02:00:00:00:00:01")]
     source: MacAddr,
-    /// The address that frames go to
+    /// Destination MAC address
     #[arg(long, default_value = "02:00:00:00:00:02")]
     destination: MacAddr,
-    /// A line of JSON each second on standard output, for programs
+    /// Print a line of JSON each second to standard output, for `demo`
     #[arg(long, hide = true)]
     lines: bool,
 }
@@ -147,7 +150,7 @@ fn rate(text: &str) -> Result<f64, String> {
     }
 }
 
-/// A number of seconds.
+/// Parses a number of seconds.
 pub fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
@@ -155,7 +158,7 @@ pub fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Feature bits that a driver of ours asks for.
+/// Returns the feature bits that our driver requests.
 pub fn features(ring: Ring, without: &[String]) -> u64 {
     let with = |name: &str| !without.iter().any(|other| other == name);
     let features = Features {
@@ -171,7 +174,7 @@ pub fn features(ring: Ring, without: &[String]) -> u64 {
     features.bits()
 }
 
-/// Sends and receives for a while.
+/// Runs the driver for the requested time.
 pub fn run(args: Args) -> Outcome {
     if args.ring == Ring::Split && !args.queue_size.is_power_of_two() {
         return Err(format!("--queue-size {}: a split ring needs a power of two", args.queue_size).into());
@@ -196,7 +199,7 @@ pub fn run(args: Args) -> Outcome {
     }
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag clear, and sets it for the second one.
+        // In this order: the first signal finds the flag clear and sets it; the second one finds it set and exits.
         flag::register_conditional_shutdown(signal, 1, stop.clone())?;
         flag::register(signal, stop.clone())?;
     }
@@ -242,7 +245,7 @@ pub fn run(args: Args) -> Outcome {
         }
     };
     let totals = traffic.run(&mut connection, Duration::from_secs_f64(args.seconds), &mut tick)?;
-    let gone = connection.is_closed();
+    let disconnected = connection.is_closed();
     let result = result(&args, &totals);
     if args.lines {
         println!("{result}");
@@ -252,9 +255,9 @@ pub fn run(args: Args) -> Outcome {
     if let Some(file) = &args.json {
         write_json(file, &result)?;
     }
-    if gone {
-        let advice = if args.reconnect.is_some() { "" } else { "; with --reconnect blast waits for it and goes on" };
-        return Err(format!("the device at {} has gone{advice}", args.socket.display()).into());
+    if disconnected {
+        let advice = if args.reconnect.is_some() { "" } else { "; use --reconnect to wait for it and resume" };
+        return Err(format!("the device at {} has disconnected{advice}", args.socket.display()).into());
     }
     let lost = totals.left.is_some_and(|left| left.under_way > 0 || left.missing != Some(0));
     Ok(if totals.errors > 0 || lost { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -291,7 +294,7 @@ fn result(args: &Args, totals: &Totals) -> serde_json::Value {
     })
 }
 
-/// Writes JSON to a file, or to standard output for `-`.
+/// Writes JSON to a file, or to standard output if the path is `-`.
 pub fn write_json(file: &Path, value: &serde_json::Value) -> Result<(), String> {
     let text = format!("{value:#}\n");
     if file == Path::new("-") {
@@ -324,20 +327,20 @@ fn print_summary(args: &Args, totals: &Totals) {
         );
     }
     if totals.foreign > 0 {
-        println!("{} frames that were not ours", report::count(totals.foreign));
+        println!("foreign frames received: {}", report::count(totals.foreign));
     }
     if totals.reconnects > 0 {
-        println!("the device came back {} times", report::count(totals.reconnects));
+        println!("reconnects to the device: {}", report::count(totals.reconnects));
     }
     if !totals.recovery.is_empty() {
         let [min, median, max] =
             [totals.recovery.min(), totals.recovery.value_at_quantile(0.5), totals.recovery.max()].map(report::time);
-        println!("from its loss to the next frame  min {min}  median {median}  max {max}");
+        println!("from disconnect to the next frame  min {min}  median {median}  max {max}");
     }
     if let Some(left) = totals.left {
-        let missing = left.missing.map_or("it does not say how many".into(), |missing| report::count(missing.into()));
+        let missing = left.missing.map_or("unknown".into(), |missing| report::count(missing.into()));
         println!(
-            "at the end  {} frames not given back, buffers lost by the device {missing}, frames twice {}",
+            "at the end  {} frames not returned by the device, {missing} buffers lost by it, {} duplicate frames",
             report::count(left.under_way as u64),
             report::count(totals.duplicates)
         );

@@ -1,4 +1,4 @@
-//! Programs that `demo` and `bench` start: the daemon itself, drivers, DPDK.
+//! Child processes of `demo` and `bench` (the daemon, drivers, DPDK) and their temporary directory.
 
 use std::{
     fs, io,
@@ -8,14 +8,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A program that ends with its owner.
+/// A child process, terminated when dropped.
 pub struct Program {
     child: Child,
     name: String,
 }
 
 impl Program {
-    /// Starts it; what it prints on standard error goes to the file `log`.
+    /// Starts it, with stderr redirected to the file `log`.
     pub fn start(name: &str, command: &mut Command, log: &Path) -> Result<Program, String> {
         let failed = |error: io::Error| format!("cannot start {name}: {error}");
         let log = fs::File::create(log).map_err(failed)?;
@@ -23,28 +23,28 @@ impl Program {
         Ok(Program { child, name: name.to_owned() })
     }
 
-    /// The process.
+    /// Returns the process.
     pub fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
-    /// Waits until a path exists.
+    /// Waits until `path` exists. Fails if the process exits first or after `patience`.
     pub fn wait_for(&mut self, path: &Path, patience: Duration, log: &Path) -> Result<(), String> {
         let start = Instant::now();
         while !path.exists() {
             if let Ok(Some(status)) = self.child.try_wait() {
-                let said = fs::read_to_string(log).unwrap_or_default();
-                return Err(format!("{} ended with {status}:\n{said}", self.name));
+                let log = fs::read_to_string(log).unwrap_or_default();
+                return Err(format!("{} exited with {status}:\n{log}", self.name));
             }
             if start.elapsed() > patience {
-                return Err(format!("{} has not made {} within {patience:?}", self.name, path.display()));
+                return Err(format!("{} did not create {} within {patience:?}", self.name, path.display()));
             }
             thread::sleep(Duration::from_millis(2));
         }
         Ok(())
     }
 
-    /// Asks it to end, and waits for that.
+    /// Sends SIGTERM and waits; SIGKILL after 5 s.
     pub fn end(&mut self) {
         ringroad_host::signal(self.child.id(), ringroad_host::Signal::Terminate);
         let start = Instant::now();
@@ -58,19 +58,19 @@ impl Program {
         }
     }
 
-    /// Holds it still, or lets it go on: while one is measured, others may not even poll.
+    /// Stops (SIGSTOP) or continues the process: while one is being measured, others must not even poll.
     pub fn hold(&self, still: bool) {
         use ringroad_host::Signal::{Continue, Stop};
         ringroad_host::signal(self.child.id(), if still { Stop } else { Continue });
     }
 
-    /// The CPU time that it has used.
+    /// Returns its CPU time, user and system.
     pub fn cpu_time(&self) -> Duration {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();
-        // The second field, the name, may have spaces in it, but ends with the last parenthesis.
+        // The second field, the name, may contain spaces, but ends at the last parenthesis.
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
         let ticks = |index: usize| fields.get(index).and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
-        // Fields 14 and 15, in ticks of 10 ms on every Linux that we know.
+        // Fields 14 and 15, utime and stime, in ticks of 10 ms (USER_HZ is 100).
         Duration::from_millis((ticks(11) + ticks(12)) * 10)
     }
 }
@@ -82,18 +82,18 @@ impl Drop for Program {
     }
 }
 
-/// A folder for sockets and logs that goes with its owner.
+/// A temporary directory for sockets and logs, removed when dropped.
 pub struct Folder(PathBuf);
 
 impl Folder {
-    /// Makes one of a name of its own.
+    /// Creates it, with a name that is unique to this process.
     pub fn new(what: &str) -> Result<Folder, String> {
         let path = std::env::temp_dir().join(format!("ringroad-{what}-{}", std::process::id()));
-        fs::create_dir_all(&path).map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+        fs::create_dir_all(&path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
         Ok(Folder(path))
     }
 
-    /// A file in it.
+    /// Returns the path of a file in it.
     pub fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
@@ -105,7 +105,7 @@ impl Drop for Folder {
     }
 }
 
-/// This program, to start it again.
+/// Returns a command that starts this program.
 pub fn ourselves() -> Result<Command, String> {
-    std::env::current_exe().map(Command::new).map_err(|error| format!("cannot find our own program: {error}"))
+    std::env::current_exe().map(Command::new).map_err(|error| format!("cannot find the ringroad executable: {error}"))
 }

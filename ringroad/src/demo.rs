@@ -1,4 +1,4 @@
-//! `ringroad demo`: a switch and two drivers of our own over real vhost-user sockets, in processes of their own.
+//! `ringroad demo`: a switch (`serve`) and two drivers (`blast`) over vhost-user sockets, each in its own process.
 
 use crate::{
     Outcome,
@@ -17,27 +17,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Run a switch with two drivers of our own for a few seconds, and show what it does
+/// Run a switch with two built-in drivers for a few seconds and show rates, round trips and drops
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  ringroad demo --seconds 10 --ring split\n\n\
-    One driver sends frames of mixed sizes through the switch to the other, which sends them back; every byte is\n\
-    checked. It needs no root, no guests and no hugepages.")]
+    Starts `ringroad serve` with two ports and a `ringroad blast` driver on each: one sends frames of mixed sizes, the other\n\
+    reflects them, and every byte is verified. Needs no root, no guests and no hugepages.")]
 pub struct Args {
-    /// How long
+    /// Duration in seconds
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: u64,
-    /// The layout of the rings
+    /// Ring layout
     #[arg(long, value_enum, default_value = "packed")]
     ring: Ring,
-    /// Frame sizes, as `ringroad blast --size` takes them
+    /// Frame sizes, as for `ringroad blast --size`: 64,1518 or imix
     #[arg(long, default_value = "imix")]
     size: String,
-    /// Frames under way at most
+    /// Maximum number of frames in flight
     #[arg(long, default_value_t = 128)]
     window: u64,
 }
 
-/// Runs it.
+/// Runs the demo.
 pub fn run(args: Args) -> Outcome {
     let folder = Folder::new("demo")?;
     let (here, there) = (folder.file("here.sock"), folder.file("there.sock"));
@@ -66,7 +66,7 @@ pub fn run(args: Args) -> Outcome {
         Program::start("a driver", &mut command, &socket.with_extension("log"))
     };
     println!("driver   ringroad blast there.sock --mode reflect");
-    // It outlives the sender, which is what ends the demonstration.
+    // The reflector outlives the sender, whose end ends the demo.
     let longer = (args.seconds + 60).to_string();
     let mut reflector = blast(&there, &["--mode", "reflect", "--seconds", &longer])?;
     let reflected = follow(&mut reflector);
@@ -88,7 +88,7 @@ pub fn run(args: Args) -> Outcome {
         let cpu = serve.cpu_time();
         let other = lock(&reflected)["cpu_percent"].as_f64().unwrap_or(0.0);
         println!(
-            "{:>3} s   sent {:.3} Mpps   back {:.3} Mpps   payload errors {}   CPU: switch {:.0} %, sender {:.0} %, reflector {:.0} %",
+            "{:>3} s   sent {:.3} Mpps   returned {:.3} Mpps   payload errors {}   CPU: switch {:.0} %, sender {:.0} %, reflector {:.0} %",
             line["second"],
             line["sent"].as_f64().unwrap_or(0.0) / 1e6,
             line["received"].as_f64().unwrap_or(0.0) / 1e6,
@@ -106,14 +106,14 @@ pub fn run(args: Args) -> Outcome {
     drop(reflector);
     serve.end();
     if result.is_null() {
-        let said = fs::read_to_string(here.with_extension("log")).unwrap_or_default();
-        return Err(format!("the sender has ended without a result:\n{said}").into());
+        let log = fs::read_to_string(here.with_extension("log")).unwrap_or_default();
+        return Err(format!("the sender exited without a result:\n{log}").into());
     }
     let counters: Value = serde_json::from_str(&fs::read_to_string(&counters)?)?;
     Ok(summary(&result, &counters, switch_busy, reflector_busy))
 }
 
-/// Keeps the last line of what a program says.
+/// Follows a program's output; the result holds its last line.
 fn follow(program: &mut Program) -> Arc<Mutex<Value>> {
     let last = Arc::new(Mutex::new(Value::Null));
     if let Some(output) = program.child().stdout.take() {
@@ -141,9 +141,9 @@ fn summary(result: &Value, counters: &Value, switch_busy: f64, reflector_busy: f
     let errors = result["errors"].as_u64().unwrap_or(u64::MAX);
     let received = result["received"].as_u64().unwrap_or(0);
     let rows = [
-        ("frames there and back", report::count(received)),
+        ("frames returned", report::count(received)),
         (
-            "through the switch",
+            "switch throughput",
             format!("{:.3} Mpps, {:.2} Gb/s", 2.0 * number("received_mpps"), 2.0 * number("received_gbps")),
         ),
         ("round trip p50 / p99", format!("{} / {}", trip("p50"), trip("p99"))),

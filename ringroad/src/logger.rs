@@ -1,5 +1,5 @@
-//! What the program says, on stderr and stdout: nobody who says something waits for whoever should read it. A full pipe costs
-//! lines, never a frame. main.rs calls [`init`] at the start and [`flush`] at the end; the `log` crate's macros end here.
+//! Non-blocking output to stderr and stdout, and the backend of the `log` crate. Each descriptor is written by its own thread
+//! from a bounded queue: a full pipe costs log lines but never blocks a caller. main.rs calls [`init`] and [`flush`].
 #![cfg_attr(
     not(test),
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
@@ -19,40 +19,40 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Log lines a second, all together, if the configuration says nothing else.
+/// Default limit of log lines a second, in total (key `log.lines`).
 pub const LINES: u32 = 1000;
-/// Lines that wait to be written, at most, and their bytes.
+/// Capacity of the stderr queue, in lines and in bytes.
 const ROOM: usize = 4096;
 const BYTES: usize = 1 << 20;
-/// Bytes of a line, at most.
+/// Maximum length of a line, in bytes.
 const LINE: usize = 4096;
-/// Tables of counters that wait to be written to stdout, at most, and their bytes.
+/// Capacity of the stdout queue, in counter reports and in bytes.
 const TABLES: usize = 4;
 const TABLE_BYTES: usize = 16 << 20;
-/// How often lines that were too many are counted in the log.
-const TELL: Duration = Duration::from_secs(1);
-/// How long the end waits for what has been said to be written.
+/// Minimum interval between log lines about suppressed lines.
+const REPORT: Duration = Duration::from_secs(1);
+/// Time limit for flushing at exit.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// What has been said and not been written yet.
+/// Texts that have not been written yet.
 #[derive(Default)]
 struct Queue {
     texts: VecDeque<String>,
     bytes: usize,
-    /// Texts that there was no room for.
+    /// Texts dropped because the queue was full.
     lost: u64,
-    /// Lines that were more than a second may have, and when that was written last.
+    /// Lines suppressed by the rate limit, and when their number was last reported.
     over: u64,
-    told: Option<Instant>,
-    /// The thread is writing.
+    reported: Option<Instant>,
+    /// Whether the thread is writing.
     busy: bool,
 }
 
 impl Queue {
-    /// When the lines that were over are to be counted in the log.
+    /// Returns the time until the suppressed lines are to be reported; `None` if there are none.
     fn due(&self, now: Instant) -> Option<Duration> {
-        let since = self.told.map_or(TELL, |told| now.saturating_duration_since(told));
-        (self.over > 0).then(|| TELL.saturating_sub(since))
+        let since = self.reported.map_or(REPORT, |reported| now.saturating_duration_since(reported));
+        (self.over > 0).then(|| REPORT.saturating_sub(since))
     }
 }
 
@@ -69,22 +69,22 @@ impl Shared {
     }
 }
 
-/// A descriptor that texts are written to, by a thread of its own.
+/// A descriptor with its queue and the thread that writes to it.
 struct Outlet {
     shared: Arc<Shared>,
     room: usize,
     bytes: usize,
-    /// The thread's name and descriptor, until it starts.
+    /// The thread's name and descriptor, until the thread is started.
     idle: Mutex<Option<(&'static str, File)>>,
 }
 
 impl Outlet {
-    /// `name`: the descriptor's, for threads and for the line that counts what was lost.
+    /// `name`: of the descriptor and its thread.
     fn new(name: &'static str, to: File, room: usize, bytes: usize) -> Outlet {
         Outlet { shared: Arc::default(), room, bytes, idle: Mutex::new(Some((name, to))) }
     }
 
-    /// Starts the thread, if it does not run.
+    /// Starts the thread, unless it is running.
     fn start(&self) -> io::Result<()> {
         let Some((name, to)) = self.idle.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take() else {
             return Ok(());
@@ -94,7 +94,7 @@ impl Outlet {
         Ok(())
     }
 
-    /// `false`: there is no room. Never waits.
+    /// Queues a text. Never blocks; returns `false` if the queue is full.
     fn put(&self, text: String) -> bool {
         let mut queue = self.shared.queue();
         if queue.texts.len() >= self.room || queue.bytes.saturating_add(text.len()) > self.bytes {
@@ -108,17 +108,17 @@ impl Outlet {
         true
     }
 
-    /// Counts a line that was too many.
+    /// Counts a line suppressed by the rate limit.
     fn count_over(&self) {
         let mut queue = self.shared.queue();
         queue.over = queue.over.saturating_add(1);
         if queue.over == 1 {
-            // The thread has a time to keep now.
+            // The thread may be waiting without a timeout.
             self.shared.changed.notify_one();
         }
     }
 
-    /// Waits until all is written, but not longer than that.
+    /// Waits until everything is written or `until` has passed.
     fn flush(&self, until: Instant) {
         let mut queue = self.shared.queue();
         while queue.busy || !queue.texts.is_empty() {
@@ -151,10 +151,10 @@ fn write(name: &str, mut to: File, shared: &Shared) {
         queue.busy = true;
         let texts = std::mem::take(&mut queue.texts);
         queue.bytes = 0;
-        // Said behind what there was room for, as it came later.
+        // Reported after the queued texts: these were dropped later.
         let lost = std::mem::take(&mut queue.lost);
         let over = if due.is_some_and(|left| left.is_zero()) {
-            queue.told = Some(Instant::now());
+            queue.reported = Some(Instant::now());
             std::mem::take(&mut queue.over)
         } else {
             0
@@ -163,10 +163,10 @@ fn write(name: &str, mut to: File, shared: &Shared) {
         let mut all = texts.into_iter().collect::<String>();
         if name == "stderr" {
             if lost > 0 {
-                all += &format!("[WARN ] {lost} lines lost, stderr is not read\n");
+                all += &format!("[WARN ] {lost} log lines lost: stderr was not read\n");
             }
             if over > 0 {
-                all += &format!("[WARN ] {over} lines lost, more than a second may have (key `log.lines`)\n");
+                all += &format!("[WARN ] {over} log lines suppressed: above the limit per second (key `log.lines`)\n");
             }
         }
         write_all(&mut to, all.as_bytes());
@@ -174,7 +174,7 @@ fn write(name: &str, mut to: File, shared: &Shared) {
     }
 }
 
-/// Writes as far as anybody reads. A descriptor that somebody else has made non-blocking is asked again and again.
+/// Writes all bytes, or up to the first error. Polls a descriptor that another process has made non-blocking.
 fn write_all(to: &mut File, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match to.write(bytes) {
@@ -182,7 +182,7 @@ fn write_all(to: &mut File, mut bytes: &[u8]) {
             Ok(written) => bytes = bytes.get(written..).unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => thread::sleep(Duration::from_millis(20)),
-            // Nobody reads any more: no reason to stop.
+            // The reader has closed it; the daemon goes on without.
             Err(_) => return,
         }
     }
@@ -196,8 +196,9 @@ struct Logger {
 }
 
 impl Logger {
-    /// What only the operator can provoke is not counted: it comes through while guests are noisy.
-    fn is_ours(metadata: &Metadata<'_>) -> bool {
+    /// Returns whether only the operator can cause a message: these are exempt from the rate limit, so that noisy guests cannot
+    /// suppress them.
+    fn is_operators(metadata: &Metadata<'_>) -> bool {
         metadata.target() == "ringroad" || metadata.target().starts_with("ringroad::")
     }
 }
@@ -212,7 +213,7 @@ impl Log for Logger {
             return;
         }
         let quota = self.quota.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if !Logger::is_ours(record.metadata()) && quota.take().is_none() {
+        if !Logger::is_operators(record.metadata()) && quota.take().is_none() {
             return self.stderr.count_over();
         }
         drop(quota);
@@ -224,7 +225,7 @@ impl Log for Logger {
     }
 }
 
-/// As `env_logger` has it without time and target. One line, of a length that a log can hold.
+/// Formats a line as `env_logger` does without time and target, cut to [`LINE`] bytes.
 fn line(level: Level, text: &str) -> String {
     let end = text.char_indices().map(|(at, _)| at).take_while(|&at| at <= LINE).last().unwrap_or(0);
     let cut = if text.len() > LINE { text.get(..end).map(|text| format!("{text}…")) } else { None };
@@ -234,14 +235,15 @@ fn line(level: Level, text: &str) -> String {
 static LOGGER: OnceLock<Logger> = OnceLock::new();
 static STDOUT: OnceLock<Outlet> = OnceLock::new();
 
-/// Takes what is logged from now on; it is written from [`start`] on. `level`: what is said where `RUST_LOG` says nothing else.
+/// Installs the logger and the panic hook. Lines are queued from now on and written from [`start`] on. `level`: the filter if
+/// `RUST_LOG` is not set.
 ///
 /// # Errors
-/// There is no descriptor.
+/// stderr cannot be duplicated.
 pub fn init(level: &str) -> io::Result<()> {
     let filter = env_filter::Builder::new().parse(&std::env::var("RUST_LOG").unwrap_or_else(|_| level.into())).build();
     let max = filter.filter();
-    // A copy of the descriptor: the lock of the standard library's own would be held while it is full.
+    // A duplicate: the standard library would hold its lock while the pipe is full.
     let stderr = File::from(io::stderr().as_fd().try_clone_to_owned()?);
     let stderr = Outlet::new("stderr", stderr, ROOM, BYTES);
     let quota = Mutex::new(Quota::new(LINES, LINES));
@@ -255,30 +257,30 @@ pub fn init(level: &str) -> io::Result<()> {
         if backtrace.status() == BacktraceStatus::Captured {
             text += &format!("\n{backtrace}");
         }
-        say(&text);
-        // It may be the last that this process does.
+        print_error(&text);
+        // The process may be about to end.
         flush();
     }));
     Ok(())
 }
 
-/// Starts to write what is said: with a thread of its own, which has the rights that its maker has.
+/// Starts the thread that writes to stderr. It inherits the confinement of the calling thread.
 ///
 /// # Errors
-/// There is no thread.
+/// The thread cannot be started.
 pub fn start() -> io::Result<()> {
     LOGGER.get().map_or(Ok(()), |logger| logger.stderr.start())
 }
 
-/// Lines a second, all together, from now on.
+/// Sets the limit of log lines a second, in total.
 pub fn limit(lines: u32) {
     if let Some(logger) = LOGGER.get() {
         *logger.quota.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Quota::new(lines, lines);
     }
 }
 
-/// Says a line on stderr as it is.
-pub fn say(text: &str) {
+/// Queues a line for stderr, without level and rate limit.
+pub fn print_error(text: &str) {
     match LOGGER.get() {
         Some(logger) => {
             logger.stderr.put(format!("{text}\n"));
@@ -287,7 +289,7 @@ pub fn say(text: &str) {
     }
 }
 
-/// Prints on stdout. `false`: it cannot, as what was printed before has not been read.
+/// Queues a text for stdout. Returns `false` if the queue is full because stdout is not read.
 pub fn print(text: String) -> bool {
     let start = || {
         let stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
@@ -304,14 +306,14 @@ pub fn print(text: String) -> bool {
     outlet.put(text)
 }
 
-/// Waits for what has been said, as long as anybody reads it: a fifth of a second at most.
+/// Waits until everything queued is written, for at most 200 ms.
 pub fn flush() {
     let until = Instant::now() + PATIENCE;
     if let Some(outlet) = STDOUT.get() {
         outlet.flush(until);
     }
     if let Some(logger) = LOGGER.get() {
-        // Whoever fails before all has begun wants to say why.
+        // After an early failure the thread may not be running yet.
         let _ = logger.stderr.start();
         logger.stderr.flush(until);
     }
@@ -323,34 +325,34 @@ mod tests {
     use std::io::{BufRead, BufReader};
 
     #[test]
-    fn lines_are_cut() {
+    fn long_lines_are_cut() {
         assert_eq!(line(Level::Info, "short"), "[INFO ] short\n");
         let long = line(Level::Error, &"ü".repeat(LINE));
         assert!(long.starts_with("[ERROR] ü") && long.ends_with("ü…\n") && long.len() < LINE + 16, "{}", long.len());
     }
 
     #[test]
-    fn who_says_something_does_not_wait_for_who_reads() {
+    fn writers_do_not_block_on_a_full_pipe() {
         let (reader, writer) = io::pipe().unwrap();
         let outlet = Outlet::new("stderr", File::from(std::os::fd::OwnedFd::from(writer)), ROOM, BYTES);
         outlet.start().unwrap();
         let text = "x".repeat(99) + "\n";
         let start = Instant::now();
-        // More than a pipe and the queue hold.
+        // More than the pipe and the queue hold.
         let put = (0..100_000).filter(|_| outlet.put(text.clone())).count();
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
         assert!((ROOM..100_000).contains(&put), "{put}");
         let start = Instant::now();
         outlet.flush(start + PATIENCE);
         assert!((PATIENCE..4 * PATIENCE).contains(&start.elapsed()), "{:?}", start.elapsed());
-        // Once it is read, all of them are there, and the others are counted.
+        // Once it is read, all queued lines are there, and the dropped ones are counted.
         let (sender, all) = std::sync::mpsc::channel();
         thread::spawn(move || {
             let (mut lines, mut lost) = (0, 0);
             for line in BufReader::new(reader).lines().map_while(Result::ok) {
                 match line
                     .strip_prefix("[WARN ] ")
-                    .and_then(|rest| rest.strip_suffix(" lines lost, stderr is not read"))
+                    .and_then(|rest| rest.strip_suffix(" log lines lost: stderr was not read"))
                 {
                     Some(count) => lost += count.parse::<usize>().unwrap(),
                     None => lines += usize::from(line.len() == 99),

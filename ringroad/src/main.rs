@@ -1,4 +1,4 @@
-//! ringroad: a switch for virtual machines. See README.md.
+//! The `ringroad` command line: dispatches to the subcommands, sets up logging, turns errors into exit codes. See README.md.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -19,14 +19,16 @@ use std::process::ExitCode;
 #[command(
     version,
     about = "A user-space switch for virtual machines: virtio-net and vsock over vhost-user, TAP",
-    after_help = "Examples:\n  ringroad demo                      see it work: no root, no guests needed\n  \
-                  ringroad serve -c ringroad.toml    run a switch\n  \
-                  ringroad blast /run/ringroad/vm1.sock    send test traffic to a vhost-user device\n  \
-                  ringroad vsock cat /run/ringroad/vm1.vsock 2:22    talk to a vsock device as its guest would\n  \
-                  ringroad bench pvp                 measure, against DPDK where it is installed"
+    after_help = "Examples:\n  \
+                  ringroad demo                                     see it work; needs no root and no guests\n  \
+                  ringroad serve -c ringroad.toml                   run a switch\n  \
+                  ringroad blast /run/ringroad/vm1.sock             send test traffic to a vhost-user network device\n  \
+                  ringroad vsock cat /run/ringroad/vm1.vsock 2:22   connect to port 22 of the host, as a guest would\n  \
+                  ringroad bench pvp                                benchmark, against DPDK if it is installed\n\n\
+                  `ringroad COMMAND --help` describes each command, with examples."
 )]
 struct Cli {
-    /// Say more: -v for info, -vv for debug (RUST_LOG works too)
+    /// Log more: -v for info, -vv for debug (RUST_LOG overrides it)
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     verbose: u8,
     #[command(subcommand)]
@@ -35,15 +37,15 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a switch as a configuration file describes it
+    /// Run the switch and vsock devices that a configuration file describes
     Serve(serve::Args),
-    /// Run a switch with two drivers of our own for a few seconds, and show what it does
+    /// Run a switch with two built-in drivers for a few seconds and show rates, round trips and drops
     Demo(demo::Args),
-    /// Send and receive test traffic through a vhost-user network device, ours or another's
+    /// Generate, receive or reflect test traffic on any vhost-user network device
     Blast(blast::Args),
-    /// Be a guest of a vhost-user vsock device, ours or another's
+    /// Act as the guest of any vhost-user vsock device: cat, echo server, benchmark
     Vsock(vsock::Args),
-    /// Measure
+    /// Benchmark network and vsock paths, in pairs against a peer
     Bench(bench::Args),
 }
 
@@ -55,9 +57,9 @@ fn main() -> ExitCode {
         (_, 1) => "info",
         _ => "debug",
     };
-    // `serve` starts its threads when it is confined.
-    let writes = || if matches!(cli.command, Command::Serve(_)) { Ok(()) } else { logger::start() };
-    if let Err(error) = logger::init(level).and_then(|()| writes()) {
+    // `serve` starts the log thread itself, after it has confined the process.
+    let start = || if matches!(cli.command, Command::Serve(_)) { Ok(()) } else { logger::start() };
+    if let Err(error) = logger::init(level).and_then(|()| start()) {
         eprintln!("ringroad: cannot start the log: {error}");
         return ExitCode::FAILURE;
     }
@@ -69,12 +71,12 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
     };
     let code = result.unwrap_or_else(|error| {
-        logger::say(&format!("ringroad: {error}"));
+        logger::print_error(&format!("ringroad: {error}"));
         ExitCode::FAILURE
     });
     logger::flush();
     code
 }
 
-/// How a command ends: an exit code, or a message for whoever typed it.
+/// The result of a command: an exit code, or an error message for the user.
 type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;

@@ -1,7 +1,7 @@
-//! `ringroad serve`: runs a switch as a configuration file describes it.
+//! `ringroad serve`: runs the ports and vsock devices of a configuration file. Called by main.rs.
 //!
-//! Two threads: the first one hears signals and does nothing that could keep it from the next one; "control" starts, changes, prints
-//! and ends what runs (state.rs). So the program ends when it is told to, whatever control waits for.
+//! Two threads: the main thread only receives signals and never blocks on anything else; the "control" thread starts, reloads,
+//! reports and stops everything (state.rs). So the program ends on request even if control is blocked.
 #![cfg_attr(
     not(test),
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
@@ -32,51 +32,56 @@ use std::{
     time::Duration,
 };
 
-/// Run a switch as a configuration file describes it
+/// Run the switch and vsock devices that a configuration file describes
 #[derive(clap::Args)]
 #[command(after_help = "Example configuration:\n  \
     [[port]]\n  name = \"vm1\"\n  kind = \"vhost-user\"\n  socket = \"/run/ringroad/vm1.sock\"\n\n  \
     [[port]]\n  name = \"host\"\n  kind = \"tap\"\n  interface = \"rr0\"\n\n  \
     [[vsock]]\n  cid = 3\n  socket = \"/run/ringroad/vm1.vsock\"\n  host = \"/run/ringroad/vm1.host\"\n\n\
-    The folder of the sockets is yours to make: install -d -m 0750 -o $USER /run/ringroad\n\n\
-    SIGUSR1 prints the counters. SIGHUP reads the file again, SIGUSR2 only says what that would do. SIGTERM and SIGINT end it.")]
+    Create the directory for the sockets first: sudo install -d -m 0750 -o $USER /run/ringroad\n\n\
+    Examples:\n  \
+    ringroad serve -c ringroad.toml --check                     validate the file against this machine\n  \
+    ringroad serve -c ringroad.toml --stats 10                  run, and print the counters every 10 seconds\n  \
+    ringroad serve -c new.toml --check --against ringroad.toml  list what a reload would change and disconnect\n\n\
+    Signals: SIGUSR1 prints the counters. SIGHUP reloads the file; SIGUSR2 only reports what a reload would do. SIGTERM and\n\
+    SIGINT stop the daemon. README.md describes all configuration keys and counters.")]
 pub struct Args {
     /// The configuration file
     #[arg(short, long, value_name = "FILE")]
     config: PathBuf,
-    /// Print the counters of all ports every so many seconds
+    /// Print the counters every SECONDS
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     stats: Option<u64>,
-    /// Write the counters of all ports as JSON to a file at the end
+    /// Write the counters as JSON to FILE on exit
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Say whether the configuration is right and whether this machine has what it asks for, and end
+    /// Check the configuration and whether this machine can run it, then exit
     #[arg(long)]
     check: bool,
-    /// With --check: say what each difference to this file (the one that is running) would cost
+    /// With --check: list each difference from FILE (the running configuration) and what applying it would disrupt
     #[arg(long, value_name = "FILE", requires = "check")]
     against: Option<PathBuf>,
-    /// Do not confine the process: for those who look for the reason of a failure
+    /// Run without seccomp, Landlock and dropped capabilities, to rule them out when debugging
     #[arg(long)]
     no_sandbox: bool,
 }
 
-/// What control is to do.
+/// A request to the control thread.
 enum Order {
     Reload,
-    /// Say what a reload would do.
+    /// Report what a reload would do.
     Preview,
-    /// Print the counters; `true`: connection by connection too.
+    /// Print the counters; `true`: each vsock connection too.
     Print(bool),
     Stop,
 }
 
-/// Orders that wait: more are no use to anybody.
+/// Capacity of the order queue; orders beyond it are dropped.
 const ORDERS: usize = 16;
-/// How long the end may take before the program ends without it. With what the log may take it is less than a second.
+/// Time limit for an orderly shutdown; after it the process exits anyway. Together with flushing the log, less than a second.
 const PATIENCE: Duration = Duration::from_millis(600);
 
-/// Runs until it is told to stop.
+/// Runs the daemon until SIGTERM or SIGINT.
 pub fn run(args: Args) -> Outcome {
     let config = Config::load(&args.config)?;
     if args.check {
@@ -89,7 +94,7 @@ pub fn run(args: Args) -> Outcome {
     ringroad_host::raise_file_limit();
     ringroad_host::keep_freed_memory();
     let sandbox = Sandbox::enter(&config, &args.config, args.json.as_deref(), args.no_sandbox)?;
-    // The first threads are started here, as they have what their maker has.
+    // Threads inherit the confinement of their creator: the first ones are started only now.
     logger::start()?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGHUP])?;
     let (orders, received) = mpsc::sync_channel(ORDERS);
@@ -100,7 +105,7 @@ pub fn run(args: Args) -> Outcome {
         thread::Builder::new().name("stats".into()).spawn(move || {
             loop {
                 thread::sleep(Duration::from_secs(seconds));
-                // Control is busy: the next time.
+                // If control is busy, this report is skipped.
                 let _ = orders.try_send(Order::Print(false));
             }
         })?;
@@ -120,32 +125,36 @@ pub fn run(args: Args) -> Outcome {
             let _ = orders.try_send(Order::Stop);
             break;
         }
-        tell(&orders, signal, &progress);
+        forward(&orders, signal, &progress);
     }
     match ended.recv_timeout(PATIENCE) {
         Ok(result) => Ok(result.map(|()| ExitCode::SUCCESS)?),
-        Err(RecvTimeoutError::Disconnected) => Err("the thread that controls everything has failed".into()),
+        Err(RecvTimeoutError::Disconnected) => Err("the control thread panicked".into()),
         Err(RecvTimeoutError::Timeout) => {
-            log::error!("still busy after {} ms: {}; ending without it", PATIENCE.as_millis(), progress.doing());
+            log::error!(
+                "shutdown timed out after {} ms while {}; exiting anyway",
+                PATIENCE.as_millis(),
+                progress.doing()
+            );
             progress.remove_sockets();
             Ok(ExitCode::FAILURE)
         }
     }
 }
 
-/// Passes a signal on to control.
-fn tell(orders: &SyncSender<Order>, signal: i32, progress: &Progress) {
+/// Turns a signal into an order for control.
+fn forward(orders: &SyncSender<Order>, signal: i32, progress: &Progress) {
     let order = match signal {
         SIGUSR1 => Order::Print(true),
         SIGUSR2 => Order::Preview,
         _ => Order::Reload,
     };
     if orders.try_send(order).is_err() {
-        log::warn!("a signal was passed over: still busy: {}", progress.doing());
+        log::warn!("signal {signal} ignored: control is still busy {}", progress.doing());
     }
 }
 
-/// Ends the wait for signals when control is over, however it is.
+/// Dropped when control returns or panics: ends the main thread's wait for signals.
 struct End(Handle);
 
 impl Drop for End {
@@ -154,7 +163,7 @@ impl Drop for End {
     }
 }
 
-/// What control does, from the start to the end.
+/// The control thread, from start to shutdown.
 fn control(
     args: &Args,
     (config, sandbox): (Config, Sandbox),
@@ -163,8 +172,8 @@ fn control(
 ) -> Result<(), Box<dyn std::error::Error>> {
     let mut state = State::start(&config, sandbox.clone(), progress.clone())?;
     if !progress.is_stopping() {
-        sandbox.say();
-        log::info!("{}, ready", state.summary());
+        sandbox.log();
+        log::info!("ready: {}", state.summary());
     }
     while !progress.is_stopping() {
         match orders.recv()? {
@@ -184,7 +193,7 @@ fn control(
     Ok(())
 }
 
-/// What does not go on this machine, for whoever typed the command.
+/// Formats findings as error lines for the user; `None` if there are none.
 fn explain(file: &Path, findings: &[Finding]) -> Option<String> {
     let lines: Vec<String> = findings.iter().map(|finding| format!("{}:{finding}", file.display())).collect();
     (!lines.is_empty()).then(|| lines.join("\nringroad: "))
@@ -199,9 +208,13 @@ fn check(args: &Args, config: &Config) -> Outcome {
         let changes = changes::changes(&Config::load(file)?, config);
         changes.iter().for_each(|change| println!("{change}"));
         if changes.is_empty() {
-            println!("nothing changes");
+            println!("no changes");
         }
     }
-    println!("{}: {}, right", args.config.display(), print::summary(config.ports.len(), config.vsocks.len()));
+    println!(
+        "{}: configuration OK: {}",
+        args.config.display(),
+        print::summary(config.ports.len(), config.vsocks.len())
+    );
     Ok(ExitCode::SUCCESS)
 }

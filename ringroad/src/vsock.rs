@@ -1,4 +1,4 @@
-//! `ringroad vsock`: a driver of our own on any vhost-user vsock device, ours or another's, for the command line.
+//! `ringroad vsock`: a vsock driver (virtio 1.3, 5.10) for the command line: acts as the guest of any vhost-user vsock device.
 
 use crate::{
     Outcome,
@@ -22,13 +22,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Be a guest of a vhost-user vsock device, ours or another's
+/// Act as the guest of any vhost-user vsock device: cat, echo server, benchmark
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
-    ringroad vsock cat /run/ringroad/vm1.vsock 2:1024      standard input and output to port 1024 of the host\n  \
-    ringroad vsock cat /run/ringroad/vm1.vsock --accept 52 wait for a connection to port 52 of ours\n  \
-    ringroad vsock echo /run/ringroad/vm1.vsock 7          send everything back that comes to port 7\n  \
-    ringroad vsock bench /run/ringroad/vm1.vsock 2:7       round trips and throughput with an echo at port 7 of the host")]
+    ringroad vsock cat /run/ringroad/vm1.vsock 2:1024        connect stdin and stdout to port 1024 of the host (CID 2)\n  \
+    ringroad vsock cat /run/ringroad/vm1.vsock --accept 52   listen on port 52 of this guest, take one connection\n  \
+    ringroad vsock echo /run/ringroad/vm1.vsock 7            run an echo server on port 7\n  \
+    ringroad vsock bench /run/ringroad/vm1.vsock 2:7         round trips and throughput to an echo server on host port 7")]
 pub struct Args {
     #[command(subcommand)]
     command: Command,
@@ -36,88 +36,91 @@ pub struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Standard input and output to a connection, like socat
+    /// Connect standard input and output to a vsock connection, like socat
     Cat(Cat),
-    /// Send back what comes, on any number of connections, until ended
+    /// Run an echo server for any number of connections, until interrupted
     Echo(Echo),
-    /// Measure round trips and throughput with something that echoes
+    /// Measure round trips and throughput against an echo server
     Bench(Bench),
 }
 
-/// How the driver is set up.
+/// Options of the driver.
 #[derive(clap::Args, Clone)]
 pub struct Common {
-    /// The socket of the device
+    /// Vhost-user socket of the device
     socket: PathBuf,
-    /// Make the socket and wait for the device, instead of connecting to one
+    /// Create the socket and wait for the device to connect, instead of connecting to it
     #[arg(long)]
     listen: bool,
-    /// The layout of the rings
+    /// Ring layout
     #[arg(long, value_enum, default_value = "packed")]
     ring: Ring,
-    /// Entries of each ring
+    /// Number of entries of each ring
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(2..=32768))]
     queue_size: u32,
-    /// Which way packets go
+    /// Send packets directly from the calling thread, or queue them for the worker
     #[arg(long, value_parser = ["direct", "queued"], default_value = "direct")]
     send: String,
-    /// For how long to look at the rings before sleeping: 0, 50us, unlimited
+    /// How long to poll the rings before sleeping: 0, 50us, 1ms, unlimited
     #[arg(long, default_value = "0", value_parser = poll)]
     poll: Duration,
-    /// Bytes to keep for each connection
+    /// Receive buffer of each connection, in bytes
     #[arg(long, default_value_t = 256 << 10, value_parser = clap::value_parser!(u32).range(4096..))]
     buffer: u32,
-    /// Our context identifier, where the device does not tell one
+    /// CID of this guest, if the device does not provide one
     #[arg(long)]
     cid: Option<u64>,
-    /// When the device goes away, wait for it to come back, so many seconds at most; connections are reset, what listens goes on
+    /// If the device disconnects, wait up to SECONDS for it to return: connections are reset, listeners are kept
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "10", value_parser = seconds)]
     reconnect: Option<f64>,
-    /// Messages (SOCK_SEQPACKET) instead of bytes
+    /// Use message sockets (SOCK_SEQPACKET) instead of streams; `cat` sends each line as a message
     #[arg(long)]
     seqpacket: bool,
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Example:\n  ringroad vsock cat /run/ringroad/vm1.vsock 2:1024")]
 struct Cat {
     #[command(flatten)]
     common: Common,
-    /// Where to connect to, as CID:PORT; 2 is the host
+    /// Address to connect to, as CID:PORT; CID 2 is the host
     #[arg(value_parser = addr, required_unless_present = "accept")]
     peer: Option<Addr>,
-    /// Wait for a connection to this port of ours instead
+    /// Listen on PORT of this guest and take one connection, instead of connecting
     #[arg(long, value_name = "PORT", conflicts_with = "peer")]
     accept: Option<u32>,
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Example:\n  ringroad vsock echo /run/ringroad/vm1.vsock 7")]
 struct Echo {
     #[command(flatten)]
     common: Common,
-    /// The port
+    /// Port to listen on
     port: u32,
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Example:\n  ringroad vsock bench /run/ringroad/vm1.vsock 2:7 --size 64,4096 --poll 50us")]
 struct Bench {
     #[command(flatten)]
     common: Common,
-    /// Where something echoes, as CID:PORT; 2 is the host
+    /// Address of an echo server, as CID:PORT; CID 2 is the host
     #[arg(value_parser = addr)]
     peer: Addr,
-    /// Bytes of a round trip
+    /// Message sizes of the round trips, in bytes
     #[arg(long, value_delimiter = ',', default_values_t = [64, 512, 4096])]
     size: Vec<usize>,
-    /// Bytes of each write when it is throughput that is measured
+    /// Size of each write of the throughput measurement, in bytes
     #[arg(long, default_value_t = 65536)]
     write: usize,
-    /// Seconds of each measurement
+    /// Duration of each measurement in seconds
     #[arg(long, default_value_t = 2.0)]
     seconds: f64,
-    /// Run on one CPU
+    /// Pin the driver to this CPU
     #[arg(long)]
     cpu: Option<usize>,
-    /// Write the result as JSON to a file (- for standard output)
+    /// Write the result as JSON to FILE (- for standard output)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -128,7 +131,7 @@ fn addr(text: &str) -> Result<Addr, String> {
     Ok(Addr { cid: cid.parse().map_err(|_| wrong())?, port: port.parse().map_err(|_| wrong())? })
 }
 
-/// "0", "50us", "3ms", "unlimited".
+/// Parses "0", "50us", "3ms" or "unlimited".
 pub fn poll(text: &str) -> Result<Duration, String> {
     let number = |unit: &str| text.strip_suffix(unit).and_then(|digits| digits.parse::<u64>().ok());
     match text {
@@ -141,8 +144,8 @@ pub fn poll(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Connects our driver.
 impl Common {
+    /// Connects the driver to the device.
     fn connect(&self) -> Result<VsockClient, Box<dyn std::error::Error>> {
         let features = Features { packed: self.ring == Ring::Packed, ..Features::ALL };
         let connector = VsockConnector {
@@ -163,16 +166,16 @@ impl Common {
         };
         let client = connector.connect()?;
         if client.acked() & bits::RING_PACKED == 0 && self.ring == Ring::Packed {
-            log::info!("the device has no packed rings; split ones are used");
+            log::info!("the device does not offer packed rings; using split rings");
         }
         Ok(client)
     }
 }
 
-/// Bytes of payload that a receive buffer of the driver holds.
+/// Payload bytes of each of the driver's receive buffers.
 pub const RECEIVE: usize = 16 << 10;
 
-/// Does what was asked for.
+/// Runs the subcommand.
 pub fn run(args: Args) -> Outcome {
     match args.command {
         Command::Cat(args) => cat(&args),
@@ -235,7 +238,7 @@ fn echo(args: &Echo) -> Outcome {
     let stack = client.stack();
     let kind = if args.common.seqpacket { Kind::SeqPacket } else { Kind::Stream };
     let listener = Listener::bind(stack, args.port, kind)?;
-    eprintln!("echo at {}:{}", stack.cid(), args.port);
+    eprintln!("echo server listening on {}:{}", stack.cid(), args.port);
     let size = args.common.buffer as usize;
     loop {
         match kind {
@@ -258,7 +261,7 @@ fn echo(args: &Echo) -> Outcome {
     }
 }
 
-/// Sends back what comes, until the other end is done.
+/// Echoes a stream until the peer shuts it down.
 fn echo_bytes(stream: &Stream<DriverSide>) {
     let mut stream = stream;
     let mut buffer = vec![0; 64 << 10];
@@ -309,9 +312,9 @@ fn bench(args: &Bench) -> Outcome {
             got => total += got as u64,
         }
     }
-    sender.join().map_err(|_| "the sender has ended")??;
+    sender.join().map_err(|_| "the sender thread panicked")??;
     let rate = total as f64 * 8.0 / start.elapsed().as_secs_f64() / 1e9;
-    println!("writes of {write} B: {rate:.2} Gb/s there and back");
+    println!("writes of {write} B: {rate:.2} Gb/s round trip");
     rows.push(json!({ "write": write, "gbps": rate }));
     let ways = client.stack().report().ways;
     println!("packets sent: {} direct, {} queued", count(ways.direct), count(ways.queued));
@@ -321,7 +324,7 @@ fn bench(args: &Bench) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Times round trips of so many bytes, in nanoseconds.
+/// Measures round trips of `size` bytes for `duration`, in nanoseconds.
 pub fn round_trips<S: Read + Write>(stream: S, size: usize, duration: Duration) -> io::Result<Histogram<u64>> {
     let mut stream = stream;
     let mut times = Histogram::new(3).map_err(io::Error::other)?;
@@ -343,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_and_how_long() {
+    fn addresses_and_poll_times() {
         assert_eq!(addr("2:1024"), Ok(Addr { cid: 2, port: 1024 }));
         for wrong in ["", "2", "2:", ":1", "2:x", "-1:1", "2:4294967296"] {
             assert!(addr(wrong).unwrap_err().contains("expected CID:PORT"), "{wrong}");

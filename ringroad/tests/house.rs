@@ -1,5 +1,5 @@
-//! The house's own rules (ARCHITECTURE.md): imports run one way, unsafe code stays in its two rooms, and what forbids it
-//! says so.
+//! Checks the layering of the crates (ARCHITECTURE.md): dependencies point downwards only, unsafe code is confined to two places,
+//! and all other crates forbid it.
 
 use std::{
     fs,

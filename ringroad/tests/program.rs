@@ -1,4 +1,4 @@
-//! The whole program, as its users start it: what it prints, how it ends, what it needs, and what becomes of frames.
+//! Tests of the `ringroad` binary as users run it: output, exit, signals, reload, resource use, and forwarding of frames.
 
 use ringroad_host::vhost_user::{Connection, Connector};
 use ringroad_mem::Span;
@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// For how long anything is waited for that should happen.
+/// Time limit for anything that should happen.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
@@ -33,7 +33,7 @@ fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// A folder that goes with its owner.
+/// A temporary directory, removed when dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -47,7 +47,7 @@ impl Folder {
         self.0.join(name)
     }
 
-    /// A configuration of vhost-user ports with these names, and more lines for each.
+    /// Writes a configuration of vhost-user ports with these names and further lines.
     fn config(&self, ports: &[(&str, &str)]) -> PathBuf {
         let mut text = String::new();
         for (name, more) in ports {
@@ -71,7 +71,7 @@ impl Drop for Folder {
     }
 }
 
-/// A program that runs, with what it says. Dropped, it is killed.
+/// A running program and its output so far; killed when dropped.
 struct Program {
     child: Child,
     out: Arc<Mutex<String>>,
@@ -79,14 +79,14 @@ struct Program {
 }
 
 fn follow(from: impl Read + Send + 'static) -> Arc<Mutex<String>> {
-    let said = Arc::new(Mutex::new(String::new()));
-    let copy = said.clone();
+    let log = Arc::new(Mutex::new(String::new()));
+    let copy = log.clone();
     thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
             *copy.lock().unwrap() += &(line + "\n");
         }
     });
-    said
+    log
 }
 
 impl Program {
@@ -111,9 +111,9 @@ impl Program {
         self.err.lock().unwrap().clone()
     }
 
-    /// Waits until the log has something.
+    /// Waits until the log contains a text.
     #[track_caller]
-    fn says(&self, what: &str) {
+    fn logs(&self, what: &str) {
         assert!(within(PATIENCE, || self.err().contains(what)), "no {what:?} in:\n{}", self.err());
     }
 
@@ -127,7 +127,7 @@ impl Program {
         assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
     }
 
-    /// How it ends, if it does so in time. All that it said has been read by then.
+    /// Waits for its exit; all output has been read by then.
     #[track_caller]
     fn ends(&mut self, patience: Duration) -> ExitStatus {
         let mut status = None;
@@ -135,10 +135,10 @@ impl Program {
             status = self.child.try_wait().unwrap();
             status.is_some() && Arc::strong_count(&self.out) + Arc::strong_count(&self.err) == 2
         });
-        status.unwrap_or_else(|| panic!("it does not end; it said:\n{}{}", self.out(), self.err()))
+        status.unwrap_or_else(|| panic!("it did not exit; its output:\n{}{}", self.out(), self.err()))
     }
 
-    /// A signal ends it as it should.
+    /// Sends a signal and expects an exit with success.
     #[track_caller]
     fn stop(&mut self, signal: &str) {
         self.signal(signal);
@@ -165,7 +165,7 @@ fn ringroad() -> Command {
     Command::new(env!("CARGO_BIN_EXE_ringroad"))
 }
 
-/// Runs it to its end: exit code, standard output, standard error.
+/// Runs it to its end; returns exit code, standard output, standard error.
 #[track_caller]
 fn run(arguments: &[&str]) -> (i32, String, String) {
     let mut command = ringroad();
@@ -186,12 +186,12 @@ fn connects(socket: &Path) -> UnixStream {
         stream = UnixStream::connect(socket).ok();
         stream.is_some()
     });
-    stream.unwrap_or_else(|| panic!("nobody listens at {}", socket.display()))
+    stream.unwrap_or_else(|| panic!("nothing listens at {}", socket.display()))
 }
 
-// ----------------------------------------------------------------------------------------------- drivers of our own
+// ----------------------------------------------------------------------------------------------------- test drivers
 
-/// A driver at one of the daemon's sockets.
+/// A driver connected to one of the daemon's sockets.
 struct Guest(Connection);
 
 impl Guest {
@@ -206,7 +206,7 @@ impl Guest {
             frame,
             huge: false,
         };
-        // Again if it is turned away: while another test starts a program, that has a copy of each connection closed here.
+        // Retried if refused: a program that another test is just starting may still hold a copy of a connection closed here.
         let mut guest = None;
         within(PATIENCE, || {
             guest = connector.connect().ok();
@@ -219,7 +219,7 @@ impl Guest {
         Guest::new(socket, Features::ALL, 256, 1518)
     }
 
-    /// Sends a frame to everybody, of a type that nobody else uses.
+    /// Broadcasts a frame, with an EtherType of its own.
     fn send(&mut self, number: u8, len: usize) {
         let tx = &mut self.0.driver.tx[0];
         while tx.reclaim().unwrap() > 0 {}
@@ -230,7 +230,7 @@ impl Guest {
         self.0.tx[0].kick();
     }
 
-    /// Frames that have come, and in how many buffers each.
+    /// Returns the received frames, each with its number of buffers.
     fn received(&mut self) -> Vec<(Vec<u8>, usize)> {
         let mut frames = Vec::new();
         let mut take = |pieces: &[Span<'_>]| {
@@ -243,7 +243,7 @@ impl Guest {
         frames
     }
 
-    /// Waits for one frame, which must be whole; says in how many buffers it came.
+    /// Waits for one frame and checks its contents; returns its number of buffers.
     #[track_caller]
     fn receives(&mut self, number: u8, len: usize) -> usize {
         let mut frames = Vec::new();
@@ -251,7 +251,7 @@ impl Guest {
             frames.extend(self.received());
             !frames.is_empty()
         });
-        let (frame, pieces) = frames.pop().expect("no frame came");
+        let (frame, pieces) = frames.pop().expect("no frame arrived");
         assert!(frames.is_empty(), "{} frames more than expected", frames.len());
         assert_eq!(frame.len(), len);
         assert!(frame[11] == number && frame[14..].iter().all(|&byte| byte == number), "damaged");
@@ -277,8 +277,8 @@ fn check() {
     let config = folder.config(&[("a", ""), ("b", "mode = \"drop\"")]);
     let (code, out, err) = run(&["serve", "--check", "-c", text(&config)]);
     assert_eq!((code, err.as_str()), (0, ""), "{out}");
-    assert_eq!(out, format!("{}: 2 ports, right\n", config.display()));
-    assert!(!folder.file("a.sock").exists(), "it only reads");
+    assert_eq!(out, format!("{}: configuration OK: 2 ports\n", config.display()));
+    assert!(!folder.file("a.sock").exists(), "--check must not create anything");
 }
 
 #[test]
@@ -291,17 +291,17 @@ fn configuration_errors() {
         (format!("{port}poll = \"5s\"\n"), 5, "key `poll`: expected"),
         (format!("\n\n{port}[port.features]\npackt = true\n"), 8, "key `features.packt`: unknown key, did you mean"),
         (format!("[workers]\ncpus = [0, 1]\n{port}"), 2, "key `workers.cpus`: expected a list of at most one CPU"),
-        (format!("{port}{port}"), 6, "key `name`: expected nothing else to have it, found \"a\" in line 2 too"),
+        (format!("{port}{port}"), 6, "key `name`: duplicate name \"a\", already used in line 2"),
         (port.replace("vhost-user", "af-xdp"), 3, "key `kind`: expected \"vhost-user\" or \"tap\", found \"af-xdp\""),
-        ("[[port]]\nname = \"a\"\n".into(), 1, "key `kind`: expected \"vhost-user\" or \"tap\", found no such key"),
-        (format!("{port}interface = \"rr0\"\n"), 5, "key `interface`: only for kind \"tap\""),
+        ("[[port]]\nname = \"a\"\n".into(), 1, "key `kind`: missing, expected \"vhost-user\" or \"tap\""),
+        (format!("{port}interface = \"rr0\"\n"), 5, "key `interface`: only valid for kind \"tap\""),
         (
             port.replace("/tmp/", &"x".repeat(100)),
             4,
             "key `socket`: expected the path of a Unix socket, 1 to 107 bytes",
         ),
         ("[[port]\n".into(), 1, "not valid TOML"),
-        (String::new(), 1, "key `port`: expected at least one port"),
+        (String::new(), 1, "key `port`: missing, expected at least one port"),
     ];
     for (text_of_file, line, message) in cases {
         let config = folder.write(&text_of_file);
@@ -327,27 +327,27 @@ fn sockets_that_cannot_be_made() {
     let folder = Folder::new("sockets");
     let config = folder.config(&[("a", "")]);
     let mut first = Program::serve(&config, &[]);
-    first.says("1 ports, ready");
+    first.logs("ready: 1 port\n");
     let (code, _, err) = run(&["serve", "-c", text(&config)]);
     assert_eq!(code, 1);
     let expected = format!("port a: socket {} is in use by a running program", folder.file("a.sock").display());
     assert!(err.contains(&expected), "{err}");
-    // The first one did not notice, and its socket is still its own.
+    // The first one is not affected and keeps its socket.
     let _ = Guest::plain(&folder.file("a.sock"));
-    // One that is killed leaves its socket behind; the next one takes it.
+    // A killed daemon leaves its socket behind; the next one takes it over.
     first.signal("KILL");
     first.ends(PATIENCE);
     assert!(folder.file("a.sock").exists());
     let mut second = Program::serve(&config, &[]);
-    second.says("port a: removing the stale socket");
-    second.says("1 ports, ready");
+    second.logs("port a: removing the stale socket");
+    second.logs("ready: 1 port\n");
     drop(Guest::plain(&folder.file("a.sock")));
     second.stop("TERM");
 
     let socket = "[[port]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket =";
     let here = folder.0.display();
-    for (path, said) in [
-        (format!("{here}/missing/a.sock"), "expected a folder that exists"),
+    for (path, log) in [
+        (format!("{here}/missing/a.sock"), "does not exist; create it"),
         (format!("{here}/ringroad.toml"), "exists and is not a socket"),
         (format!("{here}"), "exists and is not a socket"),
         // procfs takes no files from anybody, root included.
@@ -357,17 +357,17 @@ fn sockets_that_cannot_be_made() {
         let (code, _, err) = run(&["serve", "-c", text(&config)]);
         assert_eq!(code, 1, "{err}");
         let place = Path::new(&path).parent().unwrap().to_str().unwrap();
-        assert!(err.starts_with("ringroad: ") && err.contains(said) && err.contains(place), "{err}");
+        assert!(err.starts_with("ringroad: ") && err.contains(log) && err.contains(place), "{err}");
     }
-    // A CPU that there is not.
+    // A CPU that does not exist.
     let config = folder.write(&format!("[workers]\ncpus = [1023]\n{socket} \"{here}/b.sock\"\n"));
     let (code, _, err) = run(&["serve", "-c", text(&config)]);
     assert_eq!(code, 1, "{err}");
-    assert!(err.contains("ringroad.toml:2: key `workers.cpus`: expected a CPU of this machine"), "{err}");
+    assert!(err.contains("ringroad.toml:2: key `workers.cpus`: expected an online CPU ("), "{err}");
 }
 
 #[test]
-fn what_this_machine_does_not_have() {
+fn check_against_this_machine() {
     let folder = Folder::new("has");
     let here = folder.0.display();
     fs::write(folder.file("file"), "").unwrap();
@@ -386,13 +386,13 @@ fn what_this_machine_does_not_have() {
     let config = folder.write(&text_of_file);
     let line = |number: usize, rest: String| format!("ringroad: {}:{number}: {rest}", config.display());
     let expected = [
-        line(2, "key `workers.cpus`: expected a CPU of this machine that is online, 0".into()),
-        line(6, format!("port \"a\": key `socket`: expected a folder that exists, found no {here}/missing; make it: install -d -m 0750 -o $USER {here}/missing")),
-        line(10, format!("port \"b\": key `socket`: expected nothing or a socket at {here}/file, which exists and is not a socket; remove it or choose another path")),
-        line(14, format!("port \"c\": key `socket`: expected a folder, found {here}/file, which is none; choose another path")),
-        line(22, format!("port \"e\": key `socket`: expected a socket that nothing else has, found {here}/../")),
-        line(26, "port \"lo\": key `interface`: expected a TAP interface, or none of that name, found lo, which is of another kind; choose another name".into()),
-        line(30, format!("vsock 1: key `host`: expected a folder that exists, found no {here}/absent; make it")),
+        line(2, "key `workers.cpus`: expected an online CPU (0".into()),
+        line(6, format!("port \"a\": key `socket`: directory {here}/missing does not exist; create it: install -d -m 0750 -o $USER {here}/missing")),
+        line(10, format!("port \"b\": key `socket`: {here}/file exists and is not a socket; remove it or choose another path")),
+        line(14, format!("port \"c\": key `socket`: expected a directory, but {here}/file is not one; choose another path")),
+        line(22, format!("port \"e\": key `socket`: duplicate socket: {here}/../")),
+        line(26, "port \"lo\": key `interface`: expected a TAP interface, but lo exists and is of another kind; choose another name".into()),
+        line(30, format!("vsock 1: key `host`: directory {here}/absent does not exist; create it")),
     ];
     for arguments in [&["serve", "--check", "-c", text(&config)][..], &["serve", "-c", text(&config)]] {
         let (code, out, err) = run(arguments);
@@ -402,47 +402,47 @@ fn what_this_machine_does_not_have() {
             assert!(line.starts_with(expected), "expected {expected}, found {line}");
         }
     }
-    // The same address twice, said or not.
+    // Duplicate addresses.
     let port = |name: &str, rest: &str| port(name, &format!("socket = \"{here}/{name}.sock\"\n{rest}"));
     let mac = "mac = \"52:54:00:00:00:01\"";
     let config = folder.write(&(port("a", mac) + &port("b", mac)));
     let (code, _, err) = run(&["serve", "--check", "-c", text(&config)]);
-    assert!(code == 1 && err.contains(":10: port \"b\": key `mac`: expected nothing else to have it"), "{err}");
-    // A daemon that runs is no reason to call its configuration wrong.
+    assert!(code == 1 && err.contains(":10: port \"b\": key `mac`: duplicate mac \"52:54:00:00:00:01\""), "{err}");
+    // The configuration of a running daemon passes.
     let config = folder.config(&[("a", "")]);
     let serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     assert_eq!(run(&["serve", "--check", "-c", text(&config)]).0, 0);
 }
 
 #[test]
-fn what_a_change_would_cost() {
+fn previews_of_a_reload() {
     let folder = Folder::new("cost");
     let before = folder.file("before.toml");
     fs::rename(folder.config(&[("a", ""), ("b", ""), ("c", "")]), &before).unwrap();
     let after = folder.config(&[("a", "poll = \"1ms\""), ("b", "queues = 2\nhairpin = true"), ("d", "")]);
-    let expected = "port c: goes\nport a: key `port.poll`: in place\nport b: key `port.queues`: reconnects the guest\n\
-        port b: key `port.hairpin`: in place\nport d: new\n";
+    let expected = "port c: removed\nport a: key `port.poll`: in place\nport b: key `port.queues`: reconnects the guest\n\
+        port b: key `port.hairpin`: in place\nport d: added\n";
     let (code, out, err) = run(&["serve", "--check", "-c", text(&after), "--against", text(&before)]);
     assert_eq!((code, err.as_str()), (0, ""));
-    assert_eq!(out, format!("{expected}{}: 3 ports, right\n", after.display()));
+    assert_eq!(out, format!("{expected}{}: configuration OK: 3 ports\n", after.display()));
     let (_, out, _) = run(&["serve", "--check", "-c", text(&after), "--against", text(&after)]);
-    assert!(out.starts_with("nothing changes\n"), "{out}");
+    assert!(out.starts_with("no changes\n"), "{out}");
 
-    // A daemon says so itself, and does nothing.
+    // SIGUSR2: the daemon reports the same and changes nothing.
     let config = folder.config(&[("a", ""), ("b", ""), ("c", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let guests = ["b", "c"].map(|name| Guest::plain(&folder.file(&format!("{name}.sock"))));
     folder.config(&[("a", "poll = \"1ms\""), ("b", "queues = 2\nhairpin = true"), ("d", "")]);
     serve.signal("USR2");
-    serve.says("a reload would change 5 keys and would cut somebody off");
+    serve.logs("reload preview: 5 changes, 2 of them disruptive\n");
     for line in expected.lines() {
-        assert!(serve.err().contains(&format!("a reload would do this: {line}\n")), "{line}: {}", serve.err());
+        assert!(serve.err().contains(&format!("reload preview: {line}\n")), "{line}: {}", serve.err());
     }
     assert!(guests.iter().all(|guest| !guest.0.is_closed()) && !folder.file("d.sock").exists());
     serve.signal("HUP");
-    serve.says("configuration read again: 3 ports");
+    serve.logs("configuration reloaded: 3 ports (+d, -c)\n");
     for line in expected.lines() {
         assert!(serve.err().contains(&format!("reload: {line}\n")), "{line}: {}", serve.err());
     }
@@ -459,10 +459,10 @@ fn termination() {
     for signal in ["TERM", "INT"] {
         let json = folder.file("counters.json");
         let mut serve = Program::serve(&config, &["--json", text(&json)]);
-        serve.says("5 ports, ready");
+        serve.logs("ready: 5 ports\n");
         let (mut a, mut b) = (Guest::plain(&folder.file("a.sock")), Guest::plain(&folder.file("b.sock")));
         exchange(&mut a, &mut b);
-        // Half a message, and nobody who reads the answers: neither may hold up the end.
+        // An incomplete message, and a frontend that does not read replies: neither may delay the exit.
         let mut stalled = connects(&folder.file("c.sock"));
         stalled.write_all(&[1, 0, 0, 0, 1]).unwrap();
         let deaf = connects(&folder.file("d.sock"));
@@ -483,7 +483,7 @@ fn termination() {
         assert_eq!(counters["ports"][0]["name"], "a");
         assert_eq!(counters["ports"][0]["from"]["frames"], 4);
         assert_eq!(counters["ports"][1]["to"]["frames"], 4);
-        assert!(serve.out().starts_with("port  from: frames"), "{}", serve.out());
+        assert!(serve.out().lines().nth(1).is_some_and(|line| line.starts_with("port  |  frames")), "{}", serve.out());
     }
 }
 
@@ -493,14 +493,14 @@ fn reload() {
     let socket = |name: &str| folder.file(&format!("{name}.sock"));
     let config = folder.config(&[("kept", ""), ("too", ""), ("gone", ""), ("changed", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("4 ports, ready");
+    serve.logs("ready: 4 ports\n");
     let (mut kept, mut too) = (Guest::plain(&socket("kept")), Guest::plain(&socket("too")));
     let (gone, changed) = (Guest::plain(&socket("gone")), Guest::plain(&socket("changed")));
     exchange(&mut kept, &mut too);
 
     folder.config(&[("new", ""), ("changed", "mtu = 9000"), ("kept", ""), ("too", "")]);
     serve.signal("HUP");
-    serve.says("configuration read again: 4 ports");
+    serve.logs("configuration reloaded: 4 ports (+new, -gone)\n");
     assert!(within(PATIENCE, || gone.0.is_closed() && changed.0.is_closed()));
     assert!(!socket("gone").exists());
     assert!(!kept.0.is_closed() && !too.0.is_closed());
@@ -511,33 +511,34 @@ fn reload() {
     exchange(&mut Guest::plain(&socket("changed")), &mut kept);
     let _ = new.received();
 
-    // With an error in it, nothing changes.
+    // An invalid file changes nothing.
     fs::write(&config, "[[port]]\nname = 7\n").unwrap();
     serve.signal("HUP");
-    serve.says("ringroad.toml:2: port 1: key `name`: expected");
-    serve.says("everything stays as it is");
+    serve.logs("ringroad.toml:2: port 1: key `name`: expected");
+    serve.logs("the running configuration is kept");
     exchange(&mut kept, &mut new);
-    // A port that cannot be made is missing; the others work.
+    // A port that cannot be created is left out; the others work.
     fs::write(folder.file("blocked.sock"), "").unwrap();
     folder.config(&[("kept", ""), ("new", ""), ("blocked", "")]);
     serve.signal("HUP");
-    serve.says("ringroad.toml:14: port \"blocked\": key `socket`: expected nothing or a socket at ");
-    serve.says("configuration read again: 2 ports");
+    serve.logs("ringroad.toml:14: port \"blocked\": key `socket`: ");
+    serve.logs("blocked.sock exists and is not a socket");
+    serve.logs("configuration reloaded: 2 ports (-changed, -too)\n");
     exchange(&mut kept, &mut new);
     fs::remove_file(folder.file("blocked.sock")).unwrap();
     serve.signal("HUP");
-    serve.says("configuration read again: 3 ports");
+    serve.logs("configuration reloaded: 3 ports (+blocked)\n");
     drop(Guest::plain(&socket("blocked")));
     serve.stop("TERM");
 }
 
-/// Two guests that send each other frames all the time, in turn. Each must come, once, as it was; others' are passed over.
+/// Two guests that keep sending each other frames in turn. Each frame must arrive once and intact; other frames are ignored.
 struct Traffic {
     stop: Arc<AtomicBool>,
     thread: thread::JoinHandle<usize>,
 }
 
-/// Numbers of frames from here on are none of the traffic's.
+/// Frame numbers from here on are not used by [`Traffic`].
 const OTHERS: u8 = 200;
 
 impl Traffic {
@@ -557,7 +558,7 @@ impl Traffic {
                 });
                 assert_eq!(frames.len(), 1, "frames in round {rounds}");
                 assert!(frames[0].0.len() == len && frames[0].0[14..].iter().all(|&byte| byte == number), "damaged");
-                assert!(guests.iter().all(|guest| !guest.0.is_closed()), "cut off in round {rounds}");
+                assert!(guests.iter().all(|guest| !guest.0.is_closed()), "disconnected in round {rounds}");
                 rounds += 1;
             }
             rounds
@@ -565,16 +566,16 @@ impl Traffic {
         Traffic { stop, thread }
     }
 
-    /// At least so many frames have come, and none was lost.
+    /// Stops it; at least `frames` must have arrived, and none been lost.
     #[track_caller]
     fn ends(self, frames: usize) {
         self.stop.store(true, Ordering::Relaxed);
-        let rounds = self.thread.join().expect("the traffic went on");
+        let rounds = self.thread.join().expect("no frame was lost or damaged");
         assert!(rounds >= frames, "{rounds} frames");
     }
 }
 
-/// Changes the configuration of a running daemon, key by key.
+/// Reloads a running daemon with changed configurations.
 struct Reloads<'a> {
     folder: &'a Folder,
     serve: &'a Program,
@@ -583,7 +584,7 @@ struct Reloads<'a> {
 }
 
 impl Reloads<'_> {
-    /// The ports `a` and `b` are always the same.
+    /// Returns a configuration: ports `a` and `b` never change, port `c` has these further lines.
     fn text(&self, c: &str) -> String {
         let socket = |name: &str| self.folder.file(&format!("{name}.sock")).display().to_string();
         let port =
@@ -591,25 +592,25 @@ impl Reloads<'_> {
         format!("{}{}{}{}{c}\n", self.head, port("a"), port("b"), port("c"))
     }
 
-    /// The daemon has read the file; says what it has said of it.
+    /// Reloads; returns what the daemon logged.
     #[track_caller]
     fn reload(&mut self, text: &str) -> String {
         let before = self.serve.err().len();
         self.folder.write(text);
         self.serve.signal("HUP");
         self.done += 1;
-        let read = || self.serve.err().matches("configuration read again").count();
+        let read = || self.serve.err().matches("configuration reloaded").count();
         assert!(within(PATIENCE, || read() == self.done), "{}", self.serve.err());
         self.serve.err()[before..].to_owned()
     }
 
-    /// Port `c` with these lines more.
+    /// Reloads with further lines for port `c`.
     #[track_caller]
     fn port(&mut self, c: &str) -> String {
         self.reload(&self.text(c))
     }
 
-    /// The same with these lines before all ports, from now on.
+    /// Reloads with these lines before all ports, from now on.
     #[track_caller]
     fn head(&mut self, head: &str) -> String {
         self.head = format!("{head}\n");
@@ -623,13 +624,13 @@ fn a_reload_changes_in_place_what_it_can() {
     let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
     let config = folder.config(&[("a", ""), ("b", ""), ("c", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("3 ports, ready");
+    serve.logs("ready: 3 ports\n");
     let traffic = Traffic::start([guest("a"), guest("b")]);
     let mut c = guest("c");
     let mut reloads = Reloads { folder: &folder, serve: &serve, head: String::new(), done: 0 };
-    let only = |said: String, key: &str| {
-        let told: Vec<&str> = said.lines().filter(|line| line.contains("reload: ")).collect();
-        assert!(told.len() == 1 && told[0].contains(&format!("key `{key}`: in place")), "{key}: {said}");
+    let only = |log: String, key: &str| {
+        let logged: Vec<&str> = log.lines().filter(|line| line.contains("reload: ")).collect();
+        assert!(logged.len() == 1 && logged[0].contains(&format!("key `{key}`: in place")), "{key}: {log}");
     };
     for (head, keys) in [
         ("[workers]\npoll = \"50us\"", &["workers.poll"][..]),
@@ -642,15 +643,15 @@ fn a_reload_changes_in_place_what_it_can() {
         ("[log]\nlines = 77", &["switch.entries", "log.lines"]),
         ("", &["log.lines"]),
     ] {
-        let said = reloads.head(head);
+        let log = reloads.head(head);
         for key in keys {
-            assert!(said.contains(&format!("[INFO ] reload: key `{key}`: in place\n")), "{key}: {said}");
+            assert!(log.contains(&format!("[INFO ] reload: key `{key}`: in place\n")), "{key}: {log}");
         }
-        assert_eq!(said.matches("reload: ").count(), keys.len(), "{said}");
+        assert_eq!(log.matches("reload: ").count(), keys.len(), "{log}");
         assert!(!c.0.is_closed(), "{head}");
         c.send(OTHERS, 100);
     }
-    // What comes back to c of what it sends, a burst at once.
+    // Returns how many frames c gets back of what it sends.
     let back = |c: &mut Guest| {
         while !c.received().is_empty() {}
         c.send(OTHERS + 1, 100);
@@ -672,12 +673,12 @@ fn a_reload_changes_in_place_what_it_can() {
     assert_eq!(back(&mut c), 0);
     reloads.port("mode = \"generate\"");
     let made = |frames: Vec<(Vec<u8>, usize)>| frames.iter().filter(|(frame, _)| frame.len() == 64).count();
-    assert!(within(PATIENCE, || made(c.received()) > 0), "nobody has sent anything, but frames are made");
+    assert!(within(PATIENCE, || made(c.received()) > 0), "the port generates frames");
     reloads.port("");
     assert_eq!(back(&mut c), 0);
     for poll in ["50us", "unlimited", "0"] {
-        let said = reloads.port(&format!("poll = {poll:?}"));
-        only(said, "port.poll");
+        let log = reloads.port(&format!("poll = {poll:?}"));
+        only(log, "port.poll");
     }
     reloads.port("");
     for tuning in [
@@ -696,13 +697,13 @@ fn a_reload_changes_in_place_what_it_can() {
     assert!(!c.0.is_closed(), "{}", serve.err());
     reloads.head("");
 
-    // What the guest of c has to be told reconnects it; and nobody else. The address is none that the traffic uses: it would be
-    // c's from then on.
+    // What the guest of c negotiates reconnects it, and no other guest. The MAC address is not one of the traffic's: it would be
+    // reserved for c from then on.
     for key in ["mac = \"02:00:00:00:01:00\"", "mtu = 9000", "features = { packed = false }", "queues = 2"] {
-        let said = reloads.port(key);
+        let log = reloads.port(key);
         let name = key.split(' ').next().unwrap();
         let expected = format!("[WARN ] reload: port c: key `port.{name}`: reconnects the guest");
-        assert!(said.contains(&expected), "{said}");
+        assert!(log.contains(&expected), "{log}");
         assert!(within(PATIENCE, || c.0.is_closed()), "{key}");
         c = guest("c");
         c.send(OTHERS, 100);
@@ -715,15 +716,15 @@ fn a_reload_changes_in_place_what_it_can() {
 }
 
 #[test]
-fn a_reload_keeps_interfaces_that_it_does_not_have_to_change() {
+fn a_reload_keeps_interfaces() {
     let folder = Folder::new("keeps");
     let tap = |more: &str| format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"rrtest0\"\n{more}");
     let config = folder.write(&tap(""));
-    // In a network of its own, so that the name cannot be anybody else's.
+    // In a network namespace, so that the interface name is free.
     let mut command = unshared("--net");
     command.args([env!("CARGO_BIN_EXE_ringroad"), "serve", "-c", text(&config)]);
     let mut serve = Program::start(command);
-    serve.says("1 ports, ready");
+    serve.logs("ready: 1 port\n");
     let ip = |arguments: &str| {
         let mut command = Command::new("nsenter");
         command.args(["--net", "--target", &serve.child.id().to_string()]);
@@ -741,11 +742,7 @@ fn a_reload_keeps_interfaces_that_it_does_not_have_to_change() {
         folder.write(&text);
         serve.signal("HUP");
         done += 1;
-        assert!(
-            within(PATIENCE, || serve.err().matches("configuration read again").count() == done),
-            "{}",
-            serve.err()
-        );
+        assert!(within(PATIENCE, || serve.err().matches("configuration reloaded").count() == done), "{}", serve.err());
         serve.err()[before..].to_owned()
     };
     let address = "inet 10.99.0.1/24";
@@ -757,25 +754,25 @@ fn a_reload_keeps_interfaces_that_it_does_not_have_to_change() {
         tap("mtu = 9000"),
         tap("mtu = 1400"),
     ] {
-        let said = reload(text.clone());
-        assert!(said.contains(": in place") && !said.contains("recreates"), "{said}");
+        let log = reload(text.clone());
+        assert!(log.contains(": in place") && !log.contains("recreates"), "{log}");
         assert!(ip("-o addr show dev rrtest0").contains(address), "{text}");
     }
-    assert!(ip("-o link show dev rrtest0").contains("mtu 1400"), "changed while it is there");
-    let said = reload(tap("queues = 2"));
-    assert!(said.contains("[WARN ] reload: port host: key `port.queues`: recreates the interface"), "{said}");
-    assert!(!ip("-o addr show dev rrtest0").contains(address), "that it was made anew can be seen");
+    assert!(ip("-o link show dev rrtest0").contains("mtu 1400"), "changed in place");
+    let log = reload(tap("queues = 2"));
+    assert!(log.contains("[WARN ] reload: port host: key `port.queues`: recreates the interface"), "{log}");
+    assert!(!ip("-o addr show dev rrtest0").contains(address), "the interface was recreated");
     serve.stop("TERM");
 }
 
-/// A pipe that takes no more.
+/// Returns a full pipe.
 fn full_pipe() -> (io::PipeReader, io::PipeWriter) {
     let (reader, mut writer) = io::pipe().unwrap();
     writer.write_all(&vec![b'.'; 65536]).unwrap();
     (reader, writer)
 }
 
-/// How long a signal takes to end it.
+/// Sends SIGTERM; returns how long the exit took.
 #[track_caller]
 fn time_to_end(child: &mut Child) -> (Duration, ExitStatus) {
     assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
@@ -789,16 +786,16 @@ fn time_to_end(child: &mut Child) -> (Duration, ExitStatus) {
         start.elapsed(),
         status.unwrap_or_else(|| {
             let _ = child.kill();
-            panic!("it does not end")
+            panic!("it did not exit")
         }),
     )
 }
 
-/// So that it is not the port's own limits that keep it quiet.
+/// So that the port's own limits do not bound the log.
 const UNLIMITED: &str = "limits = { connects = 1000000, lines = 1000000, messages = 1000000 }";
 
 #[test]
-fn nobody_reads_what_it_says() {
+fn output_that_nobody_reads() {
     let folder = Folder::new("unread");
     let config = folder.config(&[("a", UNLIMITED), ("b", "")]);
     let (socket_a, socket_b) = (folder.file("a.sock"), folder.file("b.sock"));
@@ -811,7 +808,7 @@ fn nobody_reads_what_it_says() {
     assert!(within(PATIENCE, || socket_a.exists() && socket_b.exists()));
     let (mut a, mut b) = (Guest::plain(&socket_a), Guest::plain(&socket_b));
     exchange(&mut a, &mut b);
-    // More lines than fit into a pipe, and tables that nobody reads.
+    // More lines than fit into a pipe, and counters that nobody reads.
     for _ in 0..2000 {
         let _ = UnixStream::connect(&socket_a);
     }
@@ -835,7 +832,7 @@ fn the_log_is_bounded() {
     let config = folder.config(&[("a", UNLIMITED), ("b", "")]);
     fs::write(&config, format!("[log]\nlines = 5\n{}", fs::read_to_string(&config).unwrap())).unwrap();
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let _a = Guest::plain(&folder.file("a.sock"));
     let start = Instant::now();
     let mut connects = 0;
@@ -843,40 +840,40 @@ fn the_log_is_bounded() {
         connects += usize::from(UnixStream::connect(folder.file("a.sock")).is_ok());
     }
     assert!(connects > 100, "{connects}");
-    serve.says("lines lost, more than a second may have (key `log.lines`)");
+    serve.logs("log lines suppressed: above the limit per second (key `log.lines`)");
     let lines = serve.err().lines().filter(|line| line.contains("port a")).count();
-    // Five at once, five a second, and this takes two or three.
+    // A burst of five, five a second, for two or three seconds.
     assert!(lines < 5 + 5 * 8, "{lines} lines for {connects} connects");
-    // What the operator does is always said.
+    // Messages caused by the operator are exempt.
     serve.signal("HUP");
-    serve.says("configuration read again");
+    serve.logs("configuration reloaded");
     serve.stop("TERM");
 }
 
-/// A reload that would take a port away and could not bring it back leaves it alone.
+/// A port is not stopped by a reload if it could not be started again.
 #[test]
-fn a_reload_that_cannot_be_done_cuts_nobody() {
+fn a_reload_that_would_fail_disconnects_no_guest() {
     let folder = Folder::new("cannot");
     let config = folder.config(&[("a", ""), ("b", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
     let (mut a, mut b) = (guest("a"), guest("b"));
     let text_of_file = fs::read_to_string(&config).unwrap();
     folder.write(&text_of_file.replace("a.sock", "missing/a.sock"));
     serve.signal("HUP");
-    serve.says("port \"a\": key `socket`: expected a folder that exists");
-    serve.says("port a stays as it is");
-    serve.says("configuration read again: 2 ports");
+    serve.logs("missing does not exist; create it");
+    serve.logs("port a is left unchanged");
+    serve.logs("configuration reloaded: 2 ports\n");
     exchange(&mut a, &mut b);
     assert!(!a.0.is_closed() && !b.0.is_closed());
-    // Two ports can exchange their sockets: both go before one comes.
+    // Two ports can swap their sockets: both are stopped before either is started.
     let swapped = text_of_file.replace("a.sock", "x.sock").replace("b.sock", "a.sock").replace("x.sock", "b.sock");
     folder.write(&swapped);
     serve.signal("HUP");
     assert!(within(PATIENCE, || a.0.is_closed() && b.0.is_closed()));
     assert!(
-        within(PATIENCE, || serve.err().matches("configuration read again: 2 ports").count() == 2),
+        within(PATIENCE, || serve.err().matches("configuration reloaded: 2 ports\n").count() == 2),
         "{}",
         serve.err()
     );
@@ -885,10 +882,10 @@ fn a_reload_that_cannot_be_done_cuts_nobody() {
 }
 
 #[test]
-fn it_ends_while_it_starts() {
+fn exits_while_starting() {
     let folder = Folder::new("starts");
     ringroad_host::raise_file_limit();
-    // Somebody else's socket with no room for one more that connects: whether it is in use cannot be seen without waiting.
+    // A foreign socket with a full backlog: checking whether it is in use blocks.
     let socket = folder.file("a.sock");
     let _listener = UnixListener::bind(&socket).unwrap();
     let waiting = Arc::<Mutex<Vec<UnixStream>>>::default();
@@ -910,11 +907,11 @@ fn it_ends_while_it_starts() {
     thread::sleep(Duration::from_millis(300));
     let (time, _) = time_to_end(&mut serve.child);
     assert!(time < Duration::from_secs(1), "{time:?} with {count} waiting: {}", serve.err());
-    assert!(socket.exists(), "it is not ours");
+    assert!(socket.exists(), "another program's socket");
 }
 
 #[test]
-fn it_ends_whatever_control_waits_for() {
+fn exits_while_control_is_blocked() {
     let folder = Folder::new("hangs");
     let config = folder.config(&[("a", "")]);
     let socket = folder.file("a.sock");
@@ -923,18 +920,18 @@ fn it_ends_whatever_control_waits_for() {
         assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
         path
     };
-    // At its end it waits for somebody who reads the counters.
+    // At exit it blocks writing the counters to a FIFO without a reader.
     let counters = fifo("counters.json");
     let mut serve = Program::serve(&config, &["--json", text(&counters)]);
-    serve.says("ready");
+    serve.logs("ready");
     let (time, status) = time_to_end(&mut serve.child);
     assert!(time < Duration::from_secs(1), "{time:?}");
-    assert_eq!(status.code(), Some(1), "it has not done all that it should");
-    serve.says("still busy after 600 ms: writing the counters; ending without it");
+    assert_eq!(status.code(), Some(1), "the shutdown was incomplete");
+    serve.logs("shutdown timed out after 600 ms while writing the counters; exiting anyway");
     assert!(!socket.exists());
-    // In a reload it waits for somebody who writes the configuration.
+    // In a reload it blocks reading the configuration from a FIFO without a writer.
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let guest = Guest::plain(&socket);
     fs::remove_file(&config).unwrap();
     fifo("ringroad.toml");
@@ -943,7 +940,7 @@ fn it_ends_whatever_control_waits_for() {
     assert!(!guest.0.is_closed());
     let (time, _) = time_to_end(&mut serve.child);
     assert!(time < Duration::from_secs(1), "{time:?}");
-    serve.says("ending without it");
+    serve.logs("exiting anyway");
     assert!(!socket.exists());
 }
 
@@ -952,27 +949,32 @@ fn counters() {
     let folder = Folder::new("usr1");
     let config = folder.config(&[("left", ""), ("right", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let (mut left, mut right) = (Guest::plain(&folder.file("left.sock")), Guest::plain(&folder.file("right.sock")));
     exchange(&mut left, &mut right);
     serve.signal("USR1");
     serve.prints("right  ");
     let out = serve.out();
-    let columns = |line: usize| out.lines().nth(line).unwrap().split("  ").map(str::trim).filter(|c| !c.is_empty());
-    assert_eq!(columns(0).take(4).collect::<Vec<_>>(), ["port", "from: frames", "bytes", "lost"]);
+    let columns = |line: usize| {
+        let columns = out.lines().nth(line).unwrap().split("  ").map(str::trim).filter(|c| !["", "|"].contains(c));
+        columns.take(8).collect::<Vec<_>>()
+    };
+    let groups: Vec<&str> = out.lines().next().unwrap().split('|').map(str::trim).collect();
+    assert_eq!(groups, ["", "from port", "from port, dropped", "to port", "to port, dropped", "events"]);
+    assert_eq!(columns(1), ["port", "frames", "bytes", "total", "storm", "spoofed", "frames", "bytes"]);
     // Four frames of 61 to 64 bytes one way, four of 1514 the other.
-    assert_eq!(columns(1).take(6).collect::<Vec<_>>(), ["left", "4", "250", "0", "4", "6 056"]);
-    assert_eq!(columns(2).take(6).collect::<Vec<_>>(), ["right", "4", "6 056", "0", "4", "250"]);
+    assert_eq!(columns(2), ["left", "4", "250", "0", "0", "0", "4", "6 056"]);
+    assert_eq!(columns(3), ["right", "4", "6 056", "0", "0", "0", "4", "250"]);
     serve.stop("INT");
 
-    // Who reads them may leave.
+    // The reader of the counters may close the pipe.
     let mut command = ringroad();
     command.args(["serve", "-c", text(&config)]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     drop(child.stdout.take());
     let err = follow(child.stderr.take().unwrap());
     let mut serve = Program { child, out: Arc::default(), err };
-    serve.says("ready");
+    serve.logs("ready");
     serve.signal("USR1");
     let (mut left, mut right) = (Guest::plain(&folder.file("left.sock")), Guest::plain(&folder.file("right.sock")));
     exchange(&mut left, &mut right);
@@ -989,14 +991,14 @@ fn blast_against_nothing() {
     let (code, out, err) = run(&["blast", text(&socket), "--seconds", "1"]);
     assert_eq!((code, out.as_str()), (1, ""));
     assert!(err.starts_with(&expected) && err.contains("is a vhost-user device listening there?"), "{err}");
-    // Somebody is there, but hangs up.
+    // A listener that closes the connection.
     let listener = UnixListener::bind(&socket).unwrap();
     let accept = thread::spawn(move || drop(listener.accept()));
     let (code, _, err) = run(&["blast", text(&socket), "--seconds", "1"]);
     assert_eq!(code, 1);
     assert!(err.contains("did not accept"), "{err}");
     accept.join().unwrap();
-    for (arguments, said) in [
+    for (arguments, log) in [
         (&["--ring", "split", "--queue-size", "3"][..], "--queue-size 3: a split ring needs a power of two"),
         (&["--queue-size", "32769"], "32769"),
         (&["--size", "59"], "expected sizes of 60 to"),
@@ -1004,11 +1006,11 @@ fn blast_against_nothing() {
         (&["--without", "packed"], "packed"),
     ] {
         let (code, _, err) = run(&[&["blast", text(&socket)], arguments].concat());
-        assert!(code != 0 && err.contains(said), "{arguments:?}: {code}, {err}");
+        assert!(code != 0 && err.contains(log), "{arguments:?}: {code}, {err}");
     }
 }
 
-/// Runs blast for a moment; its result.
+/// Runs blast briefly; returns its result.
 #[track_caller]
 fn blast(socket: &Path, arguments: &[&str]) -> Value {
     let all = [&["blast", text(socket), "--verify", "--seconds", "0.15", "--json", "-"], arguments].concat();
@@ -1017,7 +1019,7 @@ fn blast(socket: &Path, arguments: &[&str]) -> Value {
     serde_json::from_str(&out[out.find("\n{").unwrap() + 1..]).unwrap_or_else(|error| panic!("{error} in {out}"))
 }
 
-/// The same where as much as is sent must come back, but for what is still under way.
+/// The same, where all frames must be returned except those still in flight.
 #[track_caller]
 fn blast_all(socket: &Path, arguments: &[&str], window: u64) {
     let window_argument = window.to_string();
@@ -1033,7 +1035,7 @@ fn blast_every_ring() {
     let folder = Folder::new("rings");
     let config = folder.config(&[("a", "mode = \"reflect\"\nmtu = 65535")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let socket = folder.file("a.sock");
     for size in ["1", "3", "200", "32768"] {
         blast_all(&socket, &["--ring", "packed", "--queue-size", size], if size == "1" { 1 } else { 3 });
@@ -1048,7 +1050,7 @@ fn blast_every_ring() {
         blast_all(&socket, &["--ring", ring, "--event-driven", "--size", "imix"], 64);
         blast_all(&socket, &["--ring", ring, "--size", "60,64,1518,4096,9018,65000"], 16);
         blast_all(&socket, &["--ring", ring, "--size", "9018,65000", "--without", "mrg_rxbuf"], 16);
-        // As much as goes: what does not fit is lost, but nothing is damaged and nothing comes twice.
+        // Without a window: frames may be dropped, but none damaged or duplicated.
         let result = blast(&socket, &["--ring", ring, "--size", "imix", "--flows", "8"]);
         assert_eq!(result["errors"], 0, "{result}");
         assert!(result["received"].as_u64().unwrap() > 0, "{result}");
@@ -1057,19 +1059,19 @@ fn blast_every_ring() {
 }
 
 #[test]
-fn the_device_goes_away() {
+fn the_device_disconnects() {
     let folder = Folder::new("goes");
     let config = folder.config(&[("a", "mode = \"reflect\"")]);
     let mut serve = Program::serve(&config, &["-vv"]);
-    serve.says("ready");
+    serve.logs("ready");
     let mut command = ringroad();
     command.args(["blast", text(&folder.file("a.sock")), "--seconds", "30", "--rate", "1000", "--event-driven"]);
     let mut blast = Program::start(command);
-    serve.says("queue 1 runs");
+    serve.logs("queue 1 runs");
     serve.stop("TERM");
     let status = blast.ends(Duration::from_secs(5));
     assert_eq!(status.code(), Some(1), "{}", blast.out());
-    assert!(blast.err().contains("the device at") && blast.err().contains("has gone"), "{}", blast.err());
+    assert!(blast.err().contains("the device at") && blast.err().contains("has disconnected"), "{}", blast.err());
 }
 
 #[test]
@@ -1081,7 +1083,7 @@ fn jumbo_frames() {
         ("plain", "mtu = 65535\n[port.features]\nmrg_rxbuf = false"),
     ]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let socket = |name: &str| folder.file(&format!("{name}.sock"));
     for packed in [false, true] {
         let features = Features { packed, ..Features::ALL };
@@ -1090,13 +1092,13 @@ fn jumbo_frames() {
         let mut plain = Guest::new(&socket("plain"), features, 256, 1518);
         for (number, len) in (1..).zip([60, 1514, 1518, 1600, 9014, 65000, 65549]) {
             large.send(number, len);
-            // As many buffers as it needs: each has room for 1600 bytes, of which 12 are the header's, once.
+            // As many buffers as needed: each holds 1600 bytes, and the first one has the header of 12 bytes.
             assert_eq!(small.receives(number, len), (len + 12).div_ceil(1600), "{len} bytes");
             if len <= 1600 - 12 {
                 assert_eq!(plain.receives(number, len), 1);
             }
         }
-        // What is too large for a driver without mergeable buffers is dropped and counted; it goes on.
+        // Frames too large for a driver without mergeable buffers are dropped and counted; others still arrive.
         small.send(9, 64);
         plain.receives(9, 64);
         large.receives(9, 64);
@@ -1105,7 +1107,7 @@ fn jumbo_frames() {
     serve.prints("plain");
     let out = serve.out();
     let plain = out.lines().find(|line| line.starts_with("plain")).unwrap();
-    let oversize = plain.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).nth(7).unwrap();
+    let oversize = plain.split("  ").map(str::trim).filter(|cell| !["", "|"].contains(cell)).nth(9).unwrap();
     assert_eq!(oversize, "8", "four sizes, twice: {out}");
     serve.stop("TERM");
 }
@@ -1114,7 +1116,7 @@ fn jumbo_frames() {
 fn demo() {
     let (code, out, err) = run(&["demo", "--seconds", "1"]);
     assert_eq!(code, 0, "{out}{err}");
-    for line in ["frames there and back", "payload errors          0\n", "round trip p50 / p99"] {
+    for line in ["frames returned", "payload errors          0\n", "round trip p50 / p99"] {
         assert!(out.contains(line), "no {line:?} in {out}");
     }
 }
@@ -1128,6 +1130,8 @@ fn help() {
         (&["serve", "--help"], &["Example", "[[port]]", "kind = \"vhost-user\"", "SIGUSR1"]),
         (&["demo", "--help"], &["Example", "ringroad demo --seconds"]),
         (&["blast", "--help"], &["Examples:", "ringroad blast /run/ringroad/vm1.sock"]),
+        (&["vsock", "--help"], &["Examples:", "ringroad vsock cat"]),
+        (&["vsock", "cat", "--help"], &["Example:", "ringroad vsock cat"]),
         (&["bench", "--help"], &["Example", "ringroad bench"]),
     ] {
         let (code, out, _) = run(arguments);
@@ -1146,21 +1150,21 @@ fn eight_idle_ports() {
     let names: Vec<String> = (0..8).map(|index| format!("port{index}")).collect();
     let config = folder.config(&names.iter().map(|name| (name.as_str(), "")).collect::<Vec<_>>());
     let sockets: Vec<PathBuf> = names.iter().map(|name| folder.file(&format!("{name}.sock"))).collect();
-    // The best of five: others use this machine too.
+    // The best of five: the machine may be busy.
     let mut best = Duration::MAX;
     for _ in 0..5 {
         let start = Instant::now();
         let mut serve = Program::serve(&config, &[]);
         assert!(within(PATIENCE, || sockets.iter().all(|socket| UnixStream::connect(socket).is_ok())));
         best = best.min(start.elapsed());
-        serve.says("ready");
+        serve.logs("ready");
         serve.stop("TERM");
     }
     assert!(best < Duration::from_millis(50), "{best:?} from start to eight sockets");
 
     let serve = Program::serve(&config, &[]);
-    serve.says("ready");
-    // Two that are connected and have nothing to say are idle too.
+    serve.logs("ready");
+    // Connected guests without traffic are idle, too.
     let (mut a, mut b) = (Guest::plain(&sockets[0]), Guest::plain(&sockets[1]));
     exchange(&mut a, &mut b);
     thread::sleep(Duration::from_millis(50));
@@ -1179,23 +1183,23 @@ fn out_of_descriptors() {
     let folder = Folder::new("nofile");
     let config = folder.config(&[("a", ""), ("b", "")]);
     let mut serve = Program::serve(&config, &[]);
-    serve.says("ready");
+    serve.logs("ready");
     let mut a = Guest::plain(&folder.file("a.sock"));
     let limit = |limit: &str| {
         let pid = serve.child.id().to_string();
         assert!(Command::new("prlimit").args(["--pid", &pid, limit]).status().unwrap().success());
     };
-    // Fewer than it has: no more for a while.
+    // Below the number of open descriptors: no new ones.
     limit("--nofile=4:");
     let second = connects(&folder.file("a.sock"));
     let waiting = connects(&folder.file("b.sock"));
-    serve.says("port b: cannot accept a frontend: Too many open files");
+    serve.logs("port b: cannot accept a frontend: Too many open files");
     let before = serve.ticks();
     thread::sleep(Duration::from_millis(500));
-    assert!(serve.ticks() - before <= 1, "it is busy with frontends that it cannot accept");
+    assert!(serve.ticks() - before <= 1, "it spins on frontends that it cannot accept");
     limit("--nofile=1024:");
-    serve.says("port a: a second frontend was turned away");
-    serve.says("port b: frontend connected");
+    serve.logs("port a: a second frontend was turned away");
+    serve.logs("port b: frontend connected");
     drop((second, waiting));
     exchange(&mut a, &mut Guest::plain(&folder.file("b.sock")));
     serve.stop("TERM");
@@ -1208,7 +1212,7 @@ fn is_root() -> bool {
     status.lines().any(|line| line.starts_with("Uid:") && line.split_whitespace().nth(2) == Some("0"))
 }
 
-/// A command in namespaces of its own, in which it has all rights. Who is not root gets them by a user namespace.
+/// Returns a command that runs in new namespaces with all capabilities; an ordinary user gets them by a user namespace.
 fn unshared(what: &str) -> Command {
     let mut command = Command::new("unshare");
     if !is_root() {
@@ -1228,7 +1232,7 @@ fn tap_without_permission() {
     let config = tap_config(&folder);
     let program = env!("CARGO_BIN_EXE_ringroad");
     let mut command = if is_root() {
-        // Root without any capability may do no more than anybody.
+        // Root without capabilities has no more rights than an ordinary user.
         let mut command = Command::new("setpriv");
         command.args(["--bounding-set=-all", "--inh-caps=-all", program]);
         command
@@ -1264,11 +1268,11 @@ fn tap_in_use() {
     let folder = Folder::new("busy");
     let config = tap_config(&folder);
     let program = env!("CARGO_BIN_EXE_ringroad");
-    // In a network of its own, so that the name cannot be anybody else's.
+    // In a network namespace, so that the interface name is free.
     let mut command = unshared("--net");
     command.args([program, "serve", "-c", text(&config)]);
     let mut first = Program::start(command);
-    first.says("1 ports, ready");
+    first.logs("ready: 1 port\n");
     let mut command = Command::new("nsenter");
     command.args(["--net", "--target", &first.child.id().to_string()]);
     if !is_root() {

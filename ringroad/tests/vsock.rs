@@ -1,4 +1,4 @@
-//! The program with vsock devices, as its users start it: guests are drivers of our own, programs of the host are this test.
+//! Tests of the `ringroad` binary with vsock devices: the guests are our driver, the host programs are this test.
 
 use ringroad_host::vsock::{VsockClient, VsockConnector};
 use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// For how long anything is waited for that should happen.
+/// Time limit for anything that should happen.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 struct Folder(PathBuf);
@@ -39,7 +39,7 @@ impl Drop for Folder {
 struct Daemon(Child, mpsc::Receiver<()>);
 
 impl Daemon {
-    /// Two guests, 3 and 4, of a group; the first one with sockets of the host.
+    /// Starts it with two guests, 3 and 4, in one group; guest 3 has a host socket.
     fn start(folder: &Folder, more: &str) -> Daemon {
         let path = |name: &str| folder.file(name).display().to_string();
         let text = format!(
@@ -57,7 +57,7 @@ impl Daemon {
         let err = BufReader::new(child.stderr.take().unwrap());
         thread::spawn(move || {
             for line in err.lines().map_while(Result::ok) {
-                if line.contains("ready") || line.contains("configuration read again") {
+                if line.contains("ready") || line.contains("configuration reloaded") {
                     let _ = said.send(());
                 }
             }
@@ -71,17 +71,17 @@ impl Daemon {
         assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
     }
 
-    /// Has it read its configuration again; returns when it has.
+    /// Reloads the configuration and waits until that is done.
     fn reload(&self) {
         self.signal("HUP");
-        self.1.recv_timeout(PATIENCE).expect("the configuration is read again");
+        self.1.recv_timeout(PATIENCE).expect("the configuration is reloaded");
     }
 
     fn end(&mut self, signal: &str) {
         self.signal(signal);
         let start = Instant::now();
         while self.0.try_wait().unwrap().is_none() {
-            assert!(start.elapsed() < PATIENCE, "it does not end");
+            assert!(start.elapsed() < PATIENCE, "it did not exit");
             thread::sleep(Duration::from_millis(2));
         }
     }
@@ -122,7 +122,7 @@ fn guest(socket: &Path) -> VsockClient {
     client
 }
 
-/// A program of the host that connects to a port of the guest.
+/// Connects to a port of the guest, as a host program.
 fn connect(host: &Path, port: u32) -> UnixStream {
     let mut stream = UnixStream::connect(host).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -133,7 +133,7 @@ fn connect(host: &Path, port: u32) -> UnixStream {
     stream
 }
 
-/// Serves connections to a port: what comes goes back.
+/// Runs an echo server on a port.
 fn echo(client: &VsockClient, port: u32) {
     let listener = Listener::bind(client.stack(), port, Kind::Stream).unwrap();
     thread::spawn(move || {
@@ -174,7 +174,7 @@ fn a_thousand_idle_connections_cost_nothing() {
     };
     ask(&mut streams);
     thread::sleep(Duration::from_millis(200));
-    // The best of three: a clock tick that falls into the moment of a last event counts as ten milliseconds.
+    // The best of three: a clock tick that coincides with a late event counts as ten milliseconds.
     let window = || {
         let before = daemon.ticks();
         thread::sleep(Duration::from_secs(2));
@@ -207,7 +207,7 @@ fn a_daemon_that_ends_resets_its_connections() {
         let reader = thread::spawn(move || here.read(&mut [0; 1]));
         thread::sleep(Duration::from_millis(50));
         daemon.end(signal);
-        // A program that was connected by a socket sees its end, the guest a reset.
+        // A host program sees the end of its socket, the guest a reset.
         assert!(matches!(there.read(&mut [0; 1]), Ok(0) | Err(_)));
         let start = Instant::now();
         let error = reader.join().unwrap();
@@ -219,14 +219,14 @@ fn a_daemon_that_ends_resets_its_connections() {
 }
 
 #[test]
-fn a_daemon_that_is_killed_leaves_no_writer_waiting_and_may_come_again() {
+fn a_killed_daemon_leaves_no_blocked_writer_and_can_be_restarted() {
     let folder = Folder::new("again");
     let mut daemon = Daemon::start(&folder, "");
     let client = guest(&folder.file("vm3.sock"));
     let listener = UnixListener::bind(folder.file("host_9")).unwrap();
     let mut stream = Stream::connect(client.stack(), Addr { cid: 2, port: 9 }).unwrap();
     let _program = listener.accept().unwrap();
-    // Nobody reads that.
+    // The program does not read.
     let writer = thread::spawn(move || stream.write_all(&vec![0; 64 << 20]));
     thread::sleep(Duration::from_millis(200));
     assert!(!writer.is_finished());
@@ -236,7 +236,7 @@ fn a_daemon_that_is_killed_leaves_no_writer_waiting_and_may_come_again() {
     assert!(start.elapsed() < Duration::from_secs(2), "after {:?}", start.elapsed());
     drop(client);
 
-    // The sockets of the dead one are still there.
+    // The sockets of the killed daemon still exist.
     assert!(folder.file("vm3.sock").exists() && folder.file("host").exists());
     let _daemon = Daemon::start(&folder, "");
     let client = guest(&folder.file("vm3.sock"));
@@ -247,7 +247,7 @@ fn a_daemon_that_is_killed_leaves_no_writer_waiting_and_may_come_again() {
 }
 
 #[test]
-fn a_reload_ends_what_it_must_and_no_other_connection() {
+fn a_reload_resets_only_affected_connections() {
     let folder = Folder::new("reload");
     let mut daemon = Daemon::start(&folder, "");
     let clients = [guest(&folder.file("vm3.sock")), guest(&folder.file("vm4.sock"))];
@@ -275,7 +275,7 @@ fn a_reload_ends_what_it_must_and_no_other_connection() {
         fs::write(&config, text).unwrap();
         daemon.reload();
     };
-    // The last of these sections is that of guest 4.
+    // The last section is that of guest 4.
     let host = format!("host = \"{}\"", path("host4"));
     let mut keys = text.clone();
     for key in [
@@ -292,14 +292,14 @@ fn a_reload_ends_what_it_must_and_no_other_connection() {
     }
     reload(&format!("[workers]\npoll = \"20us\"\n{keys}"));
     check(Some(&mut between));
-    // The socket for programs is there, and moves.
+    // The host socket exists, and moves.
     connect(&folder.file("host4"), 7).write_all(b"ping").unwrap();
     reload(&keys.replace("host4", "there4"));
     assert!(!folder.file("host4").exists());
     connect(&folder.file("there4"), 7).write_all(b"ping").unwrap();
     check(Some(&mut between));
 
-    // Guest 4 has nothing in common with guest 3 any more; both hear of it, and nobody else.
+    // Guests 3 and 4 no longer share a group: their connection is reset, and no other.
     reload(&format!("{}groups = [\"h\"]\n", keys.replace("groups = [\"g\"]\nhost = ", "host = ")));
     let error = between.read(&mut [0; 1]).expect_err("they have no group in common");
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
@@ -309,10 +309,10 @@ fn a_reload_ends_what_it_must_and_no_other_connection() {
     let mut between = Stream::connect(clients[0].stack(), Addr { cid: 4, port: 7 }).unwrap();
     check(Some(&mut between));
 
-    // What its driver has to be told reconnects guest 4; guest 5 is new.
+    // A change of features reconnects guest 4; guest 5 is new.
     let five = path("vm5.sock");
     reload(&format!("{keys}features = {{ packed = false }}\n[[vsock]]\ncid = 5\nsocket = \"{five}\"\n"));
-    let error = between.read(&mut [0; 1]).expect_err("the other end is gone");
+    let error = between.read(&mut [0; 1]).expect_err("the peer is disconnected");
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     check(None);
     let start = Instant::now();
@@ -327,7 +327,7 @@ fn a_reload_ends_what_it_must_and_no_other_connection() {
     daemon.end("TERM");
 }
 
-/// `ringroad vsock cat`, with its standard input and output.
+/// Starts `ringroad vsock cat`; returns it with its standard input and output.
 fn cat(socket: &Path, arguments: &[&str]) -> (Child, ChildStdin, BufReader<ChildStdout>) {
     let mut command = ringroad();
     command.args(["vsock", "cat"]).arg(socket).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -337,10 +337,10 @@ fn cat(socket: &Path, arguments: &[&str]) -> (Child, ChildStdin, BufReader<Child
 }
 
 #[test]
-fn cat_talks_to_programs_of_the_host_and_to_other_guests() {
+fn cat_connects_to_host_programs_and_other_guests() {
     let folder = Folder::new("cat");
     let _daemon = Daemon::start(&folder, "");
-    // To a program of the host that waits for it.
+    // To a listening host program.
     let listener = UnixListener::bind(folder.file("host_1024")).unwrap();
     let (mut child, mut stdin, mut stdout) = cat(&folder.file("vm3.sock"), &["2:1024"]);
     let (mut program, _) = listener.accept().unwrap();
@@ -352,7 +352,7 @@ fn cat_talks_to_programs_of_the_host_and_to_other_guests() {
     line.clear();
     stdout.read_line(&mut line).unwrap();
     assert_eq!(line, "good day\n");
-    // The end of its input is the end of what the program reads; then the program ends, and with it cat.
+    // End of input shuts down the stream to the program; when the program closes it, cat exits.
     drop(stdin);
     assert_eq!(program.read(&mut [0; 1]).unwrap(), 0);
     program.write_all(b"the end\n").unwrap();
@@ -370,9 +370,9 @@ fn cat_talks_to_programs_of_the_host_and_to_other_guests() {
         let mut cat = cat(&folder.file("vm3.sock"), &["4:5", "--seqpacket"]);
         thread::sleep(Duration::from_millis(200));
         match cat.0.try_wait().unwrap() {
-            // The other one did not listen yet.
+            // The other end is not listening yet.
             Some(_) if start.elapsed() < PATIENCE => continue,
-            Some(status) => panic!("it has ended: {status}"),
+            Some(status) => panic!("it exited: {status}"),
             None => break cat,
         }
     };
@@ -385,7 +385,7 @@ fn cat_talks_to_programs_of_the_host_and_to_other_guests() {
     drop((connecting_in, accepting_in));
     assert!(connecting.wait().unwrap().success() && accepting.wait().unwrap().success());
 
-    // To nobody.
+    // Without a listener.
     let output = ringroad().args(["vsock", "cat"]).arg(folder.file("vm3.sock")).arg("2:77").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && said.contains("cannot connect to 2:77: connection refused"), "{said}");

@@ -1,5 +1,5 @@
-// The connections of vsock.c: many at once in one process, none of which waits for another. serve() is the whole of it; add()
-// gives it a connection. (Sends of SOCK_SEQPACKET do wait: Linux may have sent half a message when it says EAGAIN.)
+// The connections of vsock.c: many non-blocking connections in one process. serve() is the event loop; add() adds a connection.
+// (Sends on SOCK_SEQPACKET block: Linux may have sent half a message when it returns EAGAIN.)
 #pragma once
 #include <errno.h>
 #include <inttypes.h>
@@ -32,14 +32,14 @@ static void die(const char *format, ...) {
 static const char *reason(void) { return errno ? strerrorname_np(errno) : "end of file"; }
 
 struct conn {
-  int fd, number; // of the several connections of a client, from 1
+  int fd, number; // index among the connections of a client, from 1
   enum role role;
   bool eof, shut, done;
   char *fault;
-  uint64_t total, sent, received; // bytes; of packets: messages
+  uint64_t total, sent, received; // in bytes; in messages for packets
   struct stream out, in;
   struct sha256 sha;
-  uint8_t *pending; // what waits to be sent, from `at` to `end`
+  uint8_t *pending; // data to be sent, from `at` to `end`
   size_t at, end;
   char answer[160];
 };
@@ -55,7 +55,7 @@ __attribute__((format(printf, 2, 3))) static void fail(struct conn *c, const cha
   c->done = true;
 }
 
-static void put(struct conn *c, const void *data, size_t n) { // data is pending now (nothing else is); NULL: n bytes of the stream
+static void put(struct conn *c, const void *data, size_t n) { // makes data pending (nothing else is); NULL: n bytes of the stream
   if (!(c->pending = malloc(n))) die("out of memory");
   if (data) memcpy(c->pending, data, n);
   else give(&c->out, c->pending, n);
@@ -88,7 +88,7 @@ static void check_packet(struct conn *c) {
     return put(c, c->answer, strlen(c->answer));
   }
   uint64_t i = c->received++;
-  if (c->answer[0]) return; // the first fault counts
+  if (c->answer[0]) return; // keep the first error
   if ((size_t)n != want) sprintf(c->answer, "message %" PRIu64 ": expected %zu bytes, got %zd", i, want, n);
   else if ((at = wrong(&content, buffer, n)) >= 0) sprintf(c->answer, "message %" PRIu64 ": byte %zd of %zd is wrong", i, at, n);
   else if (truncated != cut) sprintf(c->answer, "message %" PRIu64 ": expected MSG_TRUNC %d, got %d", i, cut, truncated);
@@ -121,7 +121,7 @@ static void receive(struct conn *c) {
   c->received += n;
 }
 
-static void flush(struct conn *c) { // sends what is pending, as far as it goes
+static void flush(struct conn *c) { // sends pending data until the socket is full
   int flags = MSG_NOSIGNAL | (socket_type == SOCK_STREAM ? MSG_DONTWAIT : 0);
   ssize_t n = send(c->fd, c->pending + c->at, c->end - c->at, flags);
   if (n < 0) {
@@ -136,10 +136,10 @@ static void flush(struct conn *c) { // sends what is pending, as far as it goes
   }
 }
 
-static void judge_source(struct conn *c) { // the answer of a sink, if there is one or must be one
+static void judge_source(struct conn *c) { // checks the reply of a sink, if there is one or must be one
   char want[160], ok[32];
   sprintf(want, "%" PRIu64 " %s\n", c->total, hex(c->sha));
-  sprintf(ok, "%" PRIu64 " ok\n", c->total); // a sink that knows the stream may have compared all of it
+  sprintf(ok, "%" PRIu64 " ok\n", c->total); // a sink that knows the stream may have compared it all
   if (c->answer[0] || c->role == SOURCE_CLIENT)
     if (strcmp(c->answer, want) && strcmp(c->answer, ok)) fail(c, "expected the answer '%s', got '%s'", want, c->answer);
   c->done = true;
@@ -151,7 +151,7 @@ static void finish_sink(struct conn *c) {
   put(c, c->answer, strlen(c->answer));
 }
 
-static void advance(struct conn *c) { // what follows from what has come and gone
+static void advance(struct conn *c) { // next steps after data was sent or received
   if (c->done || c->pending) return;
   if (sender(c) && c->sent < c->total) {
     uint64_t n = c->total - c->sent, window = socket_type == SOCK_STREAM ? CHUNK : CHUNK / 4;
@@ -185,7 +185,7 @@ static void advance(struct conn *c) { // what follows from what has come and gon
   }
 }
 
-static short wanted(const struct conn *c) { // an echo reads on only when all that it has read is sent
+static short wanted(const struct conn *c) { // an echo reads more only when everything read has been sent
   bool full = c->pending && (c->role == ECHO || c->role == PACKETS);
   return (c->pending ? POLLOUT : 0) | (full || c->eof ? 0 : POLLIN);
 }
@@ -219,7 +219,7 @@ static void drop_done(void) {
   }
 }
 
-static void serve(int listener, enum role role, uint64_t total) { // for ever; without a listener (-1) until all have ended
+static void serve(int listener, enum role role, uint64_t total) { // runs forever; without a listener (-1) until all connections are closed
   struct pollfd *polls = NULL;
   for (;;) {
     for (int i = 0; i < count; i++) advance(conns[i]);
@@ -230,7 +230,7 @@ static void serve(int listener, enum role role, uint64_t total) { // for ever; w
     for (int i = 0; i < polled; i++) polls[i] = (struct pollfd){conns[i]->fd, wanted(conns[i]), 0};
     polls[polled] = (struct pollfd){listener, POLLIN, 0};
     if (poll(polls, polled + 1, -1) < 0) die("poll: %s", reason());
-    for (int i = 0; i < polled; i++) { // an error or a hang-up is found out by trying what was wanted
+    for (int i = 0; i < polled; i++) { // errors and hang-ups show when the wanted operation is tried
       short events = polls[i].revents & (POLLERR | POLLHUP) ? wanted(conns[i]) : polls[i].revents;
       if (events & POLLOUT) flush(conns[i]);
       if (events & POLLIN && !conns[i]->done) receive(conns[i]);

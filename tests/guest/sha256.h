@@ -1,5 +1,5 @@
-// SHA-256 for vsock.c: start with sha256(), then digest(&s, bytes, n) as often as wanted, then hex(s). With the CPU's own
-// instructions where it has them.
+// SHA-256 for vsock.c: sha256(), then any number of digest(&s, bytes, n), then hex(s). Uses the CPU's SHA instructions if
+// available.
 #pragma once
 #include <endian.h>
 #include <stdint.h>
@@ -54,7 +54,7 @@ __attribute__((target("sha,sse4.1"))) static void compress_sha_ni(uint32_t *stat
     __m128i abef_before = abef, cdgh_before = cdgh;
     for (int i = 0; i < 4; i++) m[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)p + i), swap);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) { // four rounds, and the four words that are due in four times four rounds
+    for (int i = 0; i < 16; i++) { // four rounds, and the four words needed sixteen rounds later
       __m128i w = _mm_add_epi32(m[i & 3], _mm_loadu_si128((const __m128i *)K + i));
       cdgh = _mm_sha256rnds2_epu32(cdgh, abef, w);
       abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(w, 0x0e));

@@ -1,22 +1,22 @@
-// One end of a vsock connection, to check and to time the other: in a guest over AF_VSOCK, on the host over the Unix sockets
-// of a vsock device (tests/guest/README.md says which; tests/vsock-guests.sh runs it).
+// One end of a vsock connection, to verify and time the other end: in a guest over AF_VSOCK, on the host over the Unix sockets of
+// a vsock device (see tests/guest/README.md; run by tests/vsock-guests.sh).
 //
-//   vsock listen PORT echo|sink|source BYTES|packets         serves connections for ever, as many as come
-//   vsock connect CID PORT echo BYTES                        sends BYTES, wants the same back
-//   vsock connect CID PORT source BYTES                      sends BYTES, wants their number and SHA-256 back
-//   vsock connect CID PORT sink BYTES                        wants BYTES of the stream, answers with number and SHA-256
-//   vsock connect CID PORT packets COUNT                     sends COUNT messages (SOCK_SEQPACKET), wants "COUNT ok" back
-//   vsock connect CID PORT hold N                            N connections, each echoes 8 bytes, now and when stdin ends
-//   vsock ping CID PORT BYTES SECONDS                        round trips to an echo, one at a time
-//   vsock pour CID PORT SECONDS                              sends zeros, 64 KiB at a time, until the time is over
-//   vsock drain PORT                                         serves one connection: reads it to its end, says how fast that was
-//   vsock wait-reset CID PORT                                says "connected", blocks in a read, says how that ends
-//   vsock cid | digest BYTES | layout COUNT                  the local CID; figures of the stream and of the messages
+//   vsock listen PORT echo|sink|source BYTES|packets         serves any number of connections, until killed
+//   vsock connect CID PORT echo BYTES                        sends BYTES, expects the same back
+//   vsock connect CID PORT source BYTES                      sends BYTES, expects their number and SHA-256 back
+//   vsock connect CID PORT sink BYTES                        expects BYTES of the stream, replies with number and SHA-256
+//   vsock connect CID PORT packets COUNT                     sends COUNT messages (SOCK_SEQPACKET), expects "COUNT ok" back
+//   vsock connect CID PORT hold N                            opens N connections, echoes 8 bytes on each, now and at end of stdin
+//   vsock ping CID PORT BYTES SECONDS                        measures round trips to an echo, one at a time
+//   vsock pour CID PORT SECONDS                              sends zeros for SECONDS, 64 KiB at a time
+//   vsock drain PORT                                         serves one connection: reads it to its end, prints the rate
+//   vsock wait-reset CID PORT                                prints "connected", blocks in a read, prints its result
+//   vsock cid | digest BYTES | layout COUNT                  prints the local CID; digests of the stream and of the messages
 //
-// Options, at the end: --connections N (echo, source, sink: N at once, BYTES each); --no-half-close (never shut down one
-// direction: for devices that then close both); --background (listen: return once it listens); --seqpacket.
-// A CID with a slash in it is the path of a Unix socket, on which "CONNECT PORT" asks for the guest's port (PORT "-": do not
-// ask); so is a PORT to listen on. A client prints one line, "ok …" or "FAILED …".
+// Options, at the end: --connections N (echo, source, sink: N concurrent connections, BYTES each); --no-half-close (never shut
+// down one direction: for devices that then close both); --background (listen: return once it listens); --seqpacket.
+// A CID that contains a slash is the path of a Unix socket, to which "CONNECT PORT" is sent for the guest's port (not for PORT
+// "-"); likewise a PORT to listen on. A client prints one line, "ok …" or "FAILED …".
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <sys/ioctl.h>

@@ -1,6 +1,6 @@
-//! What a configuration asks of this machine that it does not have: folders, CPUs, interfaces. A file can be right and still not go
-//! here. `serve` looks before it starts anything, `serve --check` does nothing else; each finding says where in the file, what was
-//! expected, and what to do.
+//! Checks a valid configuration against this machine: directories, CPUs, interfaces, duplicate sockets and addresses. `serve`
+//! calls it before it starts or reloads anything, `serve --check` does only this. Each finding has the line in the file, what was
+//! expected, what was found, and what to do.
 
 use super::{Config, Kind, Port, mac};
 use ringroad_host::vhost_user::Role;
@@ -11,10 +11,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Something that does not go on this machine.
+/// Something in the configuration that does not work on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// As errors in the file call it: `port "vm1"`; empty if it is nobody's.
+    /// The port or device, as errors in the file name it: `port "vm1"`; empty for keys of the whole program.
     pub owner: String,
     line: usize,
     key: &'static str,
@@ -29,14 +29,14 @@ impl fmt::Display for Finding {
 }
 
 impl Finding {
-    /// What is wrong with an owner's key.
+    /// Creates a finding about an owner's key.
     pub(super) fn new(config: &Config, owner: &str, key: &'static str, message: String) -> Finding {
         let line = config.places.line(owner, key.rsplit('.').next().unwrap_or(key));
         Finding { owner: owner.to_owned(), line, key, message }
     }
 }
 
-/// All that does not go here, in the order of the file.
+/// Returns all findings, in the order of the file.
 pub fn check(config: &Config) -> Vec<Finding> {
     let mut found = Vec::new();
     let mut find = |owner: &str, key: &'static str, message: String| {
@@ -61,7 +61,8 @@ pub fn check(config: &Config) -> Vec<Finding> {
                         &owner,
                         "mac",
                         format!(
-                            "expected an address that no other port has, found {mac}, which port {other:?} has too (without the key it comes from the name); give one of them another"
+                            "duplicate MAC address {mac}, also used by port {other:?} (without the key it is derived from the \
+                             port's name); choose another one"
                         ),
                     );
                 }
@@ -83,17 +84,17 @@ pub fn check(config: &Config) -> Vec<Finding> {
     found
 }
 
-/// A port as errors in the file call it.
+/// Returns a port's name in errors.
 pub fn owner(port: &Port) -> String {
     format!("port {:?}", port.name)
 }
 
-/// The same for the device at a place of the list.
+/// Returns the name in errors of the vsock device at `index` of the list.
 pub fn vsock_owner(index: usize) -> String {
     format!("vsock {}", index + 1)
 }
 
-/// `0-3,8`: the kernel's way to write a list of CPUs.
+/// Returns whether a CPU list in the kernel's format (`0-3,8`) has `cpu`.
 fn list_has(list: &str, cpu: usize) -> bool {
     list.trim().split(',').any(|range| {
         let mut ends = range.split('-').map(|end| end.parse::<usize>().ok());
@@ -106,67 +107,64 @@ fn list_has(list: &str, cpu: usize) -> bool {
 }
 
 fn cpu_is_there(cpu: usize) -> Result<(), String> {
-    // Without the file nothing is known, and the kernel will say.
+    // Without this file, pinning the worker reports the error.
     let Ok(online) = fs::read_to_string("/sys/devices/system/cpu/online") else { return Ok(()) };
     if list_has(&online, cpu) {
         return Ok(());
     }
     Err(format!(
-        "expected a CPU of this machine that is online, {}, found {cpu}; name one of these, or remove the key to run on any",
+        "expected an online CPU ({}), found {cpu}; choose one of these, or remove the key to run on any CPU",
         online.trim()
     ))
 }
 
-/// The folder that a path is in.
+/// Returns the directory that a path is in.
 pub(super) fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether there is a folder for it that we may write to, and nothing else in its place. A socket may be there: that of a daemon
-/// that runs, or of one that was killed.
+/// Checks that the directory exists and is writable, and that the path is free. An existing socket is fine: it belongs to a
+/// running daemon or was left behind by a killed one.
 fn socket_can_be_made(path: &Path) -> Result<(), String> {
     let place = folder(path);
     let shown = place.display();
     match fs::metadata(place) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(format!(
-                "expected a folder that exists, found no {shown}; make it: install -d -m 0750 -o $USER {shown}"
-            ));
+            return Err(format!("directory {shown} does not exist; create it: install -d -m 0750 -o $USER {shown}"));
         }
-        Err(error) => return Err(format!("expected a folder, but {shown} cannot be looked at: {error}")),
+        Err(error) => return Err(format!("cannot access directory {shown}: {error}")),
         Ok(found) if !found.is_dir() => {
-            return Err(format!("expected a folder, found {shown}, which is none; choose another path"));
+            return Err(format!("expected a directory, but {shown} is not one; choose another path"));
         }
         Ok(_) => {}
     }
     if let Err(error) = ringroad_host::is_writable(place) {
         return Err(format!(
-            "expected a folder that this user may write to, found {shown} ({error}); change its owner (chown), or choose another path"
+            "directory {shown} is not writable by this user ({error}); change its owner (chown) or choose another path"
         ));
     }
     match fs::symlink_metadata(path) {
-        Ok(found) if !found.file_type().is_socket() => Err(format!(
-            "expected nothing or a socket at {}, which exists and is not a socket; remove it or choose another path",
-            path.display()
-        )),
+        Ok(found) if !found.file_type().is_socket() => {
+            Err(format!("{} exists and is not a socket; remove it or choose another path", path.display()))
+        }
         _ => Ok(()),
     }
 }
 
-/// Fails if somebody has the same socket under another name.
+/// Fails if another port or device uses the same socket under another path.
 fn alone(path: &Path, owner: &str, sockets: &mut HashMap<PathBuf, String>) -> Result<(), String> {
     let Ok(place) = folder(path).canonicalize() else { return Ok(()) };
     let place = place.join(path.file_name().unwrap_or_default());
     match sockets.insert(place, owner.to_owned()) {
         None => Ok(()),
         Some(other) => Err(format!(
-            "expected a socket that nothing else has, found {}, which is that of {other} by another name; choose another path",
+            "duplicate socket: {} is the same file as a socket of {other}; choose another path",
             path.display()
         )),
     }
 }
 
-/// Whether the interface is one that this program can have, if it is there.
+/// Checks that the interface, if it exists, is a TAP interface with the right number of queues.
 fn interface_is_tap(name: &str, queues: u16) -> Result<(), (&'static str, String)> {
     const TAP: u32 = libc::IFF_TAP as u32;
     const MULTI_QUEUE: u32 = libc::IFF_MULTI_QUEUE as u32;
@@ -178,19 +176,19 @@ fn interface_is_tap(name: &str, queues: u16) -> Result<(), (&'static str, String
     let flags = flags.and_then(|text| u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok());
     let add = |queues| format!("ip tuntap add {name} mode tap {queues}vnet_hdr user $USER");
     match flags {
-        Some(flags) if flags & TAP == 0 => Err((
-            "interface",
-            format!("expected a TAP interface, found {name}, which is a TUN interface; choose another name"),
-        )),
+        Some(flags) if flags & TAP == 0 => {
+            Err(("interface", format!("expected a TAP interface, but {name} is a TUN interface; choose another name")))
+        }
         None => Err((
             "interface",
-            format!(
-                "expected a TAP interface, or none of that name, found {name}, which is of another kind; choose another name"
-            ),
+            format!("expected a TAP interface, but {name} exists and is of another kind; choose another name"),
         )),
         Some(flags) if (flags & MULTI_QUEUE != 0) != (queues > 1) => {
-            let (found, queues) = if queues > 1 { ("one queue", "multi_queue ") } else { ("several queues", "") };
-            Err(("queues", format!("found {name} made for {found}; make it anew: ip link del {name}; {}", add(queues))))
+            let (found, queues) = if queues > 1 { ("a single queue", "multi_queue ") } else { ("multiple queues", "") };
+            Err((
+                "queues",
+                format!("{name} was created with {found}; recreate it: ip link del {name}; {}", add(queues)),
+            ))
         }
         Some(_) => Ok(()),
     }
@@ -208,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_that_does_not_go_here() {
+    fn findings_name_line_key_and_remedy() {
         let text = r#"
 [workers]
 cpus = [1023]
@@ -232,11 +230,11 @@ socket = "/proc/self/../stat"
         let config = Config::parse(text, "rr.toml").unwrap();
         let found: Vec<String> = check(&config).iter().map(Finding::to_string).collect();
         for expected in [
-            "3: key `workers.cpus`: expected a CPU of this machine that is online, 0",
-            "7: port \"a\": key `socket`: expected a folder that exists, found no /nowhere-at-all; make it: install -d",
-            "12: port \"lo\": key `interface`: expected a TAP interface, or none of that name, found lo",
-            "15: vsock 1: key `socket`: expected a folder, ",
-            "19: port \"b\": key `socket`: expected nothing or a socket at /proc/self/../stat, which exists and is not",
+            "3: key `workers.cpus`: expected an online CPU (0",
+            "7: port \"a\": key `socket`: directory /nowhere-at-all does not exist; create it: install -d",
+            "12: port \"lo\": key `interface`: expected a TAP interface, but lo exists and is of another kind",
+            "15: vsock 1: key `socket`: ",
+            "19: port \"b\": key `socket`: /proc/self/../stat exists and is not a socket",
         ] {
             assert!(found.iter().any(|found| found.starts_with(expected)), "no {expected:?} in {found:#?}");
         }
@@ -244,7 +242,7 @@ socket = "/proc/self/../stat"
     }
 
     #[test]
-    fn addresses_and_sockets_by_another_name() {
+    fn duplicate_addresses_and_sockets() {
         let here = std::env::temp_dir();
         let port = |name: &str, socket: &str, more: &str| {
             let socket = format!("{}/{socket}", here.display());
@@ -258,14 +256,8 @@ socket = "/proc/self/../stat"
         let found: Vec<String> =
             check(&Config::parse(&text, "rr.toml").unwrap()).iter().map(Finding::to_string).collect();
         let [address, socket] = &found[..] else { panic!("{found:#?}") };
-        assert!(
-            address.starts_with("10: port \"b\": key `mac`: expected an address that no other port has"),
-            "{address}"
-        );
-        assert!(address.contains("which port \"a\" has too"), "{address}");
-        assert!(
-            socket.starts_with("14: port \"c\": key `socket`: expected a socket that nothing else has"),
-            "{socket}"
-        );
+        assert!(address.starts_with("10: port \"b\": key `mac`: duplicate MAC address"), "{address}");
+        assert!(address.contains("also used by port \"a\""), "{address}");
+        assert!(socket.starts_with("14: port \"c\": key `socket`: duplicate socket: "), "{socket}");
     }
 }

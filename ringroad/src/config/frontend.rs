@@ -1,4 +1,4 @@
-//! What `[[port]]` and `[[vsock]]` say about their vhost-user sockets: who may connect, and what a frontend may use up.
+//! Keys that `[[port]]` and `[[vsock]]` share, about their vhost-user sockets: access, and a frontend's budgets.
 
 use super::{ConfigError, Section, Taken, amount};
 use ringroad_host::{
@@ -6,25 +6,25 @@ use ringroad_host::{
     vhost_user::{Access, Limits, Rate},
 };
 
-/// A vhost-user socket.
+/// Settings of a vhost-user socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Frontend {
-    /// What a frontend may use up.
+    /// Budgets of a frontend.
     pub limits: Limits,
-    /// Who may connect.
+    /// Owner and permissions of the socket.
     pub access: Access,
 }
 
-/// The keys that are read here, beside `limits`.
+/// The keys parsed here, besides `limits`.
 pub(super) const KEYS: [&str; 3] = ["socket_mode", "socket_owner", "socket_group"];
 
-/// Address space that each port gets at least that does not say how much it wants.
+/// Minimum address space, in bytes, of each port that does not set `limits.mapped`.
 const LEAST_MAPPED: u64 = 1 << 30;
 
-/// Keys of `limits` that are read here.
+/// Keys of `limits` parsed here.
 pub(super) const LIMITS: [&str; 6] = ["mapped", "regions", "connects", "messages", "refusals", "lines"];
 
-/// `others`: further keys that `limits` may have.
+/// `others`: further keys allowed in `limits`.
 pub(super) fn frontend(table: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<Frontend, ConfigError> {
     let access = Access {
         mode: table.text("socket_mode", "octal permissions such as \"0660\"", parse_mode)?.unwrap_or(0o600),
@@ -47,7 +47,7 @@ fn limits(port: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<
     })?;
     let regions = table.number("regions", 1..=ringroad_mem::SLOTS as u64)?.map(|regions| regions as usize);
     taken.memory.push((mapped, regions));
-    // As many times a second's worth at once as the default has.
+    // The burst is the same multiple of the rate as the default's.
     let rate = |key, default: Rate| {
         let rate = table.number(key, 1..=1_000_000)?.map(|rate| rate as u32);
         let times = default.burst / default.rate;
@@ -63,36 +63,37 @@ fn limits(port: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<
     })
 }
 
-/// What is left of the address space for each port that has not said how much it wants: the address space and its mappings are
-/// shared by all, and there are to be enough for each, whatever the others do.
+/// Divides the remaining address space and memory regions equally among the ports that do not set their own limits. Both are
+/// shared by the whole process, and each port must have enough, whatever the others do.
 pub(super) fn share(root: &Section, taken: &Taken, limits: &mut [&mut Limits]) -> Result<(), ConfigError> {
-    let silent = |count: usize| u64::try_from(count.max(1)).unwrap_or(u64::MAX);
-    let said: u64 = taken.memory.iter().filter_map(|(mapped, _)| *mapped).fold(0, u64::saturating_add);
+    let at_least_one = |count: usize| u64::try_from(count.max(1)).unwrap_or(u64::MAX);
+    let configured: u64 = taken.memory.iter().filter_map(|(mapped, _)| *mapped).fold(0, u64::saturating_add);
     let others = taken.memory.iter().filter(|(mapped, _)| mapped.is_none()).count();
-    let each = Limits::ALL_MAPPED.saturating_sub(said) / silent(others);
-    if said > Limits::ALL_MAPPED || others > 0 && each < LEAST_MAPPED {
+    let each = Limits::ALL_MAPPED.saturating_sub(configured) / at_least_one(others);
+    if configured > Limits::ALL_MAPPED || others > 0 && each < LEAST_MAPPED {
         let message = format!(
-            "expected at most 48 TiB for all ports together, with 1 GiB for each that says nothing; found {} TiB and {others} such \
-             ports",
-            said >> 40
+            "expected at most 48 TiB for all ports together, with 1 GiB for each port without the key; found {} TiB and {others} \
+             ports without it",
+            configured >> 40
         );
         return Err(root.error("limits.mapped", root.at, &message));
     }
-    let said: usize = taken.memory.iter().filter_map(|(_, regions)| *regions).sum();
+    let configured: usize = taken.memory.iter().filter_map(|(_, regions)| *regions).sum();
     let others = taken.memory.iter().filter(|(_, regions)| regions.is_none()).count();
-    let regions = Limits::ALL_REGIONS.saturating_sub(said) / others.max(1);
-    if said > Limits::ALL_REGIONS || others > 0 && regions < 8 {
+    let regions = Limits::ALL_REGIONS.saturating_sub(configured) / others.max(1);
+    if configured > Limits::ALL_REGIONS || others > 0 && regions < 8 {
         let message = format!(
-            "expected at most {} for all ports together, with 8 for each that says nothing; found {said} and {others} such ports",
+            "expected at most {} for all ports together, with 8 for each port without the key; found {configured} and {others} \
+             ports without it",
             Limits::ALL_REGIONS
         );
         return Err(root.error("limits.regions", root.at, &message));
     }
-    for ((mapped_said, regions_said), limits) in taken.memory.iter().zip(limits) {
-        if mapped_said.is_none() {
+    for ((own_mapped, own_regions), limits) in taken.memory.iter().zip(limits) {
+        if own_mapped.is_none() {
             limits.mapped = limits.mapped.min(each);
         }
-        if regions_said.is_none() {
+        if own_regions.is_none() {
             limits.regions = limits.regions.min(regions);
         }
     }
@@ -106,7 +107,7 @@ fn parse_mode(text: &str) -> Option<u32> {
 
 fn number_or(text: &str, look_up: impl Fn(&str) -> Option<u32>) -> Option<u32> {
     match amount(text, "").and_then(|number| u32::try_from(number).ok()) {
-        // The largest one means "as it is" to the kernel.
+        // u32::MAX means "unchanged" to chown(2).
         Some(number) => Some(number).filter(|&number| number < u32::MAX),
         None => look_up(text),
     }
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn many_ports_share_what_there_is() {
+    fn ports_share_the_address_space() {
         let sizes = |texts: Vec<String>| -> Vec<(u64, usize)> {
             frontends(&texts.concat()).iter().map(|found| (found.limits.mapped, found.limits.regions)).collect()
         };
@@ -173,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values() {
+    fn invalid_values() {
         for (rest, expected) in [
             ("limits = 3", "key `limits`: expected a table, found 3"),
             ("limits = { maped = 1 }", "key `limits.maped`: unknown key, did you mean `mapped`?"),
@@ -196,6 +197,6 @@ mod tests {
         }
         let tap = "[[port]]\nname = \"t\"\nkind = \"tap\"\ninterface = \"t0\"\nsocket_mode = \"0660\"";
         let error = Config::parse(tap, "rr.toml").unwrap_err().to_string();
-        assert!(error.contains("only for kind \"vhost-user\""), "{error}");
+        assert!(error.contains("only valid for kind \"vhost-user\""), "{error}");
     }
 }

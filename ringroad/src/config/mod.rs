@@ -1,7 +1,7 @@
-//! The configuration file of `ringroad serve -c FILE`: read once, checked in full, turned into plain structs.
+//! The configuration file of `ringroad serve -c FILE`: read once, validated in full, turned into plain structs.
 //!
-//! main.rs calls [`Config::load`]. The file is walked by hand rather than through serde, so that each error names
-//! the line and the key at fault, also where the syntax is right and the meaning is not.
+//! `serve` calls [`Config::load`] at start and for each reload. The file is walked by hand rather than through serde, so that
+//! each error names the line and the key at fault, also where the syntax is valid and the value is not.
 #![cfg_attr(
     not(test),
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
@@ -34,17 +34,17 @@ use thiserror::Error;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// Bytes that a file may have.
+/// Maximum size of the file, in bytes.
 const MAX_FILE: usize = 1 << 20;
-/// Bytes that the path of a Unix socket may have: `sun_path` less its closing zero.
+/// Maximum length of a Unix socket's path, in bytes: `sun_path` less the terminating NUL.
 const MAX_SOCKET: usize = 107;
-/// Bytes that the name of a network interface may have: IFNAMSIZ less its closing zero.
+/// Maximum length of an interface name, in bytes: IFNAMSIZ less the terminating NUL.
 const MAX_INTERFACE: usize = 15;
 const MAX_POLL: Duration = Duration::from_secs(10);
 /// Microseconds.
 const MAX_GATHER: u64 = 100;
 
-/// All that a configuration file says.
+/// A parsed configuration file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// `[log]`.
@@ -57,21 +57,21 @@ pub struct Config {
     pub sandbox: Sandbox,
     /// `[[port]]`, in the order of the file.
     pub ports: Vec<Port>,
-    /// `[[vsock]]`, in the order of the file. Of both at least one.
+    /// `[[vsock]]`, in the order of the file. There is at least one port or device.
     pub vsocks: Vec<Vsock>,
-    /// Where in the file some of it is said.
+    /// Line numbers of some keys, for later findings.
     pub places: Places,
 }
 
-/// What the log may be.
+/// Limits of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
-    /// Lines a second, all together.
+    /// Maximum number of lines a second, in total.
     pub lines: u32,
 }
 
-/// Where in a file keys are whose values can be right and still not go here: by owner and key. Where something is said is no
-/// part of what is said: all places are equal.
+/// Line numbers of keys, by owner and key, whose values can be valid and still not work on this machine. They are not part of the
+/// configuration's value: all places compare equal.
 #[derive(Clone, Debug, Default)]
 pub struct Places(HashMap<(String, String), usize>);
 
@@ -84,34 +84,34 @@ impl PartialEq for Places {
 impl Eq for Places {}
 
 impl Places {
-    /// The line of an owner's key ("port \"vm1\"", "socket"), or of the owner, or else the first.
+    /// Returns the line of an owner's key ("port \"vm1\"", "socket"), else that of the owner, else 1.
     pub fn line(&self, owner: &str, key: &str) -> usize {
         let line = |key: &str| self.0.get(&(owner.to_owned(), key.to_owned())).copied();
         line(key).or_else(|| line("")).unwrap_or(1)
     }
 }
 
-/// The threads that move frames; in this version one, shared by all ports.
+/// The threads that forward frames; in this version one, shared by all ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Workers {
-    /// The CPU that each worker is pinned to; at most one in this version, none if not pinned.
+    /// The CPU of each worker; at most one in this version; empty: not pinned.
     pub cpus: Vec<usize>,
-    /// How long a worker polls before it sleeps.
+    /// How long a worker polls an empty queue before it sleeps.
     pub poll: Poll,
-    /// For how long a worker leaves a queue alone whose driver is slower than it is.
+    /// How long a worker pauses after a partial burst, so that a slower driver can fill the queue.
     pub gather: Gather,
-    /// How many full bursts of a queue are carried before the others have their turn.
+    /// Quantum of a queue: full bursts that are forwarded before the next queue's turn.
     pub turn: usize,
 }
 
-/// What the switch remembers.
+/// The forwarding table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwitchConfig {
-    /// After how long without a frame an address is forgotten.
+    /// Time without a frame after which an address is forgotten.
     pub ageing: Duration,
-    /// How many addresses it has room for at least.
+    /// Minimum capacity, in addresses.
     pub entries: usize,
-    /// For how long nothing must have come from an address before it can move to another port.
+    /// How long an address must be silent before it can move to another port.
     pub move_after: Duration,
 }
 
@@ -120,41 +120,41 @@ pub struct SwitchConfig {
 pub struct Port {
     /// Unique among the ports; letters, digits, `_`, `.` and `-`.
     pub name: String,
-    /// What becomes of the frames that come in.
+    /// What is done with received frames.
     pub mode: Mode,
-    /// Whether frames may go back out of the port that they came from.
+    /// Whether frames may be sent back to the port that they came from.
     pub hairpin: bool,
-    /// Bytes of the largest packet within a frame, if the file says so.
+    /// The MTU in bytes, if set in the file.
     pub mtu: Option<u16>,
     /// Overrides [`Workers::poll`] for this port.
     pub poll: Option<Poll>,
-    /// What it may do to other ports.
+    /// Limits on its effect on other ports.
     pub limits: Limits,
-    /// What is on the other side, and what only such a port has.
+    /// The kind of port, with the settings of that kind.
     pub kind: Kind,
 }
 
-/// What is on the other side of a port.
+/// The kinds of port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A virtual machine, through vhost-user.
+    /// A guest, over vhost-user.
     VhostUser {
         /// Path of the Unix socket; unique.
         socket: PathBuf,
-        /// Which end of the socket is ours.
+        /// Whether ringroad listens on the socket or connects to it.
         role: Role,
-        /// What is offered to the driver.
+        /// Features offered to the driver.
         features: Features,
         /// Queue pairs, 1 to 16.
         queues: u16,
-        /// The address that the guest is told to use.
+        /// The MAC address advertised to the guest, if set in the file.
         mac: Option<MacAddr>,
-        /// What is turned off to see what it is worth.
+        /// Optimisations that can be turned off for measurements.
         tuning: Tuning,
-        /// Who may connect to the socket, and what for.
+        /// Access to the socket, and a frontend's budgets.
         frontend: Frontend,
     },
-    /// The host's kernel, through a TAP interface.
+    /// The host's network stack, through a TAP interface.
     Tap {
         /// Name of the interface, unique among the ports.
         interface: String,
@@ -163,7 +163,7 @@ pub enum Kind {
     },
 }
 
-/// The first thing that is wrong with a file.
+/// The first error in a file.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -171,16 +171,16 @@ pub enum ConfigError {
     Read {
         /// The file.
         file: String,
-        /// What the operating system says.
+        /// The error of the operating system.
         error: io::Error,
     },
     /// The file is larger than any sensible configuration.
-    #[error("{file}: expected a configuration file of at most {MAX_FILE} bytes, found more")]
+    #[error("{file}: expected at most {MAX_FILE} bytes, found more")]
     TooLarge {
         /// The file.
         file: String,
     },
-    /// A line is not UTF-8, not TOML, or does not say what it should.
+    /// A line is not UTF-8, not TOML, or has an invalid key or value.
     #[error("{file}:{line}: {message}")]
     Line {
         /// The file.
@@ -196,11 +196,11 @@ impl Config {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// One [`ConfigError`]: the file cannot be read or is no valid configuration.
+    /// The file cannot be read or is not a valid configuration.
     pub fn load(path: &Path) -> Result<Config, ConfigError> {
         let file = path.display().to_string();
         let mut bytes = Vec::new();
-        // Bounded by reading, not by its size: a device or a pipe does not tell.
+        // Bounded by what is read, not by the file's size: a device or a pipe reports none.
         let read = File::open(path).and_then(|open| open.take(MAX_FILE as u64 + 1).read_to_end(&mut bytes));
         if let Err(error) = read {
             return Err(ConfigError::Read { file, error });
@@ -212,19 +212,19 @@ impl Config {
             Ok(text) => Config::parse(text, &file),
             Err(error) => {
                 let line = line(&bytes, error.valid_up_to());
-                Err(ConfigError::Line { file, line, message: "expected UTF-8, found other bytes".into() })
+                Err(ConfigError::Line { file, line, message: "expected UTF-8, found an invalid byte".into() })
             }
         }
     }
 
-    /// Reads `text`, which errors call `file`.
+    /// Parses `text`; errors name it `file`.
     ///
     /// # Errors
-    /// One [`ConfigError::Line`]: the text is no valid configuration.
+    /// [`ConfigError::Line`]: the text is not a valid configuration.
     pub fn parse(text: &str, file: &str) -> Result<Config, ConfigError> {
         let source = Source { file, text };
         let (root, errors) = DeTable::parse_recoverable(text);
-        // Not the first in the parser's order: a string without an end is found out after what follows from it.
+        // The first by position, not in the parser's order: it reports an unterminated string after its consequences.
         if let Some(error) = errors.iter().min_by_key(|error| error.span().map(|span| span.start)) {
             return Err(source.syntax(error));
         }
@@ -311,7 +311,7 @@ fn switch(root: &Section) -> Result<SwitchConfig, ConfigError> {
 fn ports(root: &Section, taken: &mut Taken) -> Result<Vec<Port>, ConfigError> {
     let expected = "at least one port, written [[port]]";
     let Some(list) = root.get("port") else {
-        // Who has only vsock devices needs no switch.
+        // A file with vsock devices alone needs no ports.
         return if root.get("vsock").is_some() { Ok(Vec::new()) } else { Err(root.missing("port", expected)) };
     };
     let tables = list.get_ref().as_array().filter(|tables| !tables.is_empty());
@@ -327,7 +327,7 @@ fn ports(root: &Section, taken: &mut Taken) -> Result<Vec<Port>, ConfigError> {
     tables.iter().enumerate().map(port).collect()
 }
 
-/// What no two ports may share, and where in the file it was said first.
+/// Values that must be unique, with the offset of their first use, and other state gathered while parsing.
 #[derive(Default)]
 struct Taken {
     names: HashMap<String, usize>,
@@ -336,12 +336,12 @@ struct Taken {
     cids: HashMap<u64, usize>,
     macs: HashMap<MacAddr, usize>,
     places: Places,
-    /// Address space and regions that each guest's memory may take up, if the file says so, in its order.
+    /// `limits.mapped` and `limits.regions` of each guest, if set, in the order of the file.
     memory: Vec<(Option<u64>, Option<usize>)>,
 }
 
 impl Taken {
-    /// Notes where a key is, if it is there.
+    /// Records the line of a key, if it is present; the empty key is the table itself.
     fn note(&mut self, table: &Section, key: &str) {
         let at = if key.is_empty() { Some(table.at) } else { table.get(key).map(|value| value.span().start) };
         if let Some(at) = at {
@@ -382,7 +382,7 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
         ("generate", Some(Mode::Generate)),
     ];
     let mode = table.one_of("mode", &modes)?.unwrap_or(Mode::Switch);
-    // Nobody would wake a queue that has no frames.
+    // Nothing would wake a generating port: no frames arrive.
     let poll = table.poll()?.or((mode == Mode::Generate).then_some(Poll::Unlimited));
     let queues = table.number("queues", 1..=16)?.unwrap_or(1) as u16;
     let (hairpin, mtu) = (table.boolean("hairpin", false)?, table.number("mtu", 68..=65535)?.map(|mtu| mtu as u16));
@@ -394,10 +394,10 @@ fn port(table: &Section, taken: &mut Taken) -> Result<Port, ConfigError> {
     Ok(Port { name, mode, hairpin, mtu, poll, limits, kind })
 }
 
-/// Keys of `limits` that say what a port may do to others.
+/// Keys of `limits` that bound a port's effect on other ports.
 const NEIGHBOURS: [&str; 2] = ["addresses", "storm"];
 
-/// What a port may do to others.
+/// Parses the limits on a port's effect on other ports.
 fn limits(port: &Section, kind: &Kind, default: Limits) -> Result<Limits, ConfigError> {
     let own = match kind {
         Kind::VhostUser { mac, .. } => *mac,
@@ -405,7 +405,7 @@ fn limits(port: &Section, kind: &Kind, default: Limits) -> Result<Limits, Config
     };
     let fixed = port.one_of("addresses", &[("learn", Some(false)), ("fixed", Some(true))])?.unwrap_or(default.fixed);
     if let Some(value) = port.get("addresses").filter(|_| fixed && own.is_none()) {
-        let message = "\"fixed\" needs the address that the port has, key `mac`, found no such key";
+        let message = "\"fixed\" requires key `mac`, which is missing";
         return Err(port.error("addresses", value.span().start, message));
     }
     let link_local = port.one_of("link_local", &[("drop", Some(false)), ("forward", Some(true))])?;
@@ -426,7 +426,7 @@ fn limits(port: &Section, kind: &Kind, default: Limits) -> Result<Limits, Config
     Ok(Limits { addresses, storm, ..limits })
 }
 
-/// Path and role of a vhost-user socket.
+/// Parses the path and role of a vhost-user socket.
 fn socket(table: &Section, taken: &mut Taken) -> Result<(PathBuf, Role), ConfigError> {
     let (socket, expected) = table.path("socket", MAX_SOCKET)?;
     let socket = socket.ok_or_else(|| table.missing("socket", &expected))?;
@@ -487,8 +487,8 @@ fn tap(table: &Section, queues: u16, taken: &mut Taken) -> Result<Kind, ConfigEr
     Ok(Kind::Tap { interface, queues })
 }
 
-/// The address that a port's guest is told to use: the file's, or one that is the same for a name each time, so that a guest
-/// keeps it (FNV-1a).
+/// Returns the MAC address advertised to a port's guest: the configured one, or one derived from the port's name (FNV-1a), so
+/// that a guest keeps it across restarts.
 pub fn mac(port: &Port) -> MacAddr {
     let named =
         || port.name.bytes().fold(0x811c_9dc5, |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
@@ -503,16 +503,16 @@ fn is_name(text: &str) -> bool {
     (1..=32).contains(&text.len()) && text.bytes().all(good)
 }
 
-/// The kernel's rule (`dev_valid_name`), and no `%`: that would have the kernel pick a number.
+/// The kernel's rule (`dev_valid_name`), and no `%`, which would make the kernel pick a number.
 fn is_interface(text: &str) -> bool {
     let bad = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '/' | ':' | '%');
     (1..=MAX_INTERFACE).contains(&text.len()) && !matches!(text, "." | "..") && !text.contains(bad)
 }
 
-/// N of the text `N<unit>`, digits only.
+/// Parses N from `N<unit>`, digits only.
 fn amount(text: &str, unit: &str) -> Option<u64> {
     let digits = text.strip_suffix(unit)?;
-    // A sign would parse too.
+    // `parse` would accept a sign.
     digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
 }
 
@@ -534,12 +534,12 @@ fn parse_gather(text: &str) -> Option<Gather> {
     }
 }
 
-/// A port's name, if it is one to call the port by.
+/// Returns a port's name if it is valid, so that errors can use it.
 fn table_name<'a>(table: &'a DeTable) -> Option<&'a str> {
     table.get("name")?.get_ref().as_str().filter(|name| is_name(name))
 }
 
-/// The file, for errors.
+/// The file's name and text, for errors.
 #[derive(Clone, Copy)]
 struct Source<'a> {
     file: &'a str,
@@ -563,15 +563,15 @@ impl Source<'_> {
     }
 }
 
-/// One table of the file, and what its errors need.
+/// One table of the file, with the context for its errors.
 struct Section<'a> {
     source: Source<'a>,
-    /// The port that it belongs to; empty if none.
+    /// The port or device that it belongs to; empty if none.
     owner: String,
-    /// What comes before its keys in messages: `workers.`, or nothing.
+    /// Prefix of its keys in messages: `workers.`, or empty.
     prefix: &'static str,
     table: &'a DeTable<'a>,
-    /// Where it begins in the file, in bytes.
+    /// Its byte offset in the file.
     at: usize,
 }
 
@@ -591,10 +591,10 @@ impl<'a> Section<'a> {
     }
 
     fn missing(&self, key: &str, expected: &str) -> ConfigError {
-        self.error(key, self.at, &format!("expected {expected}, found no such key"))
+        self.error(key, self.at, &format!("missing, expected {expected}"))
     }
 
-    /// The table within this one.
+    /// Returns a table within this one.
     fn section(&self, key: &str, prefix: &'static str) -> Result<Option<Section<'a>>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let table = value.get_ref().as_table().ok_or_else(|| self.wrong(key, value, "a table"))?;
@@ -602,29 +602,29 @@ impl<'a> Section<'a> {
         Ok(Some(Section { source, owner, prefix, table, at }))
     }
 
-    /// Fails at the first key that is not in `known`; those of a later version are `planned`.
+    /// Fails at the first key that is not in `known`. `planned`: keys reserved for later versions.
     fn only(&self, known: &[&str], planned: &[&str]) -> Result<(), ConfigError> {
         let unknown = self.table.keys().filter(|key| !known.contains(&key.get_ref().as_ref()));
-        // The parser sorts keys by name, but who reads a file begins at its top.
+        // The parser sorts keys by name; report the first in the file.
         let Some(key) = unknown.min_by_key(|key| key.span().start) else { return Ok(()) };
         let name = key.get_ref().as_ref();
         let message = if planned.contains(&name) {
-            "not available yet in this version".to_owned()
+            "not supported by this version".to_owned()
         } else {
             let near = known.iter().map(|known| (distance(known, &shorten(name)), known)).min();
             match near.filter(|&(distance, known)| distance <= known.len() / 3) {
                 Some((_, near)) => format!("unknown key, did you mean `{near}`?"),
-                None => format!("unknown key, known ones are {}", list(known, '`', "and")),
+                None => format!("unknown key, expected one of {}", list(known, '`', "or")),
             }
         };
         Err(self.error(&shorten(name), key.span().start, &message))
     }
 
-    /// Fails at a key that belongs to ports of another kind.
-    fn foreign(&self, keys: &[&str], theirs: &str, ours: &str) -> Result<(), ConfigError> {
+    /// Fails at a key of `keys`, which are valid for ports of kind `valid` only.
+    fn foreign(&self, keys: &[&str], valid: &str, kind: &str) -> Result<(), ConfigError> {
         let found = self.table.keys().filter(|key| keys.contains(&key.get_ref().as_ref()));
         let Some(key) = found.min_by_key(|key| key.span().start) else { return Ok(()) };
-        let message = format!("only for kind {theirs:?}, and this port is of kind {ours:?}; remove it");
+        let message = format!("only valid for kind {valid:?}, but this port is of kind {kind:?}; remove it");
         Err(self.error(key.get_ref(), key.span().start, &message))
     }
 
@@ -639,21 +639,21 @@ impl<'a> Section<'a> {
         converted.map(Some).ok_or_else(|| self.wrong(key, value, expected))
     }
 
-    /// One of some texts; those without a value are not available yet.
+    /// Parses one of several texts; those without a value are reserved for later versions.
     fn one_of<T: Copy>(&self, key: &str, choices: &[(&str, Option<T>)]) -> Result<Option<T>, ConfigError> {
         let available = choices.iter().filter(|(_, value)| value.is_some()).map(|&(name, _)| name);
         let expected = list(&available.collect::<Vec<_>>(), '"', "or");
         let choice = self.text(key, &expected, |text| choices.iter().find(|(name, _)| *name == text))?;
         match (choice, self.get(key)) {
             (Some((name, None)), Some(value)) => {
-                let message = format!("expected {expected}, found {name:?}, which is not available yet");
+                let message = format!("expected {expected}, found {name:?}, which this version does not support");
                 Err(self.error(key, value.span().start, &message))
             }
             (choice, _) => Ok(choice.and_then(|&(_, value)| value)),
         }
     }
 
-    /// The path of a Unix socket of at most so many bytes, and how messages call that.
+    /// Parses the path of a Unix socket of at most `max` bytes; also returns the description for messages.
     fn path(&self, key: &str, max: usize) -> Result<(Option<PathBuf>, String), ConfigError> {
         let expected = format!("the path of a Unix socket, 1 to {max} bytes");
         let path = self.text(key, &expected, |text| {
@@ -662,7 +662,7 @@ impl<'a> Section<'a> {
         Ok((path, expected))
     }
 
-    /// A list of what `convert` takes; empty, if there is none.
+    /// Parses a list whose elements `convert` accepts; empty if the key is absent.
     fn list<T>(
         &self,
         key: &str,
@@ -696,7 +696,7 @@ impl<'a> Section<'a> {
         self.text("poll", "\"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\"", parse_poll)
     }
 
-    /// Fails if something earlier in the file has the same `value`.
+    /// Fails if the same `value` was used earlier in the file.
     fn unique<K: Clone + Eq + Hash>(
         &self,
         key: &str,
@@ -708,16 +708,16 @@ impl<'a> Section<'a> {
         let Some(first) = taken.insert(value.clone(), at) else { return Ok(()) };
         let first = line(self.source.text.as_bytes(), first);
         let found = describe(found.get_ref());
-        Err(self.error(key, at, &format!("expected nothing else to have it, found {found} in line {first} too")))
+        Err(self.error(key, at, &format!("duplicate {key} {found}, already used in line {first}")))
     }
 }
 
-/// The line, from 1, of the byte at `at`.
+/// Returns the line, from 1, of the byte at `at`.
 fn line(text: &[u8], at: usize) -> usize {
     1 + text.iter().take(at).filter(|&&byte| byte == b'\n').count()
 }
 
-/// A value as a message says it.
+/// Formats a value for a message.
 fn describe(value: &DeValue) -> String {
     match value {
         DeValue::String(text) => quote(text),
@@ -735,7 +735,7 @@ fn quote(text: &str) -> String {
     format!("{:?}", shorten(text))
 }
 
-/// Not more than a message should hold.
+/// Cuts a text to what fits into a message.
 fn shorten(text: &str) -> String {
     match text.char_indices().nth(120) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -743,7 +743,7 @@ fn shorten(text: &str) -> String {
     }
 }
 
-/// `a`, `b` and `c`.
+/// Joins names: `a`, `b` and `c`.
 fn list(names: &[&str], quote: char, last: &str) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("{quote}{name}{quote}")).collect();
     match quoted.split_last() {
@@ -752,7 +752,7 @@ fn list(names: &[&str], quote: char, last: &str) -> String {
     }
 }
 
-/// How many letters to add, drop or change from `a` to `b` (Levenshtein).
+/// Returns the edit distance (Levenshtein) between `a` and `b`.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut above: Vec<usize> = (0..=b.len()).collect();
@@ -805,12 +805,12 @@ interface = "rr0"
 limits = { storm = "unlimited" }
 "#;
 
-    /// A sound vhost-user port in lines 1 to 4, then `rest` from line 5 on.
+    /// A valid vhost-user port in lines 1 to 4, then `rest` from line 5 on.
     fn vm1(rest: &str) -> String {
         format!("[[port]]\nname = \"vm1\"\nkind = \"vhost-user\"\nsocket = \"/run/1\"\n{rest}")
     }
 
-    /// A sound TAP port in lines 1 to 4, then `rest` from line 5 on.
+    /// A valid TAP port in lines 1 to 4, then `rest` from line 5 on.
     fn rr0(rest: &str) -> String {
         format!("[[port]]\nname = \"up\"\nkind = \"tap\"\ninterface = \"rr0\"\n{rest}")
     }
@@ -885,7 +885,7 @@ limits = { storm = "unlimited" }
     }
 
     #[test]
-    fn each_switch_has_its_key() {
+    fn each_tuning_has_its_key() {
         let read = |line: &str| match parse(&vm1(&format!("[port.tuning]\n{line}"))).ports.remove(0).kind {
             Kind::VhostUser { tuning, .. } => tuning,
             Kind::Tap { .. } => unreachable!(),
@@ -949,18 +949,18 @@ limits = { storm = "unlimited" }
         let socket = |path: &str| server(path).replace("/run/1", "/run/0");
         let rows: Vec<(String, &str)> = vec![
             // The file as a whole.
-            ("".into(), "1: key `port`: expected at least one port, written [[port]], found no such key"),
+            ("".into(), "1: key `port`: missing, expected at least one port, written [[port]]"),
             ("\n\nport = []".into(), "3: key `port`: expected at least one port, written [[port]], found an empty"),
             ("[port]\nname = \"vm1\"".into(), "1: key `port`: expected at least one port, written [[port]], found a"),
-            ("port = [\n{},\n7]".into(), "2: port 1: key `name`: expected 1 to 32 letters"),
+            ("port = [\n{},\n7]".into(), "2: port 1: key `name`: missing, expected 1 to 32 letters"),
             ("port = [\n7]".into(), "2: key `port`: expected at least one port, written [[port]], found 7"),
             (vm1("[wrokers]"), "5: key `wrokers`: unknown key, did you mean `workers`?"),
             (vm1("[ports]"), "5: key `ports`: unknown key, did you mean `port`?"),
             (
                 vm1("[bridge]"),
-                "5: key `bridge`: unknown key, known ones are `log`, `workers`, `switch`, `sandbox`, `port` and `vsock`",
+                "5: key `bridge`: unknown key, expected one of `log`, `workers`, `switch`, `sandbox`, `port` or `vsock`",
             ),
-            (vm1("[[e1000]]"), "5: key `e1000`: not available yet in this version"),
+            (vm1("[[e1000]]"), "5: key `e1000`: not supported by this version"),
             // Syntax.
             (vm1("queues 2"), "5: not valid TOML: "),
             (vm1("queues = "), "5: not valid TOML: "),
@@ -971,12 +971,12 @@ limits = { storm = "unlimited" }
             (format!("a = {}", "[".repeat(100_000)), "1: not valid TOML: cannot recurse further"),
             (format!("a{} = 1", ".a".repeat(100_000)), "1: not valid TOML: recursion limit"),
             // [workers].
-            (vm1("workers = 3"), "5: port \"vm1\": key `workers`: unknown key, known ones are `name`, `kind`"),
+            (vm1("workers = 3"), "5: port \"vm1\": key `workers`: unknown key, expected one of `name`, `kind`"),
             (vm1("[[workers]]"), "5: key `workers`: expected a table, found a list"),
-            (vm1("[workers]\n\nspin = true"), "7: key `workers.spin`: unknown key, known ones are `model`, `cpus`"),
+            (vm1("[workers]\n\nspin = true"), "7: key `workers.spin`: unknown key, expected one of `model`, `cpus`"),
             (
                 vm1("[workers]\nmodel = \"per-queue\""),
-                "6: key `workers.model`: expected \"shared\", found \"per-queue\", which is not available yet",
+                "6: key `workers.model`: expected \"shared\", found \"per-queue\", which this version does not support",
             ),
             (vm1("[workers]\nmodel = \"per-device\""), "6: key `workers.model`: expected \"shared\", found \"per-d"),
             (
@@ -1014,13 +1014,10 @@ limits = { storm = "unlimited" }
             (vm1("[switch]\nentries = 1048577"), "6: key `switch.entries`: expected 1 to 1048576, found 1048577"),
             // Any port.
             (vm1("queue = 1"), "5: port \"vm1\": key `queue`: unknown key, did you mean `queues`?"),
-            (vm1("zone = 1\ncolour = 2"), "5: port \"vm1\": key `zone`: unknown key, known ones are `name`, `kind`, "),
-            (vm1("xdp = {}"), "5: port \"vm1\": key `xdp`: not available yet in this version"),
-            ("[[port]]\nkind = \"tap\"".into(), "1: port 1: key `name`: expected 1 to 32 letters, digits, `_`, `.` or"),
-            (
-                vm1("\n[[port]]"),
-                "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, found no su",
-            ),
+            (vm1("zone = 1\ncolour = 2"), "5: port \"vm1\": key `zone`: unknown key, expected one of `name`, `kind`, "),
+            (vm1("xdp = {}"), "5: port \"vm1\": key `xdp`: not supported by this version"),
+            ("[[port]]\nkind = \"tap\"".into(), "1: port 1: key `name`: missing, expected 1 to 32 letters, digits, "),
+            (vm1("\n[[port]]"), "6: port 2: key `name`: missing, expected 1 to 32 letters, digits, `_`, `.` or `-`"),
             (
                 vm1("[[port]]\nname = \"\""),
                 "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, ",
@@ -1032,15 +1029,15 @@ limits = { storm = "unlimited" }
             ),
             (
                 vm1("[[port]]\nkind = \"tap\"\nname = \"vm1\""),
-                "7: port \"vm1\": key `name`: expected nothing else to have it, found \"vm1\" in line 2 too",
+                "7: port \"vm1\": key `name`: duplicate name \"vm1\", already used in line 2",
             ),
             (
                 "[[port]]\nname = \"vm1\"".into(),
-                "1: port \"vm1\": key `kind`: expected \"vhost-user\" or \"tap\", found no such key",
+                "1: port \"vm1\": key `kind`: missing, expected \"vhost-user\" or \"tap\"",
             ),
             (
                 "[[port]]\nname = \"x\"\nkind = \"af-xdp\"".into(),
-                "3: port \"x\": key `kind`: expected \"vhost-user\" or \"tap\", found \"af-xdp\", which is not available yet",
+                "3: port \"x\": key `kind`: expected \"vhost-user\" or \"tap\", found \"af-xdp\", which this version does not",
             ),
             (
                 "[[port]]\nname = \"x\"\nkind = \"veth\"".into(),
@@ -1063,7 +1060,7 @@ limits = { storm = "unlimited" }
             // vhost-user.
             (
                 vm1("\ninterface = \"x\""),
-                "6: port \"vm1\": key `interface`: only for kind \"tap\", and this port is of",
+                "6: port \"vm1\": key `interface`: only valid for kind \"tap\", but this port is of",
             ),
             (
                 vm1("role = \"master\""),
@@ -1075,11 +1072,11 @@ limits = { storm = "unlimited" }
             (
                 server("/run/2").replace("/run/1\"", "/run/1\"\nmac = \"52:54:00:00:00:01\"")
                     + "mac = \"52:54:00:00:00:01\"",
-                "10: port \"vm2\": key `mac`: expected nothing else to have it, found \"52:54:00:00:00:01\" in line 5 too",
+                "10: port \"vm2\": key `mac`: duplicate mac \"52:54:00:00:00:01\", already used in line 5",
             ),
             (
                 vm1("addresses = \"fixed\""),
-                "5: port \"vm1\": key `addresses`: \"fixed\" needs the address that the port has, key `mac`",
+                "5: port \"vm1\": key `addresses`: \"fixed\" requires key `mac`, which is missing",
             ),
             (
                 vm1("addresses = \"any\""),
@@ -1103,7 +1100,7 @@ limits = { storm = "unlimited" }
                 vm1("[switch]\nmove_after = \"-1s\""),
                 "6: key `switch.move_after`: expected \"0s\" to \"1000000s\", found",
             ),
-            (rr0("addresses = \"learn\""), "5: port \"up\": key `addresses`: only for kind \"vhost-user\""),
+            (rr0("addresses = \"learn\""), "5: port \"up\": key `addresses`: only valid for kind \"vhost-user\""),
             (vm1("features = true"), "5: port \"vm1\": key `features`: expected a table, found true"),
             (vm1("features.packed = 1"), "5: port \"vm1\": key `features.packed`: expected true or false, found 1"),
             (
@@ -1112,7 +1109,7 @@ limits = { storm = "unlimited" }
             ),
             (
                 "[[port]]\nname = \"x\"\nkind = \"vhost-user\"".into(),
-                "1: port \"x\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, found no such key",
+                "1: port \"x\": key `socket`: missing, expected the path of a Unix socket, 1 to 107 bytes",
             ),
             (
                 socket(""),
@@ -1123,21 +1120,21 @@ limits = { storm = "unlimited" }
                 "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, f",
             ),
             (socket(&"s".repeat(108)), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 "),
-            (
-                server("/run//1"),
-                "8: port \"vm2\": key `socket`: expected nothing else to have it, found \"/run//1\" in line 4 too",
-            ),
+            (server("/run//1"), "8: port \"vm2\": key `socket`: duplicate socket \"/run//1\", already used in line 4"),
             // tap.
             (
                 rr0("socket = \"x\""),
-                "5: port \"up\": key `socket`: only for kind \"vhost-user\", and this port is of k",
+                "5: port \"up\": key `socket`: only valid for kind \"vhost-user\", but this port is of k",
             ),
-            (rr0("role = \"server\""), "5: port \"up\": key `role`: only for kind \"vhost-user\""),
-            (rr0("mtu = 1500\nmac = \"52:54:00:12:34:56\""), "6: port \"up\": key `mac`: only for kind \"vhost-user\""),
-            (rr0("[port.features]"), "5: port \"up\": key `features`: only for kind \"vhost-user\""),
+            (rr0("role = \"server\""), "5: port \"up\": key `role`: only valid for kind \"vhost-user\""),
+            (
+                rr0("mtu = 1500\nmac = \"52:54:00:12:34:56\""),
+                "6: port \"up\": key `mac`: only valid for kind \"vhost-user\"",
+            ),
+            (rr0("[port.features]"), "5: port \"up\": key `features`: only valid for kind \"vhost-user\""),
             (
                 "[[port]]\nname = \"x\"\nkind = \"tap\"".into(),
-                "1: port \"x\": key `interface`: expected the name of an interface, 1 to 15 bytes without `/`, `:`, `%` ",
+                "1: port \"x\": key `interface`: missing, expected the name of an interface, 1 to 15 bytes without ",
             ),
             (tap(""), "4: port \"x\": key `interface`: expected the name of an interface"),
             (tap("sixteen-bytes.xx"), "4: port \"x\": key `interface`: expected the name of an interface"),
@@ -1145,10 +1142,7 @@ limits = { storm = "unlimited" }
             (tap("a b"), "4: port \"x\": key `interface`: expected the name of an interface"),
             (tap("rr%d"), "4: port \"x\": key `interface`: expected the name of an interface"),
             (tap(".."), "4: port \"x\": key `interface`: expected the name of an interface"),
-            (
-                rr0(&tap("rr0")),
-                "8: port \"x\": key `interface`: expected nothing else to have it, found \"rr0\" in line 4 too",
-            ),
+            (rr0(&tap("rr0")), "8: port \"x\": key `interface`: duplicate interface \"rr0\", already used in line 4"),
         ];
         for (text, expected) in &rows {
             let found = error(text);
@@ -1158,7 +1152,7 @@ limits = { storm = "unlimited" }
     }
 
     #[test]
-    fn a_whole_message() {
+    fn complete_message() {
         assert_eq!(error(&vm1("queues = 99")), "rr.toml:5: port \"vm1\": key `queues`: expected 1 to 16, found 99");
     }
 
@@ -1177,7 +1171,7 @@ limits = { storm = "unlimited" }
         let load = |path: &str| Config::load(Path::new(path)).unwrap_err().to_string();
         assert_eq!(load("/nonexistent/rr.toml"), "/nonexistent/rr.toml: No such file or directory (os error 2)");
         assert_eq!(load("/"), "/: Is a directory (os error 21)");
-        let large = "/dev/zero: expected a configuration file of at most 1048576 bytes, found more";
+        let large = "/dev/zero: expected at most 1048576 bytes, found more";
         assert_eq!(load("/dev/zero"), large);
     }
 
@@ -1190,7 +1184,7 @@ limits = { storm = "unlimited" }
         let other = Config::load(&path);
         std::fs::remove_file(&path).unwrap();
         assert_eq!(good.unwrap(), parse(EXAMPLE));
-        let expected = format!("{}:2: expected UTF-8, found other bytes", path.display());
+        let expected = format!("{}:2: expected UTF-8, found an invalid byte", path.display());
         assert_eq!(other.unwrap_err().to_string(), expected);
     }
 }

@@ -1,4 +1,5 @@
-//! `[sandbox]`: what the daemon may still do once it has confined itself, beyond what the rest of the file needs.
+//! `[sandbox]`: rights that the daemon keeps for later reloads, beyond what the rest of the file needs; and the check of a
+//! reloaded configuration against the confinement in force.
 
 use super::{Config, ConfigError, Finding, Kind, Port, Section, Vsock, check, owner, vsock_owner};
 use ringroad_host::{
@@ -7,12 +8,12 @@ use ringroad_host::{
 };
 use std::path::{Path, PathBuf};
 
-/// What `[sandbox]` says.
+/// The `[sandbox]` table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sandbox {
-    /// To end, rather than to run without a part of it.
+    /// Whether to exit if the kernel lacks a part.
     pub require: bool,
-    /// Folders that a reload may put sockets into.
+    /// Directories in which a reload may create sockets.
     pub folders: Vec<PathBuf>,
     /// TCP ports that a reload may forward to.
     pub tcp: Vec<u16>,
@@ -24,7 +25,7 @@ pub(super) fn sandbox(root: &Section) -> Result<Sandbox, ConfigError> {
     let default = Sandbox::default();
     let Some(table) = root.section("sandbox", "sandbox.")? else { return Ok(default) };
     table.only(&["require", "folders", "tcp", "capabilities"], &[])?;
-    let folders = table.list("folders", "a list of folders, each an absolute path", |value| {
+    let folders = table.list("folders", "a list of directories, each an absolute path", |value| {
         value.as_str().map(PathBuf::from).filter(|path| path.is_absolute())
     })?;
     let tcp = table.list("tcp", "a list of TCP ports, 1 to 65535", |value| {
@@ -32,19 +33,19 @@ pub(super) fn sandbox(root: &Section) -> Result<Sandbox, ConfigError> {
         u16::from_str_radix(number.as_str(), number.radix()).ok().filter(|&port| port > 0)
     })?;
     let names = Privilege::ALL.map(|privilege| format!("{:?}", privilege.name())).join(", ");
-    let capabilities = table.list("capabilities", &format!("a list of some of {names}"), |value| {
+    let capabilities = table.list("capabilities", &format!("a list of capabilities out of {names}"), |value| {
         let name = value.as_str()?;
         Privilege::ALL.into_iter().find(|privilege| privilege.name() == name)
     })?;
     Ok(Sandbox { require: table.boolean("require", default.require)?, folders, tcp, capabilities })
 }
 
-/// The folder that a socket is in.
+/// Returns the directory that a socket is in.
 pub fn folder(socket: &Path) -> &Path {
     check::folder(socket)
 }
 
-/// Who a port's socket is given to.
+/// Returns owner and permissions of a port's socket.
 fn access(port: &Port) -> Option<Access> {
     match &port.kind {
         Kind::VhostUser { frontend, .. } => Some(frontend.access),
@@ -52,7 +53,7 @@ fn access(port: &Port) -> Option<Access> {
     }
 }
 
-/// Whether some socket is to be another user's or group's.
+/// Returns whether some socket gets another owner or group.
 pub fn gives_away(config: &Config) -> bool {
     let ports = config.ports.iter().filter_map(access);
     let mut all = ports.chain(config.vsocks.iter().map(|vsock| vsock.frontend.access));
@@ -63,7 +64,7 @@ fn is_given(access: Access) -> bool {
     access.owner.is_some() || access.group.is_some()
 }
 
-/// What a configuration asks for that the process has given up.
+/// Returns what a configuration needs but the process has given up.
 pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
     let mut found = Vec::new();
     for port in &config.ports {
@@ -76,7 +77,7 @@ pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
             Kind::Tap { interface, .. } => {
                 let there = Path::new("/sys/class/net").join(interface).exists();
                 if !there && in_force.has_dropped(Privilege::NetAdmin) {
-                    find("interface", dropped(&format!("make the interface {interface}"), &[Privilege::NetAdmin]));
+                    find("interface", dropped(&format!("create interface {interface}"), &[Privilege::NetAdmin]));
                 }
             }
         }
@@ -94,14 +95,16 @@ pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
     found
 }
 
-/// Forwards that lead where the process may not connect any more.
+/// Returns the forwards to TCP ports that the process may no longer connect to.
 pub fn barred_forwards(config: &Config, in_force: &InForce) -> Vec<Finding> {
     let mut found = Vec::new();
     for (index, vsock) in config.vsocks.iter().enumerate() {
         for (_, address) in vsock.forward.iter().filter(|(_, to)| !in_force.allows_tcp(to.port())) {
-            let ports = "of a forward when this process started, and confined itself, or of key `sandbox.tcp`";
             let port = address.port();
-            let message = format!("expected a TCP port {ports}, found {address}; list {port} there and restart");
+            let message = format!(
+                "{address}: the sandbox, fixed at start, does not allow connecting to TCP port {port}; add it to key \
+                 `sandbox.tcp` and restart"
+            );
             found.push(Finding::new(config, &vsock_owner(index), "forward", message));
         }
     }
@@ -110,14 +113,13 @@ pub fn barred_forwards(config: &Config, in_force: &InForce) -> Vec<Finding> {
 
 fn may_use(socket: &Path, in_force: &InForce) -> Result<(), String> {
     let place = folder(socket);
-    // One that is not there is wrong for another reason.
+    // A missing directory is another finding.
     if in_force.allows_folder(place) || !place.exists() {
         return Ok(());
     }
     let shown = place.display();
     Err(format!(
-        "expected a folder that had a socket when this process started, and confined itself, or is in key `sandbox.folders`; found {shown}, \
-         list it there and restart"
+        "the sandbox, fixed at start, does not allow sockets in {shown}; add the directory to key `sandbox.folders` and restart"
     ))
 }
 
@@ -127,14 +129,14 @@ fn may_give(access: Access, in_force: &InForce) -> Result<(), (&'static str, Str
         return Ok(());
     }
     let key = if access.owner.is_some() { "socket_owner" } else { "socket_group" };
-    Err((key, dropped("give sockets to others", &needed)))
+    Err((key, dropped("change the owner of sockets", &needed)))
 }
 
 fn dropped(what: &str, needed: &[Privilege]) -> String {
     let names: Vec<_> = needed.iter().map(|privilege| format!("{:?}", privilege.name())).collect();
     format!(
-        "this process has given up the right to {what}, as nothing in the file needed it at its start; list {} in key `sandbox.capabilities` \
-         and restart",
+        "cannot {what}: the capability was dropped at start, when nothing needed it; add {} to key `sandbox.capabilities` and \
+         restart",
         names.join(", ")
     )
 }
@@ -160,21 +162,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong() {
+    fn invalid_values() {
         for (text, expected) in [
-            (
-                "folders = \"/run\"",
-                "2: key `sandbox.folders`: expected a list of folders, each an absolute path, found",
-            ),
-            (
-                "folders = [\"run\"]",
-                "2: key `sandbox.folders`: expected a list of folders, each an absolute path, found",
-            ),
+            ("folders = \"/run\"", "2: key `sandbox.folders`: expected a list of directories, each an absolute path"),
+            ("folders = [\"run\"]", "2: key `sandbox.folders`: expected a list of directories, each an absolute path"),
             ("tcp = [0]", "2: key `sandbox.tcp`: expected a list of TCP ports, 1 to 65535, found"),
             ("tcp = [65536]", "2: key `sandbox.tcp`: expected a list of TCP ports"),
             (
                 "capabilities = [\"sys_admin\"]",
-                "2: key `sandbox.capabilities`: expected a list of some of \"net_admin\"",
+                "2: key `sandbox.capabilities`: expected a list of capabilities out of \"net_admin\"",
             ),
             ("required = true", "2: key `sandbox.required`: unknown key, did you mean `require`?"),
         ] {

@@ -1,4 +1,4 @@
-//! `[[vsock]]`: guests' vsock devices.
+//! `[[vsock]]`: the vsock devices of guests (virtio 1.3, 5.10).
 
 use super::{ConfigError, Frontend, MAX_SOCKET, Section, Taken, frontend, is_name, socket};
 use ringroad_host::vhost_user::Role;
@@ -15,35 +15,35 @@ pub struct Vsock {
     pub cid: u64,
     /// Path of the vhost-user socket; unique.
     pub socket: PathBuf,
-    /// Which end of the socket is ours.
+    /// Whether ringroad listens on the socket or connects to it.
     pub role: Role,
-    /// Where programs of the host connect with "CONNECT <port>"; the guest's connections go to `<host>_<port>`.
+    /// Unix socket where host programs connect with "CONNECT <port>"; the guest's connections go to `<host>_<port>`.
     pub host: Option<PathBuf>,
-    /// Ports of the host that lead to TCP.
+    /// Host ports that are forwarded to TCP addresses.
     pub forward: Vec<(u32, SocketAddr)>,
-    /// Guests with a group in common may talk to each other.
+    /// Guests that share a group may connect to each other.
     pub groups: Vec<String>,
-    /// Whether senders use the ring themselves where they can.
+    /// Whether senders write to the ring themselves where possible, instead of queueing for the worker.
     pub direct: bool,
-    /// Bytes that are kept for each connection.
+    /// Receive buffer of each connection, in bytes.
     pub buffer: u32,
-    /// Connections there may be at once.
+    /// Maximum number of concurrent connections.
     pub connections: usize,
-    /// Sockets of the host that it may have connected in a second.
+    /// Maximum number of connects to host sockets a second.
     pub connects: u32,
-    /// Bytes that the kernel may keep for programs that do not read, beyond 8 KiB for each socket.
+    /// Kernel memory for data that host programs have not read, in bytes, beyond 8 KiB for each socket.
     pub socket_memory: usize,
-    /// Bytes that are kept for the guest, at most: for its connections with the host, and as many for those with others.
+    /// Memory budget in bytes for the guest's connections with the host, and as much again for those with other guests.
     pub memory: usize,
-    /// For how long programs of this process look at the ring by themselves.
+    /// How long programs in this process poll the ring before they sleep.
     pub poll: Option<Poll>,
-    /// What is offered to the driver.
+    /// Features offered to the driver.
     pub features: Features,
-    /// Who may connect to its sockets, and what for.
+    /// Access to its sockets, and a frontend's budgets.
     pub frontend: Frontend,
 }
 
-/// Bytes of the longest "_<port>".
+/// Length of the longest "_<port>".
 const SUFFIX: usize = 11;
 
 pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, ConfigError> {
@@ -78,7 +78,7 @@ fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
         "features",
     ];
     table.only(&[&KEYS[..], &frontend::KEYS].concat(), &[])?;
-    // 0 to 2 are the hypervisor, the machine itself and the host; 2^32 - 1 is any (5.10.4).
+    // 0, 1 and 2 are the hypervisor, the local machine and the host; 2^32 - 1 is the wildcard (5.10.4).
     let cids = 3..=u64::from(u32::MAX) - 1;
     let cid = table.number("cid", cids.clone())?;
     let cid = cid.ok_or_else(|| table.missing("cid", &format!("{} to {}", cids.start(), cids.end())))?;
@@ -116,8 +116,7 @@ fn forward(vsock: &Section) -> Result<Vec<(u32, SocketAddr)>, ConfigError> {
         let name: &str = std::convert::AsRef::<str>::as_ref(key.get_ref() as &std::borrow::Cow<str>);
         let digits = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_digit());
         let port = digits.then(|| name.parse::<u32>().ok()).flatten().filter(|&port| port < u32::MAX);
-        let port =
-            port.ok_or_else(|| table.error(name, key.span().start, "expected a port of vsock, 0 to 4294967294"))?;
+        let port = port.ok_or_else(|| table.error(name, key.span().start, "expected a vsock port, 0 to 4294967294"))?;
         let address = value.get_ref().as_str().and_then(|text| text.parse().ok());
         let address =
             address.ok_or_else(|| table.wrong(name, value, "an address and port such as \"127.0.0.1:8080\""))?;
@@ -163,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn all_keys_and_their_defaults() {
+    fn keys_and_defaults() {
         let full = r#"
 [[vsock]]
 cid = 3
@@ -229,12 +228,12 @@ socket = "/run/vm2.vsock"
         let long = "h".repeat(MAX_SOCKET - SUFFIX + 1);
         let rows: Vec<(String, &str)> = vec![
             ("vsock = 3".into(), "1: key `vsock`: expected a list of vsock devices, written [[vsock]], found 3"),
-            ("[[vsock]]".into(), "1: vsock 1: key `cid`: expected 3 to 4294967294, found no such key"),
+            ("[[vsock]]".into(), "1: vsock 1: key `cid`: missing, expected 3 to 4294967294"),
             ("[[vsock]]\ncid = 2".into(), "2: vsock 1: key `cid`: expected 3 to 4294967294, found 2"),
-            ("[[vsock]]\ncid = 3".into(), "1: vsock 1: key `socket`: expected the path of a Unix socket, 1 to 107"),
-            (vsock("[[vsock]]\ncid = 3\nsocket = \"/run/2\""), "5: vsock 2: key `cid`: expected nothing else to have"),
-            (vsock("[[vsock]]\ncid = 4\nsocket = \"/run/1\""), "6: vsock 2: key `socket`: expected nothing else to"),
-            (vsock("host = \"/run/1\""), "4: vsock 1: key `host`: expected nothing else to have it"),
+            ("[[vsock]]\ncid = 3".into(), "1: vsock 1: key `socket`: missing, expected the path of a Unix socket, 1"),
+            (vsock("[[vsock]]\ncid = 3\nsocket = \"/run/2\""), "5: vsock 2: key `cid`: duplicate cid 3, already used"),
+            (vsock("[[vsock]]\ncid = 4\nsocket = \"/run/1\""), "6: vsock 2: key `socket`: duplicate socket \"/run/1\""),
+            (vsock("host = \"/run/1\""), "4: vsock 1: key `host`: duplicate host \"/run/1\""),
             (
                 vsock(&format!("host = \"{long}\"")),
                 "4: vsock 1: key `host`: expected the path of a Unix socket, 1 to 96",
@@ -244,7 +243,7 @@ socket = "/run/vm2.vsock"
             (vsock("connects = 0"), "4: vsock 1: key `connects`: expected 1 to 1000000, found 0"),
             (vsock("memory = 1000"), "4: vsock 1: key `memory`: expected 1048576 to 1099511627776, found 1000"),
             (vsock("forward = 3"), "4: vsock 1: key `forward`: expected a table, found 3"),
-            (vsock("forward = { x = \"127.0.0.1:1\" }"), "4: vsock 1: key `forward.x`: expected a port of vsock"),
+            (vsock("forward = { x = \"127.0.0.1:1\" }"), "4: vsock 1: key `forward.x`: expected a vsock port"),
             (vsock("forward = { 1 = \"localhost\" }"), "4: vsock 1: key `forward.1`: expected an address and port"),
             (vsock("groups = [\"a b\"]"), "4: vsock 1: key `groups`: expected a list of names"),
             (vsock("sockets = 1"), "4: vsock 1: key `sockets`: unknown key, did you mean `socket`?"),

@@ -1,43 +1,43 @@
-//! What a new configuration changes, key by key, and what each change costs: told before it happens, by `serve --check --against`,
-//! by SIGUSR2, and in the log at SIGHUP.
+//! Compares two configurations key by key and classifies what applying each change disrupts. Used by `serve --check --against`,
+//! SIGUSR2 (preview) and SIGHUP (logged before the reload; state.rs and vsock.rs decide by it what to restart).
 
 use crate::config::{Config, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, Vsock, Workers, mac};
 use ringroad_host::vhost_user::Access;
 use ringroad_switch::Limits;
 use std::fmt;
 
-/// What a change costs.
+/// What applying a change disrupts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nobody notices.
+    /// Nothing: the guest does not notice.
     InPlace,
-    /// It is only read at the start.
+    /// Read only at start: takes effect when the daemon is started again.
     NextStart,
-    /// The guest is disconnected, and comes back if it connects again.
+    /// The guest is disconnected; its frontend has to reconnect.
     Reconnects,
-    /// The interface goes and comes back, without its addresses if it was not prepared.
+    /// The interface is closed and opened again; if the daemon created it, its addresses are lost.
     Recreates,
-    /// A port or device that was not there.
-    Comes,
-    /// One that is not in the file any more.
-    Goes,
+    /// A new port or device.
+    Added,
+    /// A port or device that is no longer in the file.
+    Removed,
 }
 
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Whose: `port vm1`, `vsock 3`; empty if it is the program's.
+    /// The owner of the key: `port vm1`, `vsock 3`; empty for keys of the whole program.
     pub owner: String,
-    /// As the README writes it.
+    /// The key as the README spells it.
     pub key: &'static str,
-    /// What it costs.
+    /// What applying it disrupts.
     pub effect: Effect,
 }
 
 impl Change {
-    /// Whether somebody is cut off.
-    pub fn cuts(&self) -> bool {
-        matches!(self.effect, Effect::Reconnects | Effect::Recreates | Effect::Goes)
+    /// Returns whether it disconnects a guest or takes an interface away.
+    pub fn disrupts(&self) -> bool {
+        matches!(self.effect, Effect::Reconnects | Effect::Recreates | Effect::Removed)
     }
 }
 
@@ -48,16 +48,16 @@ impl fmt::Display for Change {
         }
         match self.effect {
             Effect::InPlace => write!(f, "key `{}`: in place", self.key),
-            Effect::NextStart => write!(f, "key `{}`: when it is started again", self.key),
+            Effect::NextStart => write!(f, "key `{}`: takes effect at the next start", self.key),
             Effect::Reconnects => write!(f, "key `{}`: reconnects the guest", self.key),
             Effect::Recreates => write!(f, "key `{}`: recreates the interface", self.key),
-            Effect::Comes => write!(f, "new"),
-            Effect::Goes => write!(f, "goes"),
+            Effect::Added => write!(f, "added"),
+            Effect::Removed => write!(f, "removed"),
         }
     }
 }
 
-/// Collects the keys of one owner that differ.
+/// Collects the differing keys of one owner.
 struct Diff {
     owner: String,
     changes: Vec<Change>,
@@ -75,37 +75,37 @@ impl Diff {
     }
 }
 
-/// All that differs, in the order of the new file; what goes comes first.
+/// Returns all differences: removals first, then the rest in the order of the new file.
 pub fn changes(before: &Config, after: &Config) -> Vec<Change> {
     let whole = |owner: String, effect| vec![Change { owner, key: "", effect }];
     let mut all = Vec::new();
     for port in &before.ports {
         if !after.ports.iter().any(|other| other.name == port.name) {
-            all.extend(whole(format!("port {}", port.name), Effect::Goes));
+            all.extend(whole(format!("port {}", port.name), Effect::Removed));
         }
     }
     for vsock in &before.vsocks {
         if !after.vsocks.iter().any(|other| other.cid == vsock.cid) {
-            all.extend(whole(format!("vsock {}", vsock.cid), Effect::Goes));
+            all.extend(whole(format!("vsock {}", vsock.cid), Effect::Removed));
         }
     }
     all.extend(program(before, after));
     for port in &after.ports {
         all.extend(match before.ports.iter().find(|other| other.name == port.name) {
             Some(before) => of_port(before, port),
-            None => whole(format!("port {}", port.name), Effect::Comes),
+            None => whole(format!("port {}", port.name), Effect::Added),
         });
     }
     for vsock in &after.vsocks {
         all.extend(match before.vsocks.iter().find(|other| other.cid == vsock.cid) {
             Some(before) => of_vsock(before, vsock),
-            None => whole(format!("vsock {}", vsock.cid), Effect::Comes),
+            None => whole(format!("vsock {}", vsock.cid), Effect::Added),
         });
     }
     all
 }
 
-// In what follows each struct is taken apart in full: who adds a key has to say here what its change costs.
+// The functions below destructure each struct in full, so that adding a key without classifying it does not compile.
 
 fn program(before: &Config, after: &Config) -> Vec<Change> {
     use Effect::{InPlace, NextStart};
@@ -130,7 +130,7 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
     diff.changes
 }
 
-/// What differs between two ports of one name.
+/// Returns the differences between two ports of the same name.
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
@@ -147,7 +147,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             diff.key("port.role", Reconnects, role, r);
             diff.key("port.features", Reconnects, features, f);
             diff.key("port.queues", Reconnects, queues, q);
-            // Drivers read the configuration space when they start.
+            // Drivers read the configuration space only when they start.
             diff.key("port.mac", Reconnects, &mac(before), &mac(after));
             diff.key("port.mtu", Reconnects, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
             diff.key("port.tuning", InPlace, tuning, t);
@@ -173,23 +173,23 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     diff.changes
 }
 
-/// What differs between two vhost-user sockets.
+/// Compares the socket settings of two ports or devices.
 fn of_frontend(diff: &mut Diff, [limits, mode, owner]: [&'static str; 3], before: &Frontend, after: &Frontend) {
     use Effect::{InPlace, Reconnects};
     let Frontend { limits: before_limits, access } = before;
     diff.key(limits, InPlace, before_limits, &after.limits);
     diff.key(mode, InPlace, &access.mode, &after.access.mode);
-    // Back to whoever makes it: only a new socket has that owner.
-    let goes = access.owner.is_some() && after.access.owner.is_none()
+    // Only a new socket gets the default owner back.
+    let reset = access.owner.is_some() && after.access.owner.is_none()
         || access.group.is_some() && after.access.group.is_none();
     let given = |access: &Access| (access.owner, access.group);
-    diff.key(owner, if goes { Reconnects } else { InPlace }, &given(access), &given(&after.access));
+    diff.key(owner, if reset { Reconnects } else { InPlace }, &given(access), &given(&after.access));
 }
 
-/// What a guest reads if the file does not say.
+/// The MTU that a guest reads in its configuration space if the file sets none.
 pub const MTU: u16 = 1500;
 
-/// What differs between two vsock devices of one guest.
+/// Returns the differences between two vsock devices of the same CID.
 pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
     use Effect::{InPlace, Reconnects};
     let mut diff = Diff::new(format!("vsock {}", after.cid));
@@ -254,9 +254,9 @@ socket = "/run/v"
     }
 
     #[test]
-    fn each_key_costs_what_it_must() {
+    fn effect_of_each_key() {
         assert_eq!(found(BEFORE), [""; 0]);
-        // What a file says that held before anyway is no change.
+        // Spelling out a default is no change.
         assert_eq!(found(&BEFORE.replace("mtu = 1500\n", "")), [""; 0]);
         for (what, with, expected) in [
             ("poll = \"0\"", "poll = \"50us\"", "key `workers.poll`: in place"),
@@ -309,8 +309,8 @@ socket = "/run/v"
     }
 
     #[test]
-    fn ports_come_and_go() {
+    fn added_and_removed() {
         let after = BEFORE.replace("\"vm1\"", "\"vm2\"").replace("cid = 3", "cid = 4");
-        assert_eq!(found(&after), ["port vm1: goes", "vsock 3: goes", "port vm2: new", "vsock 4: new"]);
+        assert_eq!(found(&after), ["port vm1: removed", "vsock 3: removed", "port vm2: added", "vsock 4: added"]);
     }
 }

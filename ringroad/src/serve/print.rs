@@ -1,19 +1,36 @@
-//! The counters of a running daemon, as a table and as JSON.
+//! The counters of the running daemon as text and JSON. Called by state.rs and vsock.rs.
 
-use crate::report;
+use crate::{
+    config::{Config, Port},
+    report,
+};
 use ringroad_frame::Snapshot;
 use ringroad_host::PortReport;
 
-/// How much there is.
+/// Returns the number of ports and vsock devices as text.
 pub fn summary(ports: usize, vsocks: usize) -> String {
+    let count = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     match (ports, vsocks) {
-        (ports, 0) => format!("{ports} ports"),
-        (0, vsocks) => format!("{vsocks} vsock devices"),
-        (ports, vsocks) => format!("{ports} ports, {vsocks} vsock devices"),
+        (ports, 0) => count(ports, "port"),
+        (0, vsocks) => count(vsocks, "vsock device"),
+        (ports, vsocks) => format!("{}, {}", count(ports, "port"), count(vsocks, "vsock device")),
     }
 }
 
-/// A port's counters.
+/// Returns which ports and devices were added and removed: ` (+vm3, -vm1, +vsock 4)`, or nothing.
+pub fn difference(before: &Config, after: &Config) -> String {
+    let names = |config: &Config| -> Vec<String> {
+        let ports = config.ports.iter().map(|Port { name, .. }| name.clone());
+        ports.chain(config.vsocks.iter().map(|vsock| format!("vsock {}", vsock.cid))).collect()
+    };
+    let (before, after) = (names(before), names(after));
+    let added = after.iter().filter(|name| !before.contains(name)).map(|name| format!("+{name}"));
+    let removed = before.iter().filter(|name| !after.contains(name)).map(|name| format!("-{name}"));
+    let all: Vec<String> = added.chain(removed).collect();
+    if all.is_empty() { String::new() } else { format!(" ({})", all.join(", ")) }
+}
+
+/// Returns a port's counters.
 pub fn json(report: &PortReport) -> serde_json::Value {
     let side = |snapshot: &Snapshot| {
         let mut side: serde_json::Map<_, _> =
@@ -24,45 +41,90 @@ pub fn json(report: &PortReport) -> serde_json::Value {
     serde_json::json!({ "name": report.name, "from": side(&report.received), "to": side(&report.sent) })
 }
 
-/// Those of all ports.
+/// Returns the counters of all ports as a table. README.md, "Counters", explains the columns.
 pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
-    let header = [
-        "port",
-        "from: frames",
-        "bytes",
-        "lost",
-        "to: frames",
-        "bytes",
-        "dropped: full",
-        "oversize",
-        "stopped",
-        "faults",
-        "notified",
-        "storm",
-        "spoofed",
-        "claimed",
-        "panics",
+    let groups = [
+        ("", &["port"][..]),
+        ("from port", &["frames", "bytes"]),
+        ("from port, dropped", &["total", "storm", "spoofed"]),
+        ("to port", &["frames", "bytes"]),
+        ("to port, dropped", &["no buffer", "oversize", "not running"]),
+        ("events", &["faults", "panics", "claimed", "notified"]),
     ];
-    let rows: Vec<Vec<String>> = ports
-        .map(|PortReport { name, received, sent }| {
-            let numbers = [
-                received.frames,
-                received.bytes,
-                received.dropped(),
-                sent.frames,
-                sent.bytes,
-                sent.full,
-                sent.oversize,
-                sent.stopped + sent.busy,
-                received.faults + sent.faults,
-                received.notifications + sent.notifications,
-                received.storm,
-                received.spoofed,
-                received.claimed,
-                received.panics,
-            ];
-            std::iter::once(name).chain(numbers.into_iter().map(report::count)).collect()
+    let rows = ports.map(|PortReport { name, received, sent }| {
+        let numbers = [
+            received.frames,
+            received.bytes,
+            received.dropped(),
+            received.storm,
+            received.spoofed,
+            sent.frames,
+            sent.bytes,
+            sent.full,
+            sent.oversize,
+            sent.stopped + sent.busy,
+            received.faults + sent.faults,
+            received.panics,
+            received.claimed,
+            received.notifications + sent.notifications,
+        ];
+        (name, numbers.to_vec())
+    });
+    grouped(&groups, rows)
+}
+
+/// Formats a table whose columns are in groups, each with a title above its columns. The first group is that of the row's name.
+pub fn grouped(groups: &[(&str, &[&str])], rows: impl Iterator<Item = (String, Vec<u64>)>) -> String {
+    let mut header: Vec<&str> = Vec::new();
+    for (index, (_, columns)) in groups.iter().enumerate() {
+        header.extend((index > 0).then_some(BAR));
+        header.extend(*columns);
+    }
+    let rows: Vec<Vec<String>> = rows
+        .map(|(name, numbers)| {
+            let mut cells = std::iter::once(name).chain(numbers.into_iter().map(report::count));
+            let cell = |&column: &&str| if column == BAR { BAR.into() } else { cells.next().unwrap_or_default() };
+            header.iter().map(cell).collect()
         })
         .collect();
-    report::table(&header, &rows)
+    let table = report::table(&header, &rows);
+    let parts = table.lines().next().unwrap_or_default().split(BAR).map(|part| part.chars().count());
+    let titles = groups.iter().zip(parts).map(|((title, _), width)| {
+        let title = if title.is_empty() { String::new() } else { format!("  {title}") };
+        format!("{title:<width$}")
+    });
+    format!("{}\n{table}", titles.collect::<Vec<_>>().join(BAR).trim_end())
+}
+
+/// Separates the groups of a table.
+const BAR: &str = "|";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn titles_stand_above_their_columns() {
+        let groups = [("", &["port"][..]), ("from port", &["frames", "bytes"]), ("events", &["faults"])];
+        let rows = [("vm1".to_owned(), vec![1, 20_000, 3]), ("b".to_owned(), vec![0; 3])];
+        let expected = "      |  from port       |  events\n\
+                        port  |  frames   bytes  |  faults\n\
+                        vm1   |       1  20 000  |       3\n\
+                        b     |       0       0  |       0\n";
+        assert_eq!(grouped(&groups, rows.into_iter()), expected);
+    }
+
+    #[test]
+    fn additions_and_removals() {
+        let port = |name: &str| format!("[[port]]\nname = {name:?}\nkind = \"tap\"\ninterface = {name:?}\n");
+        let vsock = "[[vsock]]\ncid = 4\nsocket = \"/run/v\"\n";
+        let parse = |text: String| Config::parse(&text, "rr.toml").unwrap();
+        let (before, after) = (parse(port("a") + &port("b")), parse(port("c") + &port("b") + vsock));
+        assert_eq!(difference(&before, &after), " (+c, +vsock 4, -a)");
+        assert_eq!(difference(&before, &before), "");
+        assert_eq!(
+            [summary(1, 0), summary(2, 1), summary(0, 2)],
+            ["1 port", "2 ports, 1 vsock device", "2 vsock devices"]
+        );
+    }
 }

@@ -1,5 +1,5 @@
-//! What control is doing, for the thread that has to end the program even if control hangs: where it is, and which sockets are to
-//! be removed.
+//! What control is currently doing and which sockets it has created: lets the main thread report and clean up when it has to exit
+//! although control hangs.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-/// A socket of ours: its path, and which file that was when we made it.
+/// A socket that we created: its path, and its device and inode then.
 struct Made {
     path: PathBuf,
     file: (u64, u64),
@@ -24,7 +24,7 @@ struct Inner {
     stopping: AtomicBool,
 }
 
-/// Shared by control and the thread that hears signals; neither holds it while it waits for something.
+/// Shared by control and the main thread. Neither blocks while it holds one of the locks.
 #[derive(Clone, Default)]
 pub struct Progress(Arc<Inner>);
 
@@ -37,17 +37,17 @@ fn file(path: &Path) -> Option<(u64, u64)> {
 }
 
 impl Progress {
-    /// What control does from now on.
+    /// Sets what control is doing from now on.
     pub fn at(&self, what: impl Into<String>) {
         *lock(&self.0.doing) = what.into();
     }
 
-    /// What it is doing.
+    /// Returns what control is doing.
     pub fn doing(&self) -> String {
         lock(&self.0.doing).clone()
     }
 
-    /// A socket was made.
+    /// Records a socket that was created.
     pub fn made(&self, path: &Path) {
         let Some(file) = file(path) else { return };
         let mut sockets = lock(&self.0.sockets);
@@ -55,7 +55,7 @@ impl Progress {
         sockets.push(Made { path: path.to_owned(), file });
     }
 
-    /// Removes what was made and is still there; not what somebody else has put in its place.
+    /// Removes the recorded sockets, except those that have been replaced by another file.
     pub fn remove_sockets(&self) {
         for made in lock(&self.0.sockets).drain(..) {
             if file(&made.path) == Some(made.file) {
@@ -64,12 +64,12 @@ impl Progress {
         }
     }
 
-    /// It is time to end.
+    /// Requests the shutdown.
     pub fn stop(&self) {
         self.0.stopping.store(true, Ordering::Release);
     }
 
-    /// Whether it is.
+    /// Returns whether the shutdown was requested.
     pub fn is_stopping(&self) -> bool {
         self.0.stopping.load(Ordering::Acquire)
     }
@@ -81,18 +81,18 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn only_what_is_ours_is_removed() {
+    fn removes_only_sockets_that_were_not_replaced() {
         let folder = std::env::temp_dir().join(format!("ringroad-progress-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
-        let (ours, theirs) = (folder.join("ours"), folder.join("theirs"));
+        let (kept, replaced) = (folder.join("kept"), folder.join("replaced"));
         let progress = Progress::default();
-        let keep = [UnixListener::bind(&ours).unwrap(), UnixListener::bind(&theirs).unwrap()];
-        [&ours, &theirs].into_iter().for_each(|path| progress.made(path));
-        fs::remove_file(&theirs).unwrap();
-        fs::write(&theirs, "").unwrap();
+        let listeners = [UnixListener::bind(&kept).unwrap(), UnixListener::bind(&replaced).unwrap()];
+        [&kept, &replaced].into_iter().for_each(|path| progress.made(path));
+        fs::remove_file(&replaced).unwrap();
+        fs::write(&replaced, "").unwrap();
         progress.remove_sockets();
-        assert_eq!((ours.exists(), theirs.exists()), (false, true));
-        drop(keep);
+        assert_eq!((kept.exists(), replaced.exists()), (false, true));
+        drop(listeners);
         fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -1,4 +1,5 @@
-//! How `serve` confines itself: what the configuration needs is kept, all else goes, before the first thread starts.
+//! How `serve` confines itself before it starts its first thread: derives from the configuration which rights are needed; all
+//! others are dropped. The mechanism (seccomp, Landlock, capabilities) is `ringroad_host::sandbox`.
 
 use crate::config::{self, Config, Finding, Kind};
 use ringroad_host::{
@@ -11,20 +12,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What is in force.
+/// The confinement in force.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
-    /// Nothing with `--no-sandbox`.
+    /// `None` with `--no-sandbox`.
     in_force: Option<InForce>,
-    /// The configuration may be changed but not replaced: its folder is not its own.
+    /// The configuration file, if it can be edited in place but not replaced, because its directory is shared.
     fixed: Option<PathBuf>,
 }
 
 impl Sandbox {
-    /// Confines the process to what the configuration, which is at `file`, needs, and to `json`, which it writes at its end.
+    /// Confines the process to what the configuration read from `file` needs, and to writing `json` on exit. `off`: does nothing.
     ///
     /// # Errors
-    /// A part cannot be had, and `sandbox.require` says that it must be; or there can be no such file.
+    /// The kernel lacks a part and `sandbox.require` is set, or `json` cannot be created.
     pub fn enter(config: &Config, file: &Path, json: Option<&Path>, off: bool) -> Result<Sandbox, String> {
         if off {
             return Ok(Sandbox { in_force: None, fixed: None });
@@ -37,42 +38,43 @@ impl Sandbox {
         let in_force = confine(&needs).map_err(|error| format!("cannot confine this process: {error}"))?;
         if config.sandbox.require && !in_force.missing().is_empty() {
             let missing = in_force.missing().join("; ");
-            return Err(format!("cannot confine this process as key `sandbox.require` wants it: {missing}"));
+            return Err(format!("cannot confine this process fully, which key `sandbox.require` demands: {missing}"));
         }
         Ok(Sandbox { in_force: Some(in_force), fixed })
     }
 
-    /// Logs what is in force, and what is not.
-    pub fn say(&self) {
+    /// Logs which parts are in force and which are missing.
+    pub fn log(&self) {
         let Some(in_force) = &self.in_force else {
             return log::warn!(
-                "not confined (--no-sandbox): whoever takes this process over has all that its user has"
+                "not confined (--no-sandbox): an attacker who takes over this process has all rights of its user"
             );
         };
         log::info!("confined: {in_force}");
         if !in_force.missing().is_empty() {
-            log::warn!("not confined in all: {}", in_force.missing().join("; "));
+            log::warn!("only partly confined: {}", in_force.missing().join("; "));
         }
         if let Some(file) = &self.fixed {
             log::info!(
-                "for SIGHUP {} is to be changed, not replaced: nothing else of its folder is read; in a folder of its own it may be",
+                "edit {} in place before a SIGHUP: its directory is shared and not accessible, so a file that replaces it \
+                 cannot be read; a directory of its own allows both",
                 file.display()
             );
         }
     }
 
-    /// What a configuration asks for that is not to be had any more: ports and devices that cannot be.
+    /// Returns what ports and devices of a configuration need but the confinement forbids.
     pub fn barred(&self, config: &Config) -> Vec<Finding> {
         self.in_force.as_ref().map_or_else(Vec::new, |in_force| config::barred(config, in_force))
     }
 
-    /// The same for forwards, without which devices are as good.
+    /// The same for forwards, without which their devices still work.
     pub fn barred_forwards(&self, config: &Config) -> Vec<Finding> {
         self.in_force.as_ref().map_or_else(Vec::new, |in_force| config::barred_forwards(config, in_force))
     }
 
-    /// Takes what is barred out of a configuration that was read again, and says so: forwards are left out, ports and devices that
-    /// are there stay as they are. New ones are left, for whoever starts them to refuse.
+    /// Removes what is barred from a reloaded configuration, and logs it: forwards are left out, running ports and devices keep
+    /// their old settings. New ones stay in: starting them fails with the finding.
     pub fn hold(
         &self,
         config: &mut Config,
@@ -83,7 +85,7 @@ impl Sandbox {
         if let Some(in_force) = &self.in_force {
             let found = self.barred_forwards(config);
             let lines = found.iter().filter_map(|finding| explain(std::slice::from_ref(finding)));
-            lines.for_each(|line| log::error!("{line}; it is left out"));
+            lines.for_each(|line| log::error!("{line}; the forward is left out"));
             for vsock in &mut config.vsocks {
                 vsock.forward.retain(|(_, to)| in_force.allows_tcp(to.port()));
             }
@@ -97,7 +99,7 @@ impl Sandbox {
             if let Some(before) = before
                 && let Some(why) = why(&config::owner(port))
             {
-                log::error!("{why}; port {} stays as it is", port.name);
+                log::error!("{why}; port {} is left unchanged", port.name);
                 *port = before.clone();
             }
         }
@@ -106,14 +108,14 @@ impl Sandbox {
             if let Some(before) = before
                 && let Some(why) = why(&config::vsock_owner(index))
             {
-                log::error!("{why}; vsock {} stays as it is", vsock.cid);
+                log::error!("{why}; vsock {} is left unchanged", vsock.cid);
                 *vsock = before.clone();
             }
         }
     }
 }
 
-/// What a configuration needs, now and when it is read again.
+/// Returns the rights that a configuration needs, now and for reloads.
 fn needs(config: &Config, file: &Path) -> Confinement {
     let sockets = config.ports.iter().filter_map(|port| match &port.kind {
         Kind::VhostUser { socket, .. } => Some(socket),
@@ -130,7 +132,7 @@ fn needs(config: &Config, file: &Path) -> Confinement {
     Confinement { folders, read: files(file), write: Vec::new(), tcp, privileges }
 }
 
-/// Capabilities that the file needs, or may need when it is read again.
+/// Returns the capabilities that the configuration needs now, or may need for a reload.
 fn privileges(config: &Config, folders: &[PathBuf]) -> Vec<Privilege> {
     let mut kept = config.sandbox.capabilities.clone();
     if config.ports.iter().any(|port| matches!(port.kind, Kind::Tap { .. })) {
@@ -140,12 +142,12 @@ fn privileges(config: &Config, folders: &[PathBuf]) -> Vec<Privilege> {
     if gives_away {
         kept.extend([Privilege::Chown, Privilege::Fowner]);
     }
-    // Sockets that other users make need not be writable for root without it; nor folders of theirs.
+    // Without it, root may not be able to write to sockets and directories of other users.
     let client = |port: &config::Port| matches!(port.kind, Kind::VhostUser { role: Role::Client, .. });
     let connects = config.ports.iter().any(client)
         || config.vsocks.iter().any(|vsock| vsock.role == Role::Client || vsock.host.is_some());
-    let ours = fs::metadata("/proc/self").map(|data| data.uid()).ok();
-    let foreign = |folder: &PathBuf| fs::metadata(folder).is_ok_and(|data| Some(data.uid()) != ours);
+    let user = fs::metadata("/proc/self").map(|data| data.uid()).ok();
+    let foreign = |folder: &PathBuf| fs::metadata(folder).is_ok_and(|data| Some(data.uid()) != user);
     if gives_away || connects || folders.iter().any(foreign) {
         kept.push(Privilege::DacOverride);
     }
@@ -153,8 +155,8 @@ fn privileges(config: &Config, folders: &[PathBuf]) -> Vec<Privilege> {
     kept
 }
 
-/// The configuration. A file that is replaced, as editors do, is another one then: what may be read is its folder, unless that is
-/// one where others keep things.
+/// Returns the paths to keep readable: the configuration file and, unless it is shared, its directory: editors replace a file by
+/// a new one, which a rule for the old file does not cover.
 fn files(file: &Path) -> Vec<PathBuf> {
     let Ok(real) = fs::canonicalize(file) else { return vec![file.to_owned()] };
     let folder = config::folder(&real).to_owned();
@@ -165,16 +167,16 @@ fn files(file: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Whether a folder is nobody else's: not of the system, no home, and not open to all.
+/// Returns whether a directory is for ringroad alone: not a system directory, not a home, not world-writable.
 fn is_own(folder: &Path) -> bool {
     const SHARED: u32 = 0o1000;
     let home = std::env::var_os("HOME").is_some_and(|home| fs::canonicalize(home).is_ok_and(|home| home == folder));
     let open = fs::metadata(folder).map_or(true, |data| data.mode() & SHARED != 0);
-    // The root and two names: /etc/ringroad.
+    // At least the root and two names, as in /etc/ringroad.
     !home && !open && folder.components().count() > 2 && folder.parent() != Some(Path::new("/home"))
 }
 
-/// Makes the file of `--json`, if there is none, as none can be made in its folder later.
+/// Creates the file of `--json` if it does not exist: once confined, the process cannot create files there.
 fn make(path: &Path) -> Result<(), String> {
     if path == Path::new("-") || fs::symlink_metadata(path).is_ok() {
         return Ok(());
@@ -187,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_folders_are_a_configuration_s_own() {
+    fn shared_directories_are_recognised() {
         for (folder, own) in
             [("/", false), ("/etc", false), ("/tmp", false), ("/home/alice", false), ("/dev/shm", false)]
         {
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept() {
+    fn rights_follow_from_the_configuration() {
         let kept = |text: &str| {
             let text = format!("[[port]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket = \"/proc/self/a\"\n{text}");
             let needs = needs(&Config::parse(&text, "rr.toml").unwrap(), Path::new("/etc/rr.toml"));

@@ -1,4 +1,5 @@
-//! What runs: the worker, the ports, the vsock devices; how it starts, changes and ends. Only control is here.
+//! The running daemon: the worker, the ports, the vsock devices; how they start, reload and stop. Only the control thread of
+//! serve.rs uses it.
 
 use super::{
     changes::{Change, MTU, changes, of_port},
@@ -23,11 +24,11 @@ type Failure = Box<dyn std::error::Error>;
 
 /// Everything that runs.
 pub struct State {
-    // Dropped before the worker that serves them.
+    // Declared before the worker that serves them, so that they are dropped first.
     ports: Vec<Running>,
     vsocks: Vsocks,
     worker: Worker,
-    /// What the program itself runs with; ports and devices have their own.
+    /// The settings of the program itself; ports and devices hold their own.
     config: Config,
     sandbox: Sandbox,
     progress: Progress,
@@ -50,7 +51,7 @@ fn start_worker(config: &Config) -> Result<Worker, Failure> {
 }
 
 impl State {
-    /// Starts all that the configuration names; told to stop meanwhile, it has not started the rest.
+    /// Starts everything in the configuration. Stops early, without an error, if the shutdown is requested meanwhile.
     pub fn start(config: &Config, sandbox: Sandbox, progress: Progress) -> Result<State, Failure> {
         progress.at("starting the worker");
         let worker = start_worker(config)?;
@@ -65,23 +66,23 @@ impl State {
         Ok(State { ports, vsocks, worker, config: config.clone(), sandbox, progress })
     }
 
-    /// How much there is.
+    /// Returns the number of ports and devices as text.
     pub fn summary(&self) -> String {
         print::summary(self.ports.len(), self.vsocks.devices.len())
     }
 
-    /// What runs now, as a file would say it: without what could not be started.
+    /// Returns the configuration as it runs now: without what could not be started.
     fn running(&self) -> Config {
         let ports = self.ports.iter().map(|running| running.config.clone()).collect();
         let vsocks = self.vsocks.devices.iter().map(|device| device.config.clone()).collect();
         Config { ports, vsocks, ..self.config.clone() }
     }
 
-    /// Says what a reload would do.
+    /// Logs what a reload would do.
     pub fn preview(&mut self, file: &Path) {
         let config = match Config::load(file) {
             Ok(config) => config,
-            Err(error) => return log::error!("{error}; a reload would change nothing"),
+            Err(error) => return log::error!("{error}; a reload would be refused"),
         };
         let barred = [self.sandbox.barred(&config), self.sandbox.barred_forwards(&config)].concat();
         let findings = [config::check(&config), barred].concat();
@@ -90,31 +91,25 @@ impl State {
         }
         let changes = changes(&self.running(), &config);
         for change in &changes {
-            log::info!("a reload would do this: {change}");
+            log::info!("reload preview: {change}");
         }
-        log::info!(
-            "a reload would change {} keys and {} cut somebody off",
-            changes.len(),
-            match changes.iter().any(Change::cuts) {
-                true => "would",
-                false => "would not",
-            }
-        );
+        let disruptive = changes.iter().filter(|change| change.disrupts()).count();
+        log::info!("reload preview: {} changes, {disruptive} of them disruptive", changes.len());
     }
 
-    /// Reads the configuration again. What can be changed in place is; ports that are not in it any more go, new ones come, those
-    /// that cannot be changed in place are made anew; the others do not notice.
+    /// Reloads the configuration: removes ports that are no longer in it, changes in place what can be, restarts ports that need
+    /// it, starts new ones. The others are not affected.
     pub fn reload(&mut self, file: &Path) {
         self.progress.at(format!("reading {}", file.display()));
         let mut config = match Config::load(file) {
             Ok(config) => config,
-            Err(error) => return log::error!("{error}; everything stays as it is"),
+            Err(error) => return log::error!("{error}; the running configuration is kept"),
         };
         let (running, barred) = (self.running(), self.sandbox.barred(&config));
         self.sandbox.hold(&mut config, &running, &barred, |found| explain(file, found));
         let changes = changes(&running, &config);
         for change in &changes {
-            match change.cuts() {
+            match change.disrupts() {
                 true => log::warn!("reload: {change}"),
                 false => log::info!("reload: {change}"),
             }
@@ -128,35 +123,38 @@ impl State {
         self.reload_ports(&config, wrong);
         self.vsocks.reload(&config, &self.progress, wrong);
         self.progress.at("waiting for signals");
-        log::info!("configuration read again: {}", self.summary());
+        log::info!("configuration reloaded: {}{}", self.summary(), print::difference(&running, &self.running()));
     }
 
-    /// What is nobody's alone.
+    /// Applies the settings of the program as a whole.
     fn configure(&mut self, config: &Config) {
         logger::limit(config.log.lines);
         self.progress.at("changing the worker");
         let before = self.config.workers.cpus.clone();
         self.config = Config { ports: Vec::new(), vsocks: Vec::new(), ..config.clone() };
         if let Err(error) = self.worker.set(worker_config(config)) {
-            log::error!("the worker stays where it is: CPU {:?} (key `workers.cpus`): {error}", config.workers.cpus);
+            log::error!(
+                "cannot move the worker to CPU {:?} (key `workers.cpus`): {error}; it keeps its current CPU",
+                config.workers.cpus
+            );
             self.config.workers.cpus = before;
         }
     }
 
-    /// `wrong`: why an owner's port cannot be made on this machine.
+    /// `wrong`: returns why an owner's port cannot run on this machine.
     fn reload_ports(&mut self, config: &Config, wrong: impl Fn(&str) -> Option<String>) {
         let wrong = |port: &config::Port| wrong(&config::owner(port));
         let poll = config.workers.poll;
-        // First all that go, so that others can have their sockets and interfaces.
+        // Stop first, so that other ports can take over sockets and interfaces.
         for running in std::mem::take(&mut self.ports) {
             let after = config.ports.iter().find(|port| port.name == running.config.name);
-            let cut = after.is_none_or(|port| of_port(&running.config, port).iter().any(Change::cuts));
-            match after.filter(|_| cut).and_then(wrong) {
+            let restart = after.is_none_or(|port| of_port(&running.config, port).iter().any(Change::disrupts));
+            match after.filter(|_| restart).and_then(wrong) {
                 Some(why) => {
-                    log::error!("{why}; port {} stays as it is", running.config.name);
+                    log::error!("{why}; port {} is left unchanged", running.config.name);
                     self.ports.push(running);
                 }
-                None if cut => {
+                None if restart => {
                     self.progress.at(format!("stopping port {}", running.config.name));
                     drop(running);
                 }
@@ -168,7 +166,7 @@ impl State {
                 return;
             }
             match self.ports.iter_mut().find(|running| running.config.name == port.name) {
-                Some(running) if of_port(&running.config, port).iter().any(Change::cuts) => {}
+                Some(running) if of_port(&running.config, port).iter().any(Change::disrupts) => {}
                 Some(running) => {
                     self.progress.at(format!("changing port {}", port.name));
                     running.set(port, poll);
@@ -185,7 +183,7 @@ impl State {
         self.ports.sort_by_key(|running| place(&running.config.name));
     }
 
-    /// Prints what has happened so far; `all`: connection by connection too.
+    /// Prints the counters to stdout; `all`: each vsock connection too.
     pub fn print(&self, all: bool) {
         let mut text = String::new();
         if !self.ports.is_empty() {
@@ -198,17 +196,17 @@ impl State {
             }
         }
         if !logger::print(text) {
-            log::warn!("counters not printed: those before were not read from stdout");
+            log::warn!("counters not printed: stdout still holds earlier reports that nobody has read");
         }
     }
 
-    /// The same as JSON.
+    /// Returns the counters as JSON.
     pub fn json(&self) -> serde_json::Value {
         let ports: Vec<_> = self.ports.iter().map(|running| print::json(&running.report())).collect();
         serde_json::json!({ "ports": ports, "vsock": self.vsocks.json() })
     }
 
-    /// Ends all of it, one after the other.
+    /// Stops everything in order, noting each step in the progress.
     pub fn end(self) {
         let State { ports, vsocks, worker, progress, .. } = self;
         for running in ports {
@@ -226,7 +224,7 @@ impl State {
     }
 }
 
-/// A port that works. Dropped, it is gone.
+/// A running port; dropping it removes it.
 struct Running {
     config: config::Port,
     kind: Kind,
@@ -237,12 +235,12 @@ enum Kind {
     Tap(PortHandle),
 }
 
-/// `poll`: what holds for ports that say nothing themselves.
+/// Returns a port's settings. `poll`: the default for ports that set none.
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
     let config::Port { mode, hairpin, mut limits, .. } = *port;
     let tuning = match &port.kind {
         config::Kind::VhostUser { tuning, .. } => {
-            // What its guest is told to use nobody else may, whether the file or the port's name says it.
+            // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
             limits.own = Some(mac(port));
             *tuning
         }
@@ -288,15 +286,15 @@ impl Running {
         Ok(Running { config: port.clone(), kind })
     }
 
-    /// Changes what can be changed in place. Its guest does not notice.
+    /// Applies what can be changed in place; the guest does not notice.
     fn set(&mut self, port: &config::Port, poll: Poll) {
         let settings = settings(port, poll);
         let before = std::mem::replace(&mut self.config, port.clone());
-        let there = match &self.kind {
+        let current = match &self.kind {
             Kind::Vhost(server) => server.port(),
             Kind::Tap(handle) => handle.port(),
         };
-        if settings != there.settings() {
+        if settings != current.settings() {
             match &self.kind {
                 Kind::Vhost(server) => server.set(settings),
                 Kind::Tap(handle) => handle.set(settings),
@@ -310,7 +308,7 @@ impl Running {
         if let (Kind::Tap(handle), Some(mtu)) = (&self.kind, port.mtu.filter(|_| port.mtu != before.mtu))
             && let Err(error) = handle.port().set_mtu(mtu)
         {
-            log::error!("port {}: its interface's MTU stays as it is, it cannot be {mtu}: {error}", port.name);
+            log::error!("port {}: cannot set the interface's MTU to {mtu}: {error}; it is left unchanged", port.name);
             self.config.mtu = before.mtu;
         }
     }

@@ -1,7 +1,8 @@
-//! The vsock devices of a running daemon.
+//! The vsock devices of the running daemon: start, reload, counters. Called by state.rs.
 
 use super::{
     changes::{Change, of_vsock},
+    print,
     progress::Progress,
 };
 use crate::{config, report};
@@ -15,12 +16,12 @@ use std::time::Duration;
 
 /// The devices and the worker that serves them.
 pub struct Vsocks {
-    // Dropped before the worker.
+    // Declared before the worker, so that they are dropped first.
     pub devices: Vec<Device>,
     pub worker: Option<VsockWorker>,
 }
 
-/// A device that works. Dropped, it is gone.
+/// A running device; dropping it removes it.
 pub struct Device {
     pub config: config::Vsock,
     server: VsockServer,
@@ -33,7 +34,7 @@ fn duration(poll: Poll) -> Duration {
     }
 }
 
-/// `poll`: what holds for devices that say nothing themselves.
+/// `poll`: the default for devices that set none.
 fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
     let settings = Settings {
         direct: vsock.direct,
@@ -61,7 +62,7 @@ fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
 }
 
 impl Vsocks {
-    /// Starts what the configuration names; told to stop meanwhile, it has not started the rest.
+    /// Starts the devices of the configuration. Stops early, without an error, if the shutdown is requested meanwhile.
     pub fn start(config: &config::Config, progress: &Progress) -> Result<Vsocks, Box<dyn std::error::Error>> {
         let mut vsocks = Vsocks { devices: Vec::new(), worker: None };
         for vsock in &config.vsocks {
@@ -81,7 +82,7 @@ impl Vsocks {
         progress.at(format!("starting vsock {}", vsock.cid));
         let worker = match &mut self.worker {
             Some(worker) => worker,
-            // Without vsock devices it is not needed.
+            // Started with the first device.
             none => {
                 let (cpu, poll) = (config.workers.cpus.first().copied(), duration(config.workers.poll));
                 let worker = VsockWorker::start(cpu, poll, CROSSINGS);
@@ -95,8 +96,8 @@ impl Vsocks {
         Ok(())
     }
 
-    /// What can be changed in place is; devices that are not in the configuration any more go, new ones come, those that cannot
-    /// be changed in place are made anew; the others do not notice. `wrong`: why an owner's device cannot be made on this machine.
+    /// Reloads the devices: removes those no longer in the configuration, changes in place what can be, restarts devices that
+    /// need it, starts new ones. The others are not affected. `wrong`: returns why an owner's device cannot run on this machine.
     pub fn reload(&mut self, config: &config::Config, progress: &Progress, wrong: impl Fn(&str) -> Option<String>) {
         let wrong = |cid: u64| {
             let index = config.vsocks.iter().position(|vsock| vsock.cid == cid)?;
@@ -106,16 +107,16 @@ impl Vsocks {
         if let Some(worker) = &self.worker
             && let Err(error) = worker.set(config.workers.cpus.first().copied(), duration(poll))
         {
-            log::error!("the vsock worker stays where it is (key `workers.cpus`): {error}");
+            log::error!("cannot move the vsock worker (key `workers.cpus`): {error}; it keeps its current CPU");
         }
         self.devices.retain(|device| {
             let after = config.vsocks.iter().find(|vsock| vsock.cid == device.config.cid);
-            let cut = after.is_none_or(|vsock| of_vsock(&device.config, vsock).iter().any(Change::cuts));
-            if !cut {
+            let restart = after.is_none_or(|vsock| of_vsock(&device.config, vsock).iter().any(Change::disrupts));
+            if !restart {
                 return true;
             }
             if let Some(why) = wrong(device.config.cid) {
-                log::error!("{why}; vsock {} stays as it is", device.config.cid);
+                log::error!("{why}; vsock {} is left unchanged", device.config.cid);
                 return true;
             }
             progress.at(format!("stopping vsock {}", device.config.cid));
@@ -130,7 +131,7 @@ impl Vsocks {
                 added.unwrap_or_else(|error| log::error!("{error}"));
                 continue;
             };
-            if of_vsock(&device.config, vsock).iter().any(Change::cuts) {
+            if of_vsock(&device.config, vsock).iter().any(Change::disrupts) {
                 continue;
             }
             progress.at(format!("changing vsock {}", vsock.cid));
@@ -138,7 +139,7 @@ impl Vsocks {
             match device.server.set(&vsock_config(vsock, poll)) {
                 Ok(()) => device.config = vsock.clone(),
                 Err(error) => {
-                    log::error!("{error}; it stays as it is");
+                    log::error!("{error}; its host socket is left unchanged");
                     device.config = config::Vsock { host, ..vsock.clone() };
                 }
             }
@@ -146,53 +147,44 @@ impl Vsocks {
                 progress.made(host);
             }
         }
+        let place = |cid: u64| config.vsocks.iter().position(|vsock| vsock.cid == cid);
+        self.devices.sort_by_key(|device| place(device.config.cid));
     }
 
-    /// What has happened at each device.
+    /// Returns the counters of all devices as a table.
     pub fn table(&self) -> String {
-        let header = [
-            "vsock",
-            "connections",
-            "opened",
-            "refused",
-            "limited",
-            "memory",
-            "exhausted",
-            "received",
-            "sent: direct",
-            "queued",
-            "dropped",
-            "wrong",
-            "faults",
+        let groups = [
+            ("", &["cid"][..]),
+            ("connections", &["open", "total"]),
+            ("connects refused", &["total", "over rate"]),
+            ("memory", &["bytes", "exhausted"]),
+            ("packets", &["received", "sent direct", "sent queued", "dropped"]),
+            ("errors", &["protocol", "faults"]),
         ];
-        let rows: Vec<Vec<String>> = self
-            .devices
-            .iter()
-            .map(|Device { config, server }| {
-                let report = server.stack().report();
-                let numbers = [
-                    report.connections as u64,
-                    report.opened,
-                    report.refused,
-                    report.limited,
-                    (report.memory + report.crossing) as u64,
-                    report.exhausted,
-                    report.received,
-                    report.ways.direct,
-                    report.ways.queued,
-                    report.ways.dropped,
-                    report.wrong,
-                    report.faults,
-                ];
-                std::iter::once(config.cid.to_string()).chain(numbers.into_iter().map(report::count)).collect()
-            })
-            .collect();
-        report::table(&header, &rows)
+        let rows = self.devices.iter().map(|Device { config, server }| {
+            let report = server.stack().report();
+            let numbers = [
+                report.connections as u64,
+                report.opened,
+                report.refused,
+                report.limited,
+                (report.memory + report.crossing) as u64,
+                report.exhausted,
+                report.received,
+                report.ways.direct,
+                report.ways.queued,
+                report.ways.dropped,
+                report.wrong,
+                report.faults,
+            ];
+            (config.cid.to_string(), numbers.to_vec())
+        });
+        print::grouped(&groups, rows)
     }
 
-    /// The connections with the host.
+    /// Returns the state of each connection with the host as a table.
     pub fn connections(&self) -> String {
-        let header = ["guest", "host port", "kind", "to guest", "from guest", "credit", "queued", "unread"];
+        let header = ["guest (cid:port)", "host port", "kind", "bytes sent", "received", "credit", "queued", "unread"];
         let mut rows: Vec<Vec<String>> = Vec::new();
         for Device { server, .. } in &self.devices {
             for connection in server.stack().connections() {
@@ -214,7 +206,7 @@ impl Vsocks {
         if rows.is_empty() { String::new() } else { report::table(&header, &rows) }
     }
 
-    /// The same as JSON.
+    /// Returns the counters as JSON.
     pub fn json(&self) -> serde_json::Value {
         let device = |Device { config, server }: &Device| {
             let report = server.stack().report();
@@ -244,5 +236,5 @@ impl Vsocks {
     }
 }
 
-/// Connections with others that each guest may have asked for at once.
+/// Limit of the connections to other guests that each guest may have open at once.
 const CROSSINGS: usize = 16384;
