@@ -1,7 +1,7 @@
 //! The program with vsock devices, as its users start it: guests are drivers of our own, programs of the host are this test.
 
 use ringroad_host::vsock::{VsockClient, VsockConnector};
-use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
+use ringroad_vsock::{Addr, Features, Listener, Settings, SocketType, Stream};
 use std::{
     fs,
     io::{BufRead, BufReader, ErrorKind, Read, Write},
@@ -135,7 +135,7 @@ fn connect(host: &Path, port: u32) -> UnixStream {
 
 /// Serves connections to a port: what comes goes back.
 fn echo(client: &VsockClient, port: u32) {
-    let listener = Listener::bind(client.stack(), port, Kind::Stream).unwrap();
+    let listener = Listener::bind(client.stack(), port, SocketType::Stream).unwrap();
     thread::spawn(move || {
         while let Ok(stream) = listener.accept() {
             thread::Builder::new()

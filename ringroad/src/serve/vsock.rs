@@ -10,18 +10,18 @@ use ringroad_host::{
     vsock::{VsockConfig, VsockServer, VsockWorker},
 };
 use ringroad_switch::Poll;
-use ringroad_vsock::{Kind, Settings};
+use ringroad_vsock::{Settings, SocketType};
 use std::time::Duration;
 
 /// The devices and the worker that serves them.
 pub struct Vsocks {
     // Dropped before the worker.
-    pub devices: Vec<Device>,
+    pub devices: Vec<ServedDevice>,
     pub worker: Option<VsockWorker>,
 }
 
 /// A device that works. Dropped, it is gone.
-pub struct Device {
+pub struct ServedDevice {
     pub config: config::Vsock,
     server: VsockServer,
 }
@@ -91,7 +91,7 @@ impl Vsocks {
         let server = VsockServer::start(vsock_config(vsock, config.workers.poll), worker)?;
         let made = (vsock.role == Role::Server).then_some(&vsock.socket);
         made.into_iter().chain(&vsock.host).for_each(|path| progress.made(path));
-        self.devices.push(Device { config: vsock.clone(), server });
+        self.devices.push(ServedDevice { config: vsock.clone(), server });
         Ok(())
     }
 
@@ -168,7 +168,7 @@ impl Vsocks {
         let rows: Vec<Vec<String>> = self
             .devices
             .iter()
-            .map(|Device { config, server }| {
+            .map(|ServedDevice { config, server }| {
                 let report = server.stack().report();
                 let numbers = [
                     report.connections as u64,
@@ -194,11 +194,11 @@ impl Vsocks {
     pub fn connections(&self) -> String {
         let header = ["guest", "host port", "kind", "to guest", "from guest", "credit", "queued", "unread"];
         let mut rows: Vec<Vec<String>> = Vec::new();
-        for Device { server, .. } in &self.devices {
+        for ServedDevice { server, .. } in &self.devices {
             for connection in server.stack().connections() {
                 let kind = match connection.kind {
-                    Kind::Stream => "stream",
-                    Kind::SeqPacket => "seqpacket",
+                    SocketType::Stream => "stream",
+                    SocketType::SeqPacket => "seqpacket",
                 };
                 let numbers = [
                     connection.sent,
@@ -216,7 +216,7 @@ impl Vsocks {
 
     /// The same as JSON.
     pub fn json(&self) -> serde_json::Value {
-        let device = |Device { config, server }: &Device| {
+        let device = |ServedDevice { config, server }: &ServedDevice| {
             let report = server.stack().report();
             let sockets = server.sockets();
             serde_json::json!({

@@ -8,8 +8,8 @@ use crate::{
 use log::Level;
 use ringroad_mem::Region;
 use ringroad_vsock::{
-    Broken, Door, Driver, DriverConfig, DriverEvents, DriverRx, DriverSide, DriverTx, Host, Key, Kind, NoRelay, Queue,
-    Settings, Stack, kinds,
+    Broken, Driver, DriverConfig, DriverEvents, DriverRx, DriverSide, DriverTx, Host, Key, NoRelay, OpenResult, Queue,
+    Settings, SocketType, Stack, socket_types,
 };
 use std::{
     fs::File,
@@ -56,13 +56,13 @@ pub struct VsockConnector {
 /// A driver that is connected to a device. Dropped, it disconnects; its connections are reset.
 pub struct VsockClient {
     stack: Arc<Stack<DriverSide>>,
-    around: Arc<Around>,
+    shared: Arc<ClientShared>,
     thread: Option<JoinHandle<()>>,
     /// The feature bits in use.
     acked: u64,
 }
 
-struct Around {
+struct ClientShared {
     rx: Notifier,
     tx: Notifier,
     event: Notifier,
@@ -73,7 +73,7 @@ struct Around {
 }
 
 /// What the stack needs; its own handle of the same.
-struct Handle(Arc<Around>);
+struct Handle(Arc<ClientShared>);
 
 impl Host<NoRelay> for Handle {
     fn notify(&self, queue: Queue) {
@@ -91,8 +91,8 @@ impl Host<NoRelay> for Handle {
         self.0.lines.say(Level::Error, format_args!("vsock driver, {queue:?}: {why}; queue stopped"));
     }
 
-    fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
-        Door::Shut
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+        OpenResult::Refused
     }
 
     fn room(&self, _: Key) {}
@@ -139,7 +139,7 @@ impl VsockConnector {
         let config = DriverConfig { acked, queue_size: self.queue_size, receive: self.receive };
         let Driver { region, file, rx, tx, mut events } = Driver::new(config)?;
         handshake.share(&region, &file)?;
-        let around = Arc::new(Around {
+        let shared = Arc::new(ClientShared {
             rx: handshake.ring(0, self.queue_size, rx.addresses())?,
             tx: handshake.ring(1, self.queue_size, tx.addresses())?,
             event: handshake.ring(2, events.size(), events.addresses())?,
@@ -148,23 +148,23 @@ impl VsockConnector {
             stop: AtomicBool::new(false),
             lines: Lines::new(),
         });
-        let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(around.clone()))));
+        let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(shared.clone()))));
         stack.set_link(Some(tx));
         stack.set_inlet(Some(rx));
         handshake.enable(VRINGS)?;
         // Some devices wait for the first kick before they look at a queue at all.
-        [&around.rx, &around.tx, &around.event].into_iter().for_each(Notifier::kick);
-        stack.set_kinds(kinds(acked));
+        [&shared.rx, &shared.tx, &shared.event].into_iter().for_each(Notifier::kick);
+        stack.set_socket_types(socket_types(acked));
         let _ = events.transport_reset();
         let thread = {
-            let (stack, around) = (stack.clone(), around.clone());
-            let epoll = watch(&around, &handshake.socket)?;
+            let (stack, shared) = (stack.clone(), shared.clone());
+            let epoll = watch(&shared, &handshake.socket)?;
             let home = Home { connector: self.clone(), region, file, acked };
             thread::Builder::new()
                 .name("vsock driver".into())
-                .spawn(move || work(&stack, &around, &epoll, &home, handshake, events))?
+                .spawn(move || work(&stack, &shared, &epoll, &home, handshake, events))?
         };
-        Ok(VsockClient { stack, around, thread: Some(thread), acked })
+        Ok(VsockClient { stack, shared, thread: Some(thread), acked })
     }
 }
 
@@ -189,8 +189,8 @@ impl Drop for VsockClient {
         while self.stack.is_running() && self.stack.is_lingering() && start.elapsed() < LINGER {
             thread::sleep(Duration::from_millis(1));
         }
-        self.around.stop.store(true, Ordering::Release);
-        let _ = self.around.wake.write(1);
+        self.shared.stop.store(true, Ordering::Release);
+        let _ = self.shared.wake.write(1);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -204,13 +204,13 @@ const EVENT: u64 = 2;
 const GONE: u64 = 3;
 
 /// Edge-triggered: a program that waits by itself reads the same descriptors, and must find what the worker has seen too.
-fn watch(around: &Around, socket: &UnixStream) -> io::Result<Epoll> {
+fn watch(shared: &ClientShared, socket: &UnixStream) -> io::Result<Epoll> {
     let epoll = Epoll::new()?;
     let fds = [
-        (around.wake.as_raw_fd(), WAKE),
-        (around.rx.call().as_raw_fd(), CALL),
-        (around.tx.call().as_raw_fd(), CALL),
-        (around.event.call().as_raw_fd(), EVENT),
+        (shared.wake.as_raw_fd(), WAKE),
+        (shared.rx.call().as_raw_fd(), CALL),
+        (shared.tx.call().as_raw_fd(), CALL),
+        (shared.event.call().as_raw_fd(), EVENT),
         // It never sends anything that was not asked for; what can be read is the end.
         (socket.as_raw_fd(), GONE),
     ];
@@ -232,7 +232,7 @@ impl Home {
     /// Connects to a device and has it go on with the rings where they are.
     fn hand_over(
         &self,
-        around: &Around,
+        shared: &ClientShared,
         rx: &DriverRx,
         tx: &DriverTx,
         events: &DriverEvents,
@@ -246,30 +246,35 @@ impl Home {
         handshake.accept()?;
         handshake.share(&self.region, &self.file)?;
         let size = self.connector.queue_size;
-        handshake.ring_at(0, size, rx.addresses(), rx.base(), &around.rx)?;
-        handshake.ring_at(1, size, tx.addresses(), tx.base(), &around.tx)?;
-        handshake.ring_at(2, events.size(), events.addresses(), events.base(), &around.event)?;
+        handshake.ring_at(0, size, rx.addresses(), rx.base(), &shared.rx)?;
+        handshake.ring_at(1, size, tx.addresses(), tx.base(), &shared.tx)?;
+        handshake.ring_at(2, events.size(), events.addresses(), events.base(), &shared.event)?;
         handshake.enable(VRINGS)?;
-        [&around.rx, &around.tx, &around.event].into_iter().for_each(Notifier::kick);
+        [&shared.rx, &shared.tx, &shared.event].into_iter().for_each(Notifier::kick);
         Ok(handshake)
     }
 
     /// Ends all connections, and goes on with the device that comes in the place of one that has gone. `None`: there is none, or
     /// nobody wants one any more.
-    fn recover(&self, stack: &Stack<DriverSide>, around: &Around, events: &mut DriverEvents) -> Option<Handshake> {
-        stack.set_kinds(&[]);
+    fn recover(
+        &self,
+        stack: &Stack<DriverSide>,
+        shared: &ClientShared,
+        events: &mut DriverEvents,
+    ) -> Option<Handshake> {
+        stack.set_socket_types(&[]);
         let (tx, rx) = (stack.set_link(None), stack.set_inlet(None));
         stack.reset();
         let (patience, tx, rx) = (self.connector.reconnect?, tx?, rx?);
         let start = Instant::now();
-        while !around.stop.load(Ordering::Acquire) {
-            match self.hand_over(around, &rx, &tx, events) {
+        while !shared.stop.load(Ordering::Acquire) {
+            match self.hand_over(shared, &rx, &tx, events) {
                 Ok(handshake) => {
                     // That all connections are over, we know. Said later, it would end the next ones, too.
                     let _ = events.transport_reset();
                     stack.set_link(Some(tx));
                     stack.set_inlet(Some(rx));
-                    stack.set_kinds(kinds(self.acked));
+                    stack.set_socket_types(socket_types(self.acked));
                     log::info!(
                         "vsock driver: the device at {} is back after {:.1} ms",
                         handshake.path.display(),
@@ -297,15 +302,15 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// The worker of a driver: does what programs do not do themselves, until the device is gone for good.
 fn work(
     stack: &Stack<DriverSide>,
-    around: &Around,
+    shared: &ClientShared,
     epoll: &Epoll,
     home: &Home,
     mut handshake: Handshake,
     mut events: DriverEvents,
 ) {
     let mut ready = [EpollEvent::default(); 5];
-    'running: while !around.stop.load(Ordering::Acquire) {
-        if stack.work() || stack.rest() {
+    'running: while !shared.stop.load(Ordering::Acquire) {
+        if stack.work() || stack.enable_notification() {
             continue;
         }
         let now = Instant::now();
@@ -321,14 +326,14 @@ fn work(
         for event in ready.iter().take(count) {
             match event.data() {
                 EVENT if events.transport_reset().unwrap_or_default() => {
-                    around
+                    shared
                         .lines
                         .say(Level::Info, format_args!("vsock driver: all connections are over, says the device"));
                     stack.reset();
                 }
                 GONE => {
                     log::info!("vsock driver: the device at {} is gone", handshake.path.display());
-                    let Some(next) = home.recover(stack, around, &mut events) else { break 'running };
+                    let Some(next) = home.recover(stack, shared, &mut events) else { break 'running };
                     // The old one leaves the epoll as it is closed.
                     handshake = next;
                     let watched = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, GONE);
@@ -343,7 +348,7 @@ fn work(
             }
         }
     }
-    stack.set_kinds(&[]);
+    stack.set_socket_types(&[]);
     handshake.stop(VRINGS).for_each(drop);
     stack.set_link(None);
     stack.set_inlet(None);

@@ -17,7 +17,8 @@ use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::bits;
 use ringroad_vsock::{
-    Broken, Config, Door, Events, Features, Host, Hub, Key, Kind, Queue, RxQueue, Settings, Stack, TxQueue, kinds,
+    Broken, Config, Events, Features, Host, Hub, Key, OpenResult, Queue, RxQueue, Settings, SocketType, Stack, TxQueue,
+    socket_types,
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
@@ -238,7 +239,7 @@ impl Guest {
 }
 
 /// What a guest's stack needs of its surroundings.
-struct Around {
+struct GuestHost {
     name: String,
     mail: Arc<Mailbox>,
     budget: Arc<Budget>,
@@ -247,7 +248,7 @@ struct Around {
     ways: Arc<Mutex<Ways>>,
 }
 
-impl Around {
+impl GuestHost {
     /// Where a port of the host leads.
     fn target(&self, port: u32) -> Option<Target> {
         let ways = self.ways.lock();
@@ -259,8 +260,8 @@ impl Around {
         Some(Target::Unix(path.into()))
     }
 
-    fn refuse(&self, key: Key) -> Door<HostRelay> {
-        let Around { name, lines, .. } = self;
+    fn refuse(&self, key: Key) -> OpenResult<HostRelay> {
+        let GuestHost { name, lines, .. } = self;
         lines.say(
             Level::Warn,
             format_args!(
@@ -268,11 +269,11 @@ impl Around {
                 key.port
             ),
         );
-        Door::Shut
+        OpenResult::Refused
     }
 }
 
-impl Host<HostRelay> for Around {
+impl Host<HostRelay> for GuestHost {
     fn notify(&self, queue: Queue) {
         self.notifiers.call(match queue {
             Queue::Out => RX,
@@ -299,18 +300,18 @@ impl Host<HostRelay> for Around {
         self.notifiers.err(vring);
     }
 
-    fn open(&self, key: Key, kind: Kind) -> Door<HostRelay> {
-        if kind != Kind::Stream {
-            return Door::Shut;
+    fn open(&self, key: Key, kind: SocketType) -> OpenResult<HostRelay> {
+        if kind != SocketType::Stream {
+            return OpenResult::Refused;
         }
-        let Some(target) = self.target(key.port) else { return Door::Shut };
+        let Some(target) = self.target(key.port) else { return OpenResult::Refused };
         let Some(place) = self.budget.admit_request() else { return self.refuse(key) };
         let wire = Arc::new(Wire::new(&self.mail, place, matches!(target, Target::Tcp(_))));
         let relay = HostRelay { wire: wire.clone(), asked: false };
         if self.mail.shared.is_here() {
             // In the midst of the guest's packets: it is connected later in its turn, which has a limit.
             self.mail.send(Command::Open(key, wire, Some(target), false));
-            return Door::Later(relay);
+            return OpenResult::Pending(relay);
         }
         // A thread of this program takes the guest's packets itself, and pays for what they cost.
         self.budget.settled();
@@ -321,13 +322,13 @@ impl Host<HostRelay> for Around {
         let connected = match wire.connect(&target) {
             Ok(connected) => connected,
             Err(error) => {
-                let Around { name, lines, .. } = self;
+                let GuestHost { name, lines, .. } = self;
                 lines.say(Level::Debug, format_args!("{name}: no way to port {} of the host: {error}", key.port));
-                return Door::Shut;
+                return OpenResult::Refused;
             }
         };
         self.mail.send(Command::Open(key, wire, None, connected));
-        if connected { Door::Open(relay) } else { Door::Later(relay) }
+        if connected { OpenResult::Connected(relay) } else { OpenResult::Pending(relay) }
     }
 
     fn room(&self, key: Key) {
@@ -376,7 +377,7 @@ impl VsockServer {
         let lines = Arc::new(Lines::new());
         let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
         let ways = Arc::new(Mutex::new(Ways { host: config.host.clone(), forward: config.forward.clone() }));
-        let around = Around {
+        let stack_host = GuestHost {
             name: name.to_owned(),
             mail: mail.clone(),
             budget: budget.clone(),
@@ -386,7 +387,7 @@ impl VsockServer {
         };
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
         let told = attention.try_clone().map_err(failed)?;
-        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(around)));
+        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(stack_host)));
         if !config.groups.is_empty() {
             worker.hub.join(&stack, config.groups.clone());
         }
@@ -532,7 +533,7 @@ impl Device for VsockDevice {
             RX => RxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_link(Some(queue));
-                guest.stack.set_kinds(kinds(acked));
+                guest.stack.set_socket_types(socket_types(acked));
                 (base, how)
             }),
             TX => TxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
@@ -627,7 +628,7 @@ impl Device for VsockDevice {
     }
 
     fn reset(&self) {
-        self.guest.stack.set_kinds(&[]);
+        self.guest.stack.set_socket_types(&[]);
         self.guest.stack.reset();
         *self.guest.vrings.lock() = Vrings::default();
         let _before = std::mem::take(&mut *self.guest.memory.lock());

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::sys;
 use log::Level;
-use ringroad_vsock::{Addr, Key, Kind, MAX_PACKET};
+use ringroad_vsock::{Addr, Key, MAX_PACKET, SocketType};
 use socket2::Socket;
 use std::{
     cell::RefCell,
@@ -93,7 +93,7 @@ pub(super) struct Member {
     /// There may be events of sockets.
     pub events: bool,
     /// There may be programs to accept.
-    pub knocking: bool,
+    pub pending_accept: bool,
     /// It is being looked at, as it had something to do at this time.
     hot: Option<Instant>,
     /// When the next socket may be connected, if not now.
@@ -119,7 +119,7 @@ impl Member {
     pub(super) fn new(guest: Arc<Guest>, listener: Option<UnixListener>, epoll: Epoll) -> Member {
         Member {
             guest,
-            knocking: listener.is_some(),
+            pending_accept: listener.is_some(),
             listener,
             epoll,
             entries: HashMap::new(),
@@ -148,9 +148,9 @@ impl Member {
     }
 
     /// Looks at its rings from now on.
-    pub(super) fn heat(&mut self) {
+    pub(super) fn start_polling(&mut self) {
         if self.hot.is_none() {
-            self.guest.stack.awake();
+            self.guest.stack.disable_notification();
         }
         self.hot = Some(Instant::now());
     }
@@ -159,7 +159,7 @@ impl Member {
     pub(super) fn is_busy(&self) -> bool {
         let (accepts, connects) = (self.accept_at.is_none(), self.connect_at.is_none());
         let sockets = self.events || !self.ready.is_empty();
-        let waiting = self.knocking && accepts || !self.opening.is_empty() && connects;
+        let waiting = self.pending_accept && accepts || !self.opening.is_empty() && connects;
         self.hot.is_some() || self.mail || sockets || waiting
     }
 
@@ -186,7 +186,7 @@ impl Member {
         if let Some(since) = &mut self.hot {
             if any {
                 *since = start;
-            } else if start.duration_since(*since) > poll.max(QUIET) && !self.guest.stack.rest() {
+            } else if start.duration_since(*since) > poll.max(QUIET) && !self.guest.stack.enable_notification() {
                 self.hot = None;
             }
         }
@@ -195,9 +195,9 @@ impl Member {
     }
 
     /// Leaves its rings alone if there was nothing for a while. `false`: not yet.
-    pub(super) fn rest(&mut self, poll: Duration) -> bool {
+    pub(super) fn try_idle(&mut self, poll: Duration) -> bool {
         if let Some(since) = self.hot {
-            if since.elapsed() < poll || self.guest.stack.rest() {
+            if since.elapsed() < poll || self.guest.stack.enable_notification() {
                 return false;
             }
             self.hot = None;
@@ -250,7 +250,7 @@ impl Member {
         let (work, more) = self.guest.mail.take(COMMANDS, &mut commands);
         self.mail = more;
         if work {
-            self.heat();
+            self.start_polling();
         }
         let any = !commands.is_empty();
         for command in commands.drain(..) {
@@ -266,7 +266,7 @@ impl Member {
                         && !wire.is_over()
                     {
                         let stack = &self.guest.stack;
-                        if reset { stack.reset_relay(*key) } else { stack.deafen_relay(*key) }
+                        if reset { stack.reset_relay(*key) } else { stack.shut_relay_read(*key) }
                     }
                 }
                 Command::Grown(slot) => self.grown.push_back(slot),
@@ -332,10 +332,10 @@ impl Member {
             let there = result.is_ok() && self.watch(&wire);
             match result {
                 Ok(false) if there => {}
-                Ok(_) => self.settle(&wire, key, there),
+                Ok(_) => self.finish_open(&wire, key, there),
                 Err(error) => {
                     self.guest.say(Level::Debug, format_args!("no way to port {} of the host: {error}", key.port));
-                    self.settle(&wire, key, false);
+                    self.finish_open(&wire, key, false);
                 }
             }
             if Instant::now() >= until {
@@ -346,9 +346,9 @@ impl Member {
     }
 
     /// It is known whether a socket is connected.
-    fn settle(&self, wire: &Wire, key: Key, there: bool) {
+    fn finish_open(&self, wire: &Wire, key: Key, there: bool) {
         if !wire.is_over() {
-            self.guest.stack.settle(key, there);
+            self.guest.stack.finish_open(key, there);
         }
     }
 
@@ -417,7 +417,7 @@ impl Member {
                 entry.state = State::Relay { key };
                 entry.gone = false;
                 let wire = entry.wire.clone();
-                self.settle(&wire, key, there);
+                self.finish_open(&wire, key, there);
             }
             State::Relay { key } => {
                 if events.contains(EventSet::OUT) {
@@ -471,7 +471,8 @@ impl Member {
     fn accept(&mut self, until: Instant) -> bool {
         let mut any = false;
         for _ in 0..ACCEPTS {
-            let Some(listener) = self.listener.as_ref().filter(|_| self.knocking && self.accept_at.is_none()) else {
+            let Some(listener) = self.listener.as_ref().filter(|_| self.pending_accept && self.accept_at.is_none())
+            else {
                 break;
             };
             let Some(place) = self.guest.budget.admit() else {
@@ -486,7 +487,7 @@ impl Member {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     if error.kind() == io::ErrorKind::WouldBlock {
-                        self.knocking = false;
+                        self.pending_accept = false;
                     } else {
                         self.pause(&error);
                     }
@@ -553,14 +554,14 @@ impl Member {
         let _ = io::Read::read(&mut { socket }, line.get_mut(..len).unwrap_or_default());
         let relay = HostRelay { wire: entry.wire.clone(), asked: true };
         let peer = Addr { cid: self.guest.cid, port };
-        match self.guest.stack.connect_relay(peer, Kind::Stream, relay) {
+        match self.guest.stack.connect_relay(peer, SocketType::Stream, relay) {
             Ok(key) => {
                 self.asking.remove(slot);
                 self.slots.insert(key, slot);
                 if let Some(entry) = self.entries.get_mut(&slot) {
                     entry.state = State::Relay { key };
                 }
-                self.heat();
+                self.start_polling();
             }
             Err(error) => self.turn_away(slot, format_args!("port {port}: {error}")),
         }

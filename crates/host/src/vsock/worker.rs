@@ -125,7 +125,7 @@ impl<'a> Loop<'a> {
                 self.faults = ringroad_mem::faults();
                 self.members.values().for_each(|member| member.guest.check_memory());
             }
-            if !any && !self.rest() {
+            if !any && !self.try_idle() {
                 any = true;
             }
             let timeout = if any || self.shared.is_pending() { 0 } else { self.timeout() };
@@ -166,12 +166,12 @@ impl<'a> Loop<'a> {
     }
 
     /// Leaves guests alone that had nothing to do for a while. `false`: not all of them.
-    fn rest(&mut self) -> bool {
+    fn try_idle(&mut self) -> bool {
         for _ in 0..self.turns.len() {
             let Some(number) = self.turns.pop_front() else { break };
             let Some(member) = self.members.get_mut(&number) else { continue };
             let poll = self.poll;
-            match catch_unwind(AssertUnwindSafe(|| member.rest(poll))) {
+            match catch_unwind(AssertUnwindSafe(|| member.try_idle(poll))) {
                 Ok(rests) => member.listed = !rests,
                 Err(payload) => {
                     self.panicked(number, panic_message(&*payload));
@@ -244,8 +244,8 @@ impl<'a> Loop<'a> {
     fn event(&mut self, token: Token) {
         match token {
             Token::Wake => {}
-            Token::Kick(guest) => self.list(guest, Member::heat),
-            Token::Listener(guest) => self.list(guest, |member| member.knocking = true),
+            Token::Kick(guest) => self.list(guest, Member::start_polling),
+            Token::Listener(guest) => self.list(guest, |member| member.pending_accept = true),
             Token::Sockets(guest) => self.list(guest, |member| member.events = true),
         }
     }
@@ -290,7 +290,7 @@ impl<'a> Loop<'a> {
             member.guest.say(Level::Error, format_args!("cannot wait for programs: {error}"));
         }
         member.listener = listener;
-        self.list(guest, |member| member.knocking = true);
+        self.list(guest, |member| member.pending_accept = true);
     }
 
     fn add(&mut self, guest: Arc<Guest>, listener: Option<UnixListener>) -> io::Result<()> {
