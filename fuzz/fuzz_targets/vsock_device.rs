@@ -7,8 +7,8 @@ use input::Input;
 use ringroad_mem::{Region, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
-    Broken, DeviceSide, Door, Host, Key, Kind, Listener, MAX_PACKET, NoRelay, Queue, RxQueue, SeqPacket, Settings,
-    Stack, Stream, TxQueue, bits, kinds,
+    Broken, DeviceSide, Host, Key, Listener, MAX_PACKET, NoRelay, OpenResult, Queue, RxQueue, SeqPacket, Settings,
+    SocketType, Stack, Stream, TxQueue, bits, socket_types,
 };
 use ringroad_wire::vsock_hdr::VsockHdr;
 use std::{
@@ -38,8 +38,8 @@ impl Host<NoRelay> for Nobody {
     fn notify(&self, _: Queue) {}
     fn wake(&self) {}
     fn broken(&self, _: Queue, _: Broken) {}
-    fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
-        Door::Shut
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+        OpenResult::Refused
     }
     fn room(&self, _: Key) {}
 }
@@ -106,13 +106,13 @@ fn one(mut input: Input<'_>, region: &Arc<Region>, table: &Arc<Table>) {
         ..Settings::default()
     };
     let host = Arc::new(Stack::<Side>::new("fuzz", 2, Some(3), settings, Box::new(Nobody)));
-    host.set_kinds(kinds(acked));
+    host.set_socket_types(socket_types(acked));
     let (mut tx, tx_at) = driver(region, 0, features);
     let (mut rx, rx_at) = driver(region, 4096, features);
     host.set_inlet(Some(TxQueue::start(table.clone(), acked, SIZE, tx_at, base).unwrap()));
     host.set_link(Some(RxQueue::start(table.clone(), acked, SIZE, rx_at, base).unwrap()));
-    let streams = Listener::bind(&host, 1, Kind::Stream).unwrap();
-    let messages = Listener::bind(&host, 2, Kind::SeqPacket).unwrap();
+    let streams = Listener::bind(&host, 1, SocketType::Stream).unwrap();
+    let messages = Listener::bind(&host, 2, SocketType::SeqPacket).unwrap();
     let mut programs: Vec<Program> = Vec::new();
     let mut used = [Used::default(); 64];
     while !input.is_empty() {
@@ -195,7 +195,7 @@ fn one(mut input: Input<'_>, region: &Arc<Region>, table: &Arc<Table>) {
                 0 => host.reset(),
                 1 => drop(host.tick(Instant::now() + Duration::from_secs(5))),
                 2 => host.sweep(),
-                3 => drop(host.rest()),
+                3 => drop(host.enable_notification()),
                 // The rings start anew.
                 _ => {
                     region.span(0, BUFFERS as usize).unwrap().write(&[0; BUFFERS as usize]);

@@ -8,8 +8,8 @@ use input::Input;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
-    Addr, Broken, DeviceSide, Door, Host, Hub, Key, Kind, Payload, Queue, Relay, RxQueue, Settings, Stack, TxQueue,
-    bits, kinds,
+    Addr, Broken, DeviceSide, Host, Hub, Key, OpenResult, Payload, Queue, Relay, RxQueue, Settings, SocketType, Stack,
+    TxQueue, bits, socket_types,
 };
 use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{
@@ -57,17 +57,17 @@ impl Relay for Sink {
 }
 
 /// Grants so many requests, and leads to sockets of every kind.
-struct Around {
+struct FuzzHost {
     requests: Mutex<usize>,
     keys: Arc<Mutex<Vec<Key>>>,
 }
 
-impl Host<Sink> for Around {
+impl Host<Sink> for FuzzHost {
     fn notify(&self, _: Queue) {}
     fn wake(&self) {}
     fn broken(&self, _: Queue, _: Broken) {}
 
-    fn open(&self, key: Key, _: Kind) -> Door<Sink> {
+    fn open(&self, key: Key, _: SocketType) -> OpenResult<Sink> {
         let sink = Sink { takes: key.port as usize % 7 * 300, gone: key.port % 2 == 1 };
         let mut keys = self.keys.lock().unwrap();
         if keys.len() > 64 {
@@ -75,9 +75,9 @@ impl Host<Sink> for Around {
         }
         keys.push(key);
         match key.port % 5 {
-            0 => Door::Shut,
-            1 | 2 => Door::Later(sink),
-            _ => Door::Open(sink),
+            0 => OpenResult::Refused,
+            1 | 2 => OpenResult::Pending(sink),
+            _ => OpenResult::Connected(sink),
         }
     }
 
@@ -150,9 +150,9 @@ impl Guest {
             ..Settings::default()
         };
         let keys = Arc::<Mutex<Vec<Key>>>::default();
-        let around = Around { requests: Mutex::new(200), keys: keys.clone() };
-        let stack = Arc::new(Stack::<Side>::new("fuzz", 2, Some(cid), settings, Box::new(around)));
-        stack.set_kinds(kinds(acked));
+        let host = FuzzHost { requests: Mutex::new(200), keys: keys.clone() };
+        let stack = Arc::new(Stack::<Side>::new("fuzz", 2, Some(cid), settings, Box::new(host)));
+        stack.set_socket_types(socket_types(acked));
         let features = Features::negotiated(acked);
         let ((tx, tx_at), (rx, rx_at)) = (driver(region, 0, features), driver(region, 4096, features));
         let (region, table) = (region.clone(), table.clone());
@@ -257,17 +257,17 @@ impl Guest {
                 let Some(&key) = usize::from(which).checked_rem(keys.len()).and_then(|index| keys.get(index)) else {
                     let sink = Sink { takes: len, gone: which & 1 == 0 };
                     let peer = Addr { cid: self.cid, port: u32::from(what % 8) };
-                    if let Ok(key) = self.stack.connect_relay(peer, Kind::Stream, sink) {
+                    if let Ok(key) = self.stack.connect_relay(peer, SocketType::Stream, sink) {
                         self.keys.lock().unwrap().push(key);
                     }
                     return;
                 };
                 match what % 9 {
-                    0 => self.stack.settle(key, true),
-                    1 => self.stack.settle(key, false),
+                    0 => self.stack.finish_open(key, true),
+                    1 => self.stack.finish_open(key, false),
                     2 => self.stack.drain(key),
                     3 => self.stack.shut_relay(key, len & 1 == 0),
-                    4 => self.stack.deafen_relay(key),
+                    4 => self.stack.shut_relay_read(key),
                     5 => self.stack.reset_relay(key),
                     _ => {
                         let mut read = |spans: &[Span<'_>]| {
@@ -284,7 +284,7 @@ impl Guest {
                 0 => self.stack.reset(),
                 1 => drop(self.stack.tick(Instant::now() + Duration::from_secs(5))),
                 2 => self.stack.sweep(),
-                3 => drop(self.stack.rest()),
+                3 => drop(self.stack.enable_notification()),
                 4 => {
                     self.stack.set_link(None);
                 }

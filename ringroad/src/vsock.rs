@@ -11,7 +11,7 @@ use ringroad_host::{
     pin_current_thread,
     vsock::{VsockClient, VsockConnector},
 };
-use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, SeqPacket, Settings, Stream, bits};
+use ringroad_vsock::{Addr, DriverSide, Features, Listener, SeqPacket, Settings, SocketType, Stream, bits};
 use serde_json::json;
 use std::{
     io::{self, Read, Write},
@@ -187,14 +187,14 @@ pub fn run(args: Args) -> Outcome {
 fn cat(args: &Cat) -> Outcome {
     let client = args.common.connect()?;
     let stack = client.stack();
-    let kind = if args.common.seqpacket { Kind::SeqPacket } else { Kind::Stream };
+    let kind = if args.common.seqpacket { SocketType::SeqPacket } else { SocketType::Stream };
     let listener = args.accept.map(|port| Listener::bind(stack, port, kind)).transpose()?;
     let connect = |error: io::Error| match args.peer {
         Some(peer) => format!("cannot connect to {peer}: {error}"),
         None => error.to_string(),
     };
     match kind {
-        Kind::Stream => {
+        SocketType::Stream => {
             let stream = match (&listener, args.peer) {
                 (Some(listener), _) => listener.accept()?,
                 (None, peer) => Stream::connect(stack, peer.unwrap_or_default()).map_err(connect)?,
@@ -206,7 +206,7 @@ fn cat(args: &Cat) -> Outcome {
             });
             io::copy(&mut &stream, &mut io::stdout().lock())?;
         }
-        Kind::SeqPacket => {
+        SocketType::SeqPacket => {
             let socket = match (&listener, args.peer) {
                 (Some(listener), _) => listener.accept_messages()?,
                 (None, peer) => SeqPacket::connect(stack, peer.unwrap_or_default()).map_err(connect)?,
@@ -236,17 +236,17 @@ fn cat(args: &Cat) -> Outcome {
 fn echo(args: &Echo) -> Outcome {
     let client = args.common.connect()?;
     let stack = client.stack();
-    let kind = if args.common.seqpacket { Kind::SeqPacket } else { Kind::Stream };
+    let kind = if args.common.seqpacket { SocketType::SeqPacket } else { SocketType::Stream };
     let listener = Listener::bind(stack, args.port, kind)?;
     eprintln!("echo server listening on {}:{}", stack.cid(), args.port);
     let size = args.common.buffer as usize;
     loop {
         match kind {
-            Kind::Stream => {
+            SocketType::Stream => {
                 let stream = listener.accept()?;
                 thread::spawn(move || echo_bytes(&stream));
             }
-            Kind::SeqPacket => {
+            SocketType::SeqPacket => {
                 let socket = listener.accept_messages()?;
                 thread::spawn(move || {
                     let mut message = vec![0; size];

@@ -2,7 +2,7 @@
 //! from inside, and that everything it should do still works.
 
 use ringroad_host::vsock::{VsockClient, VsockConnector};
-use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
+use ringroad_vsock::{Addr, Features, Listener, Settings, SocketType, Stream};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 use serde_json::Value;
 use std::{
@@ -523,7 +523,7 @@ fn allowed_operations_work() {
         fs::set_permissions(file("host_9"), fs::Permissions::from_mode(0o777)).unwrap();
         reaches(&client, 9, || programs.accept().unwrap().0);
         reaches(&client, 80, || listeners[0].accept().unwrap().0);
-        let inside = Listener::bind(client.stack(), 7, Kind::Stream).unwrap();
+        let inside = Listener::bind(client.stack(), 7, SocketType::Stream).unwrap();
         let mut program = UnixStream::connect(file("host")).unwrap();
         writeln!(program, "CONNECT 7").unwrap();
         let mut line = String::new();

@@ -1,7 +1,7 @@
 //! Tests of the `ringroad` binary with vsock devices: the guests are our driver, the host programs are this test.
 
 use ringroad_host::vsock::{VsockClient, VsockConnector};
-use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
+use ringroad_vsock::{Addr, Features, Listener, Settings, SocketType, Stream};
 use std::{
     fs,
     io::{BufRead, BufReader, ErrorKind, Read, Write},
@@ -135,7 +135,7 @@ fn connect(host: &Path, port: u32) -> UnixStream {
 
 /// Runs an echo server on a port.
 fn echo(client: &VsockClient, port: u32) {
-    let listener = Listener::bind(client.stack(), port, Kind::Stream).unwrap();
+    let listener = Listener::bind(client.stack(), port, SocketType::Stream).unwrap();
     thread::spawn(move || {
         while let Ok(stream) = listener.accept() {
             thread::Builder::new()

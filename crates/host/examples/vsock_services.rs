@@ -13,7 +13,7 @@
 //! It ends at the end of its standard input; the guest's connections are then reset.
 
 use ringroad_host::vsock::{HostSide, VsockConfig, VsockServer, VsockWorker};
-use ringroad_vsock::{Addr, Kind, Listener, SeqPacket, Stack, Stream};
+use ringroad_vsock::{Addr, Listener, SeqPacket, SocketType, Stack, Stream};
 use std::{
     error::Error,
     io::{self, Read, Write},
@@ -56,12 +56,12 @@ fn start(stack: &Arc<Stack<HostSide>>, service: &str) -> Result<(), Box<dyn Erro
         "sink" => |stream, _| sink(stream),
         "source" => source,
         "packets" => {
-            let listener = Listener::bind(stack, port, Kind::SeqPacket)?;
+            let listener = Listener::bind(stack, port, SocketType::SeqPacket)?;
             return spawn(move || listener.accept_messages(), |socket| take_packets(&socket));
         }
         _ => return Err(wrong().into()),
     };
-    let listener = Listener::bind(stack, port, Kind::Stream)?;
+    let listener = Listener::bind(stack, port, SocketType::Stream)?;
     spawn(move || listener.accept(), move |stream| bytes(&stream, total))
 }
 

@@ -13,7 +13,7 @@ mod ends;
 mod many;
 
 use ringroad_host::vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker};
-use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Stack, Stream};
+use ringroad_vsock::{Addr, DriverSide, Features, Listener, Settings, SocketType, Stack, Stream};
 use std::{
     fs,
     io::{self, Read, Write},
@@ -114,7 +114,7 @@ impl Rig {
 
     /// Listens on a port of the guest.
     fn listen(&self, port: u32) -> Listener<DriverSide> {
-        Listener::bind(self.guest(), port, Kind::Stream).unwrap()
+        Listener::bind(self.guest(), port, SocketType::Stream).unwrap()
     }
 
     /// Listens on a port of the host.

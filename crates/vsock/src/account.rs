@@ -1,41 +1,42 @@
-//! What one guest may have in our memory: bytes that wait for somebody, what is needed to keep track of them, connections.
+//! Memory accounting for one guest: buffered bytes, the bookkeeping for them, and connections.
 //!
-//! Each guest pays for its connections with the host and for those with other guests that it has asked for, each out of an
-//! [`Account`] of its own. Half of it is shared out: each direction of a connection may have an equal part, and no more than half
-//! of what is left; that much credit its sender is told of. The other half guarantees each direction a little, so that none
-//! stands still, and is there for what was promised before there were so many. What goes beyond the whole ends the connection
-//! that it comes from: it is the guest's own.
+//! A guest has one [`Account`] for its connections with the host, and one for the connections with other guests that it
+//! requested. Half of an account is handed out as credit: each direction of a connection may use an equal share of that half, but
+//! no more than half of what is left of it. The other half guarantees each direction a minimum, so that none stalls, and covers
+//! credit advertised earlier, when there were fewer connections. Data beyond the limit ends the connection it arrives on: only
+//! the guest that caused it is affected.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
 };
 
-/// What a connection takes beside the bytes that wait: its state, places in tables.
+/// Bytes charged for a connection, not counting buffered data: its state and table entries.
 pub(crate) const CONNECTION: usize = 1024;
-/// What a packet in an outbox takes beside its bytes, and what the first one of a connection takes beside that.
+/// Bytes charged for a packet in an outbox in addition to its payload, and for the first packet of a connection on top of
+/// that.
 pub(crate) const PACKET: usize = 128;
 pub(crate) const FLOW: usize = 256;
-/// What a message that nobody has read takes beside its bytes.
+/// Bytes charged for an unread message in addition to its payload.
 pub(crate) const MESSAGE: usize = 16;
 
-/// What one guest may have in our memory.
+/// The memory account of one guest.
 #[derive(Debug)]
 pub struct Account {
     limit: AtomicUsize,
-    /// What each direction of a connection may have, whatever others do.
+    /// Minimum allowance of each direction of a connection, regardless of other connections.
     floor: AtomicUsize,
     used: AtomicUsize,
-    /// Directions of connections.
+    /// Number of connection directions: two per connection.
     directions: AtomicUsize,
-    /// How often something was refused.
+    /// Number of charges refused.
     refused: AtomicU64,
-    /// This is a part of that: what is for one other guest.
+    /// The account that this one is a sub-account of. A sub-account covers the connections with one other guest.
     whole: Option<Arc<Account>>,
 }
 
 impl Account {
-    /// For so many bytes, and so many connections.
+    /// Creates an account for `limit` bytes and up to `connections` connections.
     pub(crate) fn new(limit: usize, connections: usize) -> Arc<Account> {
         let account = Account::of(None);
         account.set(limit, connections);
@@ -53,13 +54,14 @@ impl Account {
         }
     }
 
-    /// From now on for so many. What is in use stays.
+    /// Changes the limits. Existing charges are kept.
     pub(crate) fn set(&self, limit: usize, connections: usize) {
         self.limit.store(limit, Relaxed);
         self.floor.store((limit / 4 / connections.max(1)).clamp(64, 64 << 10), Relaxed);
     }
 
-    /// A part of it, which takes no more than it leaves: one that takes all it can leaves half to others.
+    /// Creates a sub-account. It cannot use more than what remains of the account, so one that takes all it can leaves half to
+    /// others.
     pub(crate) fn part(self: &Arc<Self>) -> Arc<Account> {
         Arc::new(Account::of(Some(self.clone())))
     }
@@ -68,17 +70,17 @@ impl Account {
         self.whole.as_deref().unwrap_or(self)
     }
 
-    /// Bytes that are in use.
+    /// Returns the bytes in use.
     pub(crate) fn used(&self) -> usize {
         self.used.load(Relaxed)
     }
 
-    /// How often something was refused that was too much.
+    /// Returns how many charges were refused because the limit was reached.
     pub(crate) fn refused(&self) -> u64 {
         self.refused.load(Relaxed)
     }
 
-    /// How many bytes one direction of a connection may have here.
+    /// Returns how many bytes one direction of a connection may buffer.
     pub(crate) fn allowance(&self) -> usize {
         let whole = self.whole();
         let half = whole.limit.load(Relaxed) / 2;
@@ -87,7 +89,7 @@ impl Account {
         share.min(left / 2).max(whole.floor.load(Relaxed))
     }
 
-    /// Whether so little is left that what is not needed at once should go.
+    /// Returns whether the account is more than a quarter used, so that memory not needed now should be released.
     pub(crate) fn is_tight(&self) -> bool {
         self.whole().used() > self.whole().limit.load(Relaxed) / 4
     }
@@ -112,7 +114,7 @@ impl Account {
         }
     }
 
-    /// Takes bytes, if there are so many. Several threads together may take a little more than there is.
+    /// Charges `bytes` if that many are left. Concurrent callers may together exceed the limit slightly.
     pub(crate) fn charge(self: &Arc<Self>, bytes: usize) -> Option<Charge> {
         if !self.has_room(bytes) {
             self.whole().refused.fetch_add(1, Relaxed);
@@ -121,13 +123,13 @@ impl Account {
         Some(self.charge_anyway(bytes))
     }
 
-    /// Takes bytes whose number is limited otherwise.
+    /// Charges `bytes` without checking the limit, for what is limited by other means.
     pub(crate) fn charge_anyway(self: &Arc<Self>, bytes: usize) -> Charge {
         self.add(bytes);
         Charge { account: Some(self.clone()), bytes }
     }
 
-    /// A connection, both directions of it. `None`: there is no room for it.
+    /// Charges a connection and counts both of its directions. Returns `None` if the limit is reached.
     pub(crate) fn open(self: &Arc<Self>) -> Option<Opened> {
         let charge = self.charge(CONNECTION)?;
         self.whole().directions.fetch_add(2, Relaxed);
@@ -135,7 +137,7 @@ impl Account {
     }
 }
 
-/// Bytes taken out of an account, which go back when it is dropped.
+/// Bytes charged to an account; returned when dropped.
 #[derive(Debug, Default)]
 pub struct Charge {
     account: Option<Arc<Account>>,
@@ -143,12 +145,12 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Of nobody's account, for what keeps none.
+    /// An empty charge on no account, for owners without accounting.
     pub fn none() -> Charge {
         Charge::default()
     }
 
-    /// Takes more of the same. `false`: there is not so much.
+    /// Charges `more` bytes on top. Returns `false` if the limit is reached.
     pub(crate) fn grow(&mut self, more: usize) -> bool {
         if let Some(account) = &self.account {
             if !account.has_room(more) {
@@ -161,17 +163,17 @@ impl Charge {
         true
     }
 
-    /// Takes over what another one of the same account has.
+    /// Takes over the bytes of another charge on the same account.
     pub(crate) fn absorb(&mut self, mut other: Charge) {
         self.bytes = self.bytes.saturating_add(std::mem::take(&mut other.bytes));
     }
 
-    /// Whether so little is left that what is not needed at once should go.
+    /// Returns whether memory not needed now should be released; see [`Account::is_tight`].
     pub(crate) fn is_tight(&self) -> bool {
         self.account.as_ref().is_some_and(|account| account.is_tight())
     }
 
-    /// Gives some back.
+    /// Returns up to `less` bytes to the account.
     pub(crate) fn shrink(&mut self, less: usize) {
         let less = less.min(self.bytes);
         self.bytes -= less;
@@ -180,7 +182,7 @@ impl Charge {
         }
     }
 
-    /// Gives all back.
+    /// Returns all bytes to the account.
     pub(crate) fn clear(&mut self) {
         self.shrink(self.bytes);
     }
@@ -192,14 +194,14 @@ impl Drop for Charge {
     }
 }
 
-/// A connection in an account.
+/// The charge for an open connection.
 #[derive(Debug)]
 pub(crate) struct Opened {
     charge: Charge,
 }
 
 impl Opened {
-    /// What it is part of.
+    /// Returns the account that is charged.
     pub(crate) fn account(&self) -> Option<&Arc<Account>> {
         self.charge.account.as_ref()
     }
@@ -218,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_taken_comes_back() {
+    fn charges_are_returned() {
         let account = Account::new(10_000, 2);
         let part = account.part();
         let mut charge = part.charge(1000).unwrap();
@@ -233,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_takes_more_than_there_is_and_a_part_leaves_half() {
+    fn charges_respect_the_limit_and_a_sub_account_leaves_half() {
         let account = Account::new(10_000, 2);
         let (one, other) = (account.part(), account.part());
         let first = one.charge(5000).unwrap();
@@ -248,9 +250,9 @@ mod tests {
     }
 
     #[test]
-    fn an_allowance_is_an_equal_share_and_half_of_what_is_left() {
+    fn an_allowance_is_an_equal_share_and_at_most_half_of_what_is_left() {
         let account = Account::new(1 << 20, 64);
-        assert_eq!(account.allowance(), 1 << 18, "half of the half that is shared out");
+        assert_eq!(account.allowance(), 1 << 18, "half of the half handed out as credit");
         let opened: Vec<_> = (0..8).map(|_| account.open().unwrap()).collect();
         assert_eq!(account.allowance(), (1 << 19) / 16);
         let _charge = account.charge((1 << 19) - 8 * CONNECTION - 100).unwrap();

@@ -1,8 +1,9 @@
-//! One connection: who may send how much (credit), who has said that he sends or receives no more, and what has come. A state
-//! machine over packets; `stack.rs` finds the connection for a packet and sends what it answers.
+//! One connection: credit in both directions, shutdown state and received data. A state machine over packets: `stack/packets.rs`
+//! finds the connection of a packet, calls it, and sends what it replies. Connection states and operations: virtio 1.3, 5.10.6.3
+//! to 5.10.6.6.
 
 use crate::{
-    Account, Addr, Charge, Host, Kind, Owner, Payload, Relay,
+    Account, Addr, Charge, Host, Owner, Payload, Relay, SocketType,
     account::Opened,
     inbox::{Full, Inbox},
     send::MAX_PACKET,
@@ -19,70 +20,70 @@ use std::{
     time::Instant,
 };
 
-/// Which connection of a stack: unique among those alive.
+/// Identifies a connection of a stack; unique among those in existence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// Our port.
+    /// The local port.
     pub port: u32,
-    /// The other end.
+    /// The peer's address.
     pub peer: Addr,
 }
 
-/// How far a connection is.
+/// State of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// We have asked, and wait for an answer.
+    /// A request was sent; waiting for the response.
     Connecting,
-    /// The peer has asked, and our end is not there yet.
+    /// A request was received; the host socket is still connecting.
     Accepting,
-    /// Both ends are there.
+    /// Established.
     Open,
-    /// It is over, and in no table any more.
-    Closed(Over),
+    /// Closed, and removed from all tables.
+    Closed(CloseReason),
 }
 
 /// How a connection ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Over {
-    /// Both ends have said that they are done.
+pub(crate) enum CloseReason {
+    /// Both ends have shut down both directions.
     Done,
-    /// Nobody listens there, or has room.
+    /// There is no listener, or a limit is reached.
     Refused,
-    /// The peer, or the transport, has ended it without a word.
+    /// The peer or the transport reset the connection.
     Reset,
-    /// No answer.
+    /// The peer did not respond in time.
     TimedOut,
 }
 
-impl Over {
+impl CloseReason {
     pub(crate) fn error(self) -> io::Error {
         io::Error::from(match self {
-            Over::Done => io::ErrorKind::BrokenPipe,
-            Over::Refused => io::ErrorKind::ConnectionRefused,
-            Over::Reset => io::ErrorKind::ConnectionReset,
-            Over::TimedOut => io::ErrorKind::TimedOut,
+            CloseReason::Done => io::ErrorKind::BrokenPipe,
+            CloseReason::Refused => io::ErrorKind::ConnectionRefused,
+            CloseReason::Reset => io::ErrorKind::ConnectionReset,
+            CloseReason::TimedOut => io::ErrorKind::TimedOut,
         })
     }
 }
 
-/// What a reader in the middle of receiving wants: bytes of a connection, straight to where they belong.
+/// The target of a blocked `read` call, so that payload can be copied straight into it.
 pub(crate) struct Wanted<'a> {
     pub key: Key,
     pub target: &'a mut [u8],
     pub got: usize,
 }
 
-/// What is to be done after a packet, outside of the connection's lock.
+/// Actions to perform after a packet, once the connection's lock is released.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub(crate) struct Verdict {
-    /// Sent back.
+    /// Packet to send to the peer.
     pub reply: Option<Op>,
-    /// The connection leaves the table.
-    pub over: bool,
-    /// Why it was reset, if the peer has done something wrong.
+    /// Remove the connection from the table.
+    pub closed: bool,
+    /// The protocol violation that the connection was reset for.
     pub wrong: Option<Wrong>,
-    /// The relay may go on sending.
+    /// The relay can send again.
     pub room: bool,
 }
 
@@ -92,115 +93,115 @@ impl Verdict {
     }
 
     fn wrong(wrong: Wrong) -> Verdict {
-        Verdict { reply: Some(Op::Reset), over: true, wrong: Some(wrong), room: false }
+        Verdict { reply: Some(Op::Reset), closed: true, wrong: Some(wrong), room: false }
     }
 }
 
-/// What a peer can do wrong with a connection, which is reset for it.
+/// A protocol violation by the peer; the connection is reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Wrong {
-    /// OP_REQUEST where there is a connection already.
-    #[error("a second request on a live connection")]
+    /// OP_REQUEST for an existing connection.
+    #[error("request for a connection that is open already")]
     SecondRequest,
-    /// OP_RESPONSE that nobody has asked for.
-    #[error("a response without a request")]
+    /// OP_RESPONSE without a request.
+    #[error("response without a request")]
     Response,
-    /// Anything but an answer to a request.
+    /// A packet other than the response or a reset before the connection was accepted.
     #[error("operation {op} before the connection was accepted")]
     Early {
-        /// What came.
+        /// The operation received.
         op: u16,
     },
-    /// OP_RW after OP_SHUTDOWN said that there would be none.
-    #[error("{len} bytes after a shutdown of sending")]
+    /// OP_RW after OP_SHUTDOWN with VIRTIO_VSOCK_SHUTDOWN_F_SEND.
+    #[error("{len} bytes after the peer has shut down sending")]
     AfterShutdown {
-        /// What came.
+        /// Bytes received.
         len: u32,
     },
-    /// More bytes under way than this end has room for.
-    #[error("{len} bytes beyond its credit of {credit}")]
+    /// More bytes than the peer has credit for.
+    #[error("{len} bytes exceed the credit of {credit}")]
     Credit {
-        /// What came.
+        /// Bytes received.
         len: u32,
-        /// What it could have sent.
+        /// Bytes it had credit for.
         credit: u32,
     },
-    /// More messages than there may be bytes.
-    #[error("more than {limit} messages that nobody has read")]
+    /// More unread messages than the receive buffer has bytes.
+    #[error("more than {limit} unread messages")]
     Messages {
-        /// How many there may be.
+        /// The maximum number.
         limit: u32,
     },
-    /// More than its guest may have in our memory, all in all.
-    #[error("more than may be kept for its guest, which is in use for others that nobody reads")]
+    /// The guest's memory limit is reached.
+    #[error("the memory limit of the guest is reached")]
     Memory,
-    /// A type that the connection does not have.
-    #[error("a packet of type {kind} for a connection of another one")]
+    /// The packet's type is unknown, was not negotiated, or is not the connection's.
+    #[error("type {kind} does not match the connection, or was not negotiated")]
     Type {
-        /// What came.
+        /// The type received.
         kind: u16,
     },
-    /// Less payload than the header says.
-    #[error("{there} bytes of payload where the header says {len}")]
+    /// The payload is shorter than the header says.
+    #[error("payload of {actual} bytes, the header says {len}")]
     Short {
-        /// What the header says.
+        /// Length in the header.
         len: u32,
-        /// What there is.
-        there: usize,
+        /// Actual length.
+        actual: usize,
     },
-    /// An operation that there is not.
+    /// Unknown operation.
     #[error("unknown operation {op}")]
     Operation {
-        /// What came.
+        /// The operation received.
         op: u16,
     },
 }
 
-/// What of a connection changes from packet to packet, behind one lock.
+/// The mutable state of a connection, under one lock.
 pub(crate) struct Inner<R> {
     pub phase: Phase,
-    /// Bytes sent, or promised to be, modulo 2³².
+    /// Bytes sent or about to be sent, modulo 2³².
     pub tx_cnt: u32,
     peer_buf_alloc: u32,
     peer_fwd_cnt: u32,
-    /// Bytes received.
+    /// Bytes received, modulo 2³².
     rx_cnt: u32,
-    /// The peer will send no more.
-    pub peer_done: bool,
-    /// The peer will receive no more.
-    pub peer_deaf: bool,
-    /// We send no more.
-    pub done: bool,
-    /// We receive no more.
-    pub deaf: bool,
+    /// The peer has shut down sending.
+    pub peer_send_shut: bool,
+    /// The peer has shut down receiving.
+    pub peer_recv_shut: bool,
+    /// This end has shut down sending.
+    pub send_shut: bool,
+    /// This end has shut down receiving.
+    pub recv_shut: bool,
     pub inbox: Inbox,
-    /// The socket of the host behind it, if it is not one of this process.
+    /// The host socket, for connections that have one.
     pub relay: Option<R>,
-    /// When to give up: waiting for an answer, or for the peer to close too.
+    /// When to give up waiting for the response, or for the peer to close.
     pub deadline: Option<Instant>,
-    /// Told of every change, for a program that does not wait in calls.
+    /// Called on every change, for programs that do not use blocking calls.
     pub waker: Option<Arc<dyn Fn() + Send + Sync>>,
-    /// Its program waits for packets itself: who has news for it ends that.
+    /// Set while the program is the leader and waits for packets itself: a change has to end that wait.
     pub leading: Option<Arc<dyn Host<R>>>,
-    /// Nothing has come since it was looked at last.
-    pub resting: bool,
-    /// It is among those that are looked at.
+    /// No data since the last sweep.
+    pub idle: bool,
+    /// The connection is registered for the next sweep.
     pub listed: bool,
 }
 
 /// A connection.
 pub(crate) struct Conn<R> {
     pub key: Key,
-    pub kind: Kind,
+    pub kind: SocketType,
     pub cid: u64,
-    /// Bytes that we keep at most.
+    /// Size of the receive buffer in bytes.
     pub buf_alloc: u32,
-    /// Bytes that were received and passed on.
+    /// Bytes received and consumed, modulo 2³².
     fwd_cnt: AtomicU32,
-    /// Up to where the peer knows that it may send, modulo 2³².
-    told: AtomicU32,
+    /// Stream position up to which the peer has been told it may send, modulo 2³².
+    advertised: AtomicU32,
     queued: AtomicUsize,
-    /// Who sends: packets of two threads do not mix.
+    /// Held while sending, so that packets of two threads do not interleave.
     pub sending: Mutex<()>,
     inner: Mutex<Inner<R>>,
     changed: Condvar,
@@ -216,10 +217,10 @@ impl<R> Owner for Arc<Conn<R>> {
     }
 
     fn stamp(&self, header: &mut VsockHdr) {
-        // The order of stamps is that of packets in the ring: both happen under its lock.
+        // Stamps are in the order of packets in the ring: both happen under the ring's lock.
         let fwd_cnt = self.fwd_cnt.load(Ordering::Acquire);
-        let edge = further(fwd_cnt.wrapping_add(self.window()), self.told.load(Ordering::Acquire));
-        self.told.store(edge, Ordering::Release);
+        let edge = further(fwd_cnt.wrapping_add(self.window()), self.advertised.load(Ordering::Acquire));
+        self.advertised.store(edge, Ordering::Release);
         header.fwd_cnt = fwd_cnt;
         header.buf_alloc = edge.wrapping_sub(fwd_cnt);
     }
@@ -229,32 +230,32 @@ impl<R> Owner for Arc<Conn<R>> {
     }
 
     fn charge(&self, bytes: usize) -> Option<Charge> {
-        // `Stack::room` has seen that it is not too much.
+        // `Stack::room` has checked the limit.
         Some(self.account.charge_anyway(bytes))
     }
 }
 
-/// What is further on of two places in a stream, modulo 2³².
+/// Returns the later of two stream positions, modulo 2³².
 pub(crate) fn further(one: u32, other: u32) -> u32 {
     if other.wrapping_sub(one) as i32 > 0 { other } else { one }
 }
 
 impl<R> Conn<R> {
-    /// How many bytes may be kept of what is received: as much as the connection may have, and its guest for each.
+    /// Returns the receive window in bytes: the buffer size, or the share of the guest's memory if that is smaller.
     fn window(&self) -> u32 {
         self.buf_alloc.min(u32::try_from(self.account.allowance()).unwrap_or(u32::MAX))
     }
 
-    /// How many bytes that are sent may wait.
+    /// Returns how many bytes of sent data may wait in the outbox.
     pub(crate) fn allowance(&self) -> usize {
         self.account.allowance()
     }
 }
 
 impl<R: Relay> Conn<R> {
-    pub(crate) fn new(cid: u64, key: Key, kind: Kind, buf_alloc: u32, phase: Phase, opened: Opened) -> Self {
+    pub(crate) fn new(cid: u64, key: Key, kind: SocketType, buf_alloc: u32, phase: Phase, opened: Opened) -> Self {
         let account = opened.account().cloned().unwrap_or_else(|| Account::new(usize::MAX, 1));
-        // What its first packet tells the peer.
+        // The credit that the first packet carries.
         let window = buf_alloc.min(u32::try_from(account.allowance()).unwrap_or(u32::MAX));
         Conn {
             key,
@@ -262,7 +263,7 @@ impl<R: Relay> Conn<R> {
             cid,
             buf_alloc,
             fwd_cnt: AtomicU32::new(0),
-            told: AtomicU32::new(window),
+            advertised: AtomicU32::new(window),
             queued: AtomicUsize::new(0),
             sending: Mutex::new(()),
             inner: Mutex::new(Inner {
@@ -271,16 +272,16 @@ impl<R: Relay> Conn<R> {
                 peer_buf_alloc: 0,
                 peer_fwd_cnt: 0,
                 rx_cnt: 0,
-                peer_done: false,
-                peer_deaf: false,
-                done: false,
-                deaf: false,
+                peer_send_shut: false,
+                peer_recv_shut: false,
+                send_shut: false,
+                recv_shut: false,
                 inbox: Inbox::new(&account),
                 relay: None,
                 deadline: None,
                 waker: None,
                 leading: None,
-                resting: true,
+                idle: true,
                 listed: false,
             }),
             changed: Condvar::new(),
@@ -295,7 +296,7 @@ impl<R: Relay> Conn<R> {
         self.inner.lock()
     }
 
-    /// Waits for a change, until a time. `false`: that is over.
+    /// Waits for a change until the given time. Returns `false` on timeout.
     pub(crate) fn wait(&self, inner: &mut MutexGuard<'_, Inner<R>>, until: Option<Instant>) -> bool {
         match until {
             Some(until) => !self.changed.wait_until(inner, until).timed_out(),
@@ -306,7 +307,7 @@ impl<R: Relay> Conn<R> {
         }
     }
 
-    /// Somebody may be waiting for what has just changed.
+    /// Wakes everyone who may be waiting for a change.
     pub(crate) fn wake(&self, inner: &Inner<R>) {
         self.changed.notify_all();
         if let Some(host) = &inner.leading {
@@ -317,7 +318,7 @@ impl<R: Relay> Conn<R> {
         }
     }
 
-    /// A header to its peer.
+    /// Returns a packet header addressed to the peer.
     pub(crate) fn header(&self, op: Op) -> VsockHdr {
         VsockHdr {
             src_cid: self.cid,
@@ -330,71 +331,72 @@ impl<R: Relay> Conn<R> {
         }
     }
 
-    /// Bytes sent and received so far.
+    /// Returns the total bytes sent and received.
     pub(crate) fn traffic(&self) -> (u64, u64) {
         (self.sent.load(Ordering::Relaxed), self.received.load(Ordering::Relaxed))
     }
 
-    /// How many bytes of it wait in the outbox.
+    /// Returns the number of bytes in the outbox.
     pub(crate) fn waiting(&self) -> usize {
         self.queued.load(crate::sync::Ordering::Relaxed)
     }
 
-    /// How much may be sent now.
+    /// Returns how many bytes may be sent now.
     pub(crate) fn credit(&self, inner: &Inner<R>) -> usize {
-        let under_way = inner.tx_cnt.wrapping_sub(inner.peer_fwd_cnt);
-        inner.peer_buf_alloc.saturating_sub(under_way) as usize
+        let in_flight = inner.tx_cnt.wrapping_sub(inner.peer_fwd_cnt);
+        inner.peer_buf_alloc.saturating_sub(in_flight) as usize
     }
 
-    /// The largest message that the peer can ever take.
+    /// Returns the size of the largest message the peer can take.
     pub(crate) fn largest(&self, inner: &Inner<R>) -> usize {
         inner.peer_buf_alloc as usize
     }
 
-    /// So much will be sent.
+    /// Reserves credit for `count` bytes about to be sent.
     pub(crate) fn promise(&self, inner: &mut Inner<R>, count: usize) {
         inner.tx_cnt = inner.tx_cnt.wrapping_add(count as u32);
         self.sent.fetch_add(count as u64, Ordering::Relaxed);
     }
 
-    /// So much of it will not.
+    /// Returns reserved credit that was not used.
     pub(crate) fn take_back(&self, inner: &mut Inner<R>, count: usize) {
         inner.tx_cnt = inner.tx_cnt.wrapping_sub(count as u32);
         self.sent.fetch_sub(count as u64, Ordering::Relaxed);
     }
 
-    /// What was received is passed on: there is room for as much again. Says whether the peer should be told.
+    /// Records that received bytes have been consumed, which frees buffer space. Returns whether the peer should get a credit
+    /// update.
     pub(crate) fn consumed(&self, inner: &Inner<R>, count: usize) -> bool {
         self.fwd_cnt.fetch_add(count as u32, Ordering::AcqRel);
         self.update_due(inner)
     }
 
-    /// Whether the peer should be told of room: it believes that there is little, and either there is much more, or nobody
-    /// here will read before more comes.
+    /// Returns whether the peer should get a credit update: either half of the window has become free; or the peer's credit is
+    /// low, and some space has become free or there is nothing left to read, so that the reader is about to block.
     fn update_due(&self, inner: &Inner<R>) -> bool {
-        let (told, window) = (self.told.load(Ordering::Acquire), self.window());
+        let (advertised, window) = (self.advertised.load(Ordering::Acquire), self.window());
         let edge = self.fwd_cnt.load(Ordering::Acquire).wrapping_add(window);
-        // It may have been told of more than there would be now.
-        let gain = u32::try_from(edge.wrapping_sub(told) as i32).unwrap_or(0);
-        let believed = told.wrapping_sub(inner.rx_cnt);
+        // Negative if the window has shrunk since.
+        let gain = u32::try_from(edge.wrapping_sub(advertised) as i32).unwrap_or(0);
+        let believed = advertised.wrapping_sub(inner.rx_cnt);
         let low = (MAX_PACKET as u32).min(window / 2);
         let readable = match self.kind {
-            Kind::Stream => inner.inbox.unread() > 0,
-            Kind::SeqPacket => inner.inbox.messages() > 0,
+            SocketType::Stream => inner.inbox.unread() > 0,
+            SocketType::SeqPacket => inner.inbox.messages() > 0,
         };
-        // It may be of a connection that is over: the ports may be another one's by now.
+        // After the connection is closed, another one may be using its ports.
         inner.phase == Phase::Open
             && gain > 0
             && (gain >= window / 2 || believed < low && (gain >= low / 2 || !readable))
     }
 
-    /// The peer says how much room it has.
+    /// Records the credit fields of a packet from the peer.
     pub(crate) fn announce(&self, inner: &mut Inner<R>, header: &VsockHdr) {
         inner.peer_buf_alloc = header.buf_alloc;
         inner.peer_fwd_cnt = header.fwd_cnt;
     }
 
-    /// Receives a packet that was found to be for this connection.
+    /// Handles a packet for this connection.
     pub(crate) fn receive(
         &self,
         inner: &mut Inner<R>,
@@ -415,28 +417,28 @@ impl<R: Relay> Conn<R> {
                 }
                 Verdict { room: true, ..Verdict::default() }
             }
-            (Phase::Connecting, Op::Reset) => self.end(inner, Over::Refused),
+            (Phase::Connecting, Op::Reset) => self.end(inner, CloseReason::Refused),
             (Phase::Accepting | Phase::Open, Op::Reset) => {
-                let orderly = inner.peer_done && inner.peer_deaf || inner.done && inner.deaf;
-                self.end(inner, if orderly { Over::Done } else { Over::Reset })
+                let orderly = inner.peer_send_shut && inner.peer_recv_shut || inner.send_shut && inner.recv_shut;
+                self.end(inner, if orderly { CloseReason::Done } else { CloseReason::Reset })
             }
             (_, Op::Request) => self.fail(inner, Wrong::SecondRequest),
             (_, Op::Response) => self.fail(inner, Wrong::Response),
             (Phase::Connecting | Phase::Accepting, op) => self.fail(inner, Wrong::Early { op: op as u16 }),
             (Phase::Open, Op::Data) => self.data(inner, header, payload, wanted),
             (Phase::Open, Op::Shutdown) => {
-                inner.peer_done |= header.flags & wire::SHUTDOWN_SEND != 0;
-                inner.peer_deaf |= header.flags & wire::SHUTDOWN_RECEIVE != 0;
-                self.maybe_over(inner)
+                inner.peer_send_shut |= header.flags & wire::SHUTDOWN_SEND != 0;
+                inner.peer_recv_shut |= header.flags & wire::SHUTDOWN_RECEIVE != 0;
+                self.close_if_done(inner)
             }
             (Phase::Open, Op::CreditRequest) => Verdict::reply(Op::CreditUpdate),
             (Phase::Open, Op::CreditUpdate) => Verdict::default(),
         };
-        // A reader that is served on the spot need not be woken, nor need anybody for a mere update that changes nothing.
+        // A reader that is served directly need not be woken, nor anyone for a credit update that changes nothing.
         if room || op != Op::CreditUpdate && op != Op::CreditRequest {
             self.wake(inner);
         }
-        // Programs of this process were woken already.
+        // Programs of this process have been woken already.
         Verdict { room: (room || verdict.room) && inner.relay.is_some(), ..verdict }
     }
 
@@ -448,12 +450,12 @@ impl<R: Relay> Conn<R> {
         wanted: Option<&mut Wanted<'_>>,
     ) -> Verdict {
         let len = header.len;
-        if inner.peer_done {
+        if inner.peer_send_shut {
             return self.fail(inner, Wrong::AfterShutdown { len });
         }
-        // What it was told, or could be told by now.
+        // Up to what the peer was told, or to the current window if that is further.
         let now = self.fwd_cnt.load(Ordering::Acquire).wrapping_add(self.window());
-        let credit = further(self.told.load(Ordering::Acquire), now).wrapping_sub(inner.rx_cnt);
+        let credit = further(self.advertised.load(Ordering::Acquire), now).wrapping_sub(inner.rx_cnt);
         if len > credit {
             return self.fail(inner, Wrong::Credit { len, credit });
         }
@@ -462,13 +464,13 @@ impl<R: Relay> Conn<R> {
         }
         inner.rx_cnt = inner.rx_cnt.wrapping_add(len);
         self.received.fetch_add(len.into(), Ordering::Relaxed);
-        inner.resting = false;
+        inner.idle = false;
         let mut passed = 0;
-        let kept = if inner.deaf {
-            // Nobody will read it.
+        let kept = if inner.recv_shut {
+            // This end has shut down receiving: discard the data.
             passed = payload.len();
             Ok(())
-        } else if self.kind == Kind::SeqPacket {
+        } else if self.kind == SocketType::SeqPacket {
             let ends = header.flags & wire::SEQ_EOM != 0;
             let mut push = |inbox: &mut Inbox| -> Result<(), Full> {
                 inbox.push(payload)?;
@@ -488,12 +490,12 @@ impl<R: Relay> Conn<R> {
         Verdict { reply: due.then_some(Op::CreditUpdate), ..Verdict::default() }
     }
 
-    /// Passes bytes on to who waits for them, without keeping them. Says how many.
+    /// Passes bytes to a waiting reader or the relay without buffering them. Returns how many.
     fn pass(&self, inner: &mut Inner<R>, payload: &mut Payload<'_>, wanted: Option<&mut Wanted<'_>>) -> usize {
         let before = payload.len();
         if let Some(relay) = &mut inner.relay {
             if relay.deliver(payload).is_err() {
-                // Its program reads no more. What it does not take is lost, as with any socket; the host tells the peer.
+                // The relay's program reads no more. What it does not take is lost, as with any socket; `host` tells the peer.
                 payload.skip(payload.len());
             }
         } else if let Some(wanted) = wanted.filter(|wanted| wanted.key == self.key) {
@@ -502,15 +504,15 @@ impl<R: Relay> Conn<R> {
         before - payload.len()
     }
 
-    /// The relay can take more: what was kept goes there. Says what is to be done.
+    /// Passes buffered data on to the relay, which can take more. Returns the actions to perform.
     pub(crate) fn drain(&self, inner: &mut Inner<R>) -> Verdict {
         let mut passed = 0;
         let Inner { inbox, relay: Some(relay), .. } = inner else { return Verdict::default() };
         while inbox.unread() > 0 {
             let front = inbox.front();
             let mut payload = Payload::bytes(front);
-            let gone = relay.deliver(&mut payload).is_err();
-            let count = if gone { front.len() } else { front.len() - payload.len() };
+            let failed = relay.deliver(&mut payload).is_err();
+            let count = if failed { front.len() } else { front.len() - payload.len() };
             inbox.consume(count);
             passed += count;
             if count == 0 {
@@ -518,14 +520,15 @@ impl<R: Relay> Conn<R> {
             }
         }
         let due = self.consumed(inner, passed);
-        let verdict = self.maybe_over(inner);
+        let verdict = self.close_if_done(inner);
         Verdict { reply: verdict.reply.or(due.then_some(Op::CreditUpdate)), ..verdict }
     }
 
-    /// Both ends are done: a reset is the last word (5.10.6.5), said by who hears of it last.
-    pub(crate) fn maybe_over(&self, inner: &mut Inner<R>) -> Verdict {
-        if inner.phase != Phase::Open || !(inner.peer_done && inner.peer_deaf) {
-            if inner.peer_done
+    /// Closes the connection with a reset (5.10.6.5) if the peer has shut down both directions and nothing is left to read.
+    /// Otherwise passes the end of the peer's data on to the relay once everything before it is delivered.
+    pub(crate) fn close_if_done(&self, inner: &mut Inner<R>) -> Verdict {
+        if inner.phase != Phase::Open || !(inner.peer_send_shut && inner.peer_recv_shut) {
+            if inner.peer_send_shut
                 && inner.inbox.is_empty()
                 && let Some(relay) = &mut inner.relay
             {
@@ -533,20 +536,20 @@ impl<R: Relay> Conn<R> {
             }
             return Verdict::default();
         }
-        if !inner.inbox.is_empty() && !inner.deaf {
+        if !inner.inbox.is_empty() && !inner.recv_shut {
             return Verdict::default();
         }
-        Verdict { reply: Some(Op::Reset), ..self.end(inner, Over::Done) }
+        Verdict { reply: Some(Op::Reset), ..self.end(inner, CloseReason::Done) }
     }
 
-    /// Ends it.
-    pub(crate) fn end(&self, inner: &mut Inner<R>, how: Over) -> Verdict {
+    /// Closes the connection.
+    pub(crate) fn end(&self, inner: &mut Inner<R>, how: CloseReason) -> Verdict {
         if let Phase::Closed(_) = inner.phase {
             return Verdict::default();
         }
         inner.phase = Phase::Closed(how);
         inner.deadline = None;
-        // What came before may still be read by a program; a relay gets what it takes at once.
+        // A program may still read what was received before; a relay gets what it takes at once.
         if let Some(mut relay) = inner.relay.take() {
             while inner.inbox.unread() > 0 {
                 let front = inner.inbox.front();
@@ -558,14 +561,14 @@ impl<R: Relay> Conn<R> {
                     break;
                 }
             }
-            relay.close(how != Over::Done);
+            relay.close(how != CloseReason::Done);
         }
         self.wake(inner);
-        Verdict { over: true, ..Verdict::default() }
+        Verdict { closed: true, ..Verdict::default() }
     }
 
     fn fail(&self, inner: &mut Inner<R>, wrong: Wrong) -> Verdict {
-        let _ = self.end(inner, Over::Reset);
+        let _ = self.end(inner, CloseReason::Reset);
         Verdict::wrong(wrong)
     }
 }
@@ -579,25 +582,25 @@ mod tests {
 
     const HEAP: u32 = 256 << 10;
 
-    fn conn_of<R: Relay>(kind: Kind, buf_alloc: u32, phase: Phase) -> Arc<Conn<R>> {
+    fn conn_of<R: Relay>(kind: SocketType, buf_alloc: u32, phase: Phase) -> Arc<Conn<R>> {
         let key = Key { port: 5000, peer: Addr { cid: 3, port: 6000 } };
         let opened = Account::new(1 << 40, 1).open().unwrap();
         Arc::new(Conn::new(2, key, kind, buf_alloc, phase, opened))
     }
 
     fn conn(buf_alloc: u32) -> Arc<Conn<NoRelay>> {
-        conn_of(Kind::Stream, buf_alloc, Phase::Open)
+        conn_of(SocketType::Stream, buf_alloc, Phase::Open)
     }
 
-    /// Both directions have carried so much already.
-    fn begin_at<R: Relay>(conn: &Conn<R>, count: u32) {
+    /// Moves both directions' counters forward to `count`.
+    fn advance_to<R: Relay>(conn: &Conn<R>, count: u32) {
         let mut inner = conn.lock();
         (inner.tx_cnt, inner.peer_fwd_cnt, inner.rx_cnt) = (count, count, count);
         conn.fwd_cnt.store(count, Ordering::Relaxed);
-        conn.told.store(count.wrapping_add(conn.buf_alloc), Ordering::Relaxed);
+        conn.advertised.store(count.wrapping_add(conn.buf_alloc), Ordering::Relaxed);
     }
 
-    /// A packet from the peer, which has all the room that it said before.
+    /// Delivers a packet from the peer, which advertises the same credit as before.
     fn receive<R: Relay>(conn: &Conn<R>, op: Op, flags: u32, bytes: &[u8]) -> Verdict {
         let mut inner = conn.lock();
         let (buf_alloc, fwd_cnt) = (inner.peer_buf_alloc, inner.peer_fwd_cnt);
@@ -609,7 +612,7 @@ mod tests {
         receive(conn, Op::Data, 0, &vec![7; len])
     }
 
-    /// A program reads. Says whether the peer should be told.
+    /// A program reads. Returns whether the peer should get a credit update.
     fn read<R: Relay>(conn: &Conn<R>, len: usize) -> bool {
         let mut inner = conn.lock();
         let count = inner.inbox.read(&mut vec![0; len]);
@@ -617,8 +620,8 @@ mod tests {
         conn.consumed(&inner, count)
     }
 
-    /// A packet tells the peer of room; the count in it.
-    fn tell<R>(conn: &Arc<Conn<R>>) -> u32 {
+    /// Stamps a packet to the peer; returns its fwd_cnt.
+    fn stamped<R>(conn: &Arc<Conn<R>>) -> u32 {
         let mut header = VsockHdr::default();
         conn.stamp(&mut header);
         assert_eq!(header.buf_alloc, conn.buf_alloc);
@@ -628,16 +631,16 @@ mod tests {
     const STARTS: [u32; 7] = [0, 1, 1 << 31, u32::MAX - 150, u32::MAX - 99, u32::MAX - 1, u32::MAX];
 
     #[test]
-    fn credit_goes_beyond_the_end_of_the_counters() {
+    fn credit_survives_counter_wraparound() {
         for start in STARTS {
             let conn = conn(1000);
-            begin_at(&conn, start);
+            advance_to(&conn, start);
             let mut inner = conn.lock();
             let announce = |inner: &mut _, buf_alloc, sent: u32| {
                 let fwd_cnt = start.wrapping_add(sent);
                 conn.announce(inner, &VsockHdr { buf_alloc, fwd_cnt, ..VsockHdr::default() });
             };
-            assert_eq!(conn.credit(&inner), 0, "nothing was announced");
+            assert_eq!(conn.credit(&inner), 0, "no credit advertised yet");
             announce(&mut inner, 100, 0);
             assert_eq!((conn.credit(&inner), conn.largest(&inner)), (100, 100));
             conn.promise(&mut inner, 60);
@@ -648,14 +651,14 @@ mod tests {
             assert_eq!(conn.credit(&inner), 0);
             announce(&mut inner, 100, 30);
             assert_eq!(conn.credit(&inner), 30);
-            // Less room than there was, even less than is under way; then more.
+            // Less credit than before, even less than is in flight; then more.
             announce(&mut inner, 50, 30);
             assert_eq!(conn.credit(&inner), 0);
             announce(&mut inner, u32::MAX, 30);
             assert_eq!(conn.credit(&inner), u32::MAX as usize - 70);
             announce(&mut inner, 100, 100);
             assert_eq!(conn.credit(&inner), 100);
-            // It has received more than was sent, it says.
+            // The peer claims to have received more than was sent.
             announce(&mut inner, 100, 101);
             assert_eq!(conn.credit(&inner), 0);
             assert_eq!(conn.traffic(), (100, 0));
@@ -663,11 +666,11 @@ mod tests {
     }
 
     #[test]
-    fn the_peers_credit_goes_beyond_the_end_of_the_counters() {
+    fn the_peers_credit_survives_counter_wraparound() {
         for start in STARTS {
             let open = || {
                 let conn = conn(1000);
-                begin_at(&conn, start);
+                advance_to(&conn, start);
                 assert_eq!(data(&conn, 100).wrong, None);
                 assert_eq!(data(&conn, 800).wrong, None);
                 conn
@@ -676,89 +679,89 @@ mod tests {
             let conn = open();
             assert_eq!(data(&conn, 100).wrong, None);
             read(&conn, 1000);
-            assert_eq!(tell(&conn), start.wrapping_add(1000));
+            assert_eq!(stamped(&conn), start.wrapping_add(1000));
             assert_eq!(data(&conn, 1000).wrong, None);
             assert_eq!(data(&conn, 1).wrong, Some(Wrong::Credit { len: 1, credit: 0 }));
-            assert_eq!(conn.lock().phase, Phase::Closed(Over::Reset));
-            assert_eq!(conn.lock().inbox.unread(), 1000, "what came before may still be read");
+            assert_eq!(conn.lock().phase, Phase::Closed(CloseReason::Reset));
+            assert_eq!(conn.lock().inbox.unread(), 1000, "received data can still be read");
             assert_eq!(conn.traffic(), (0, 2000));
         }
     }
 
     #[test]
-    fn an_empty_message_counts_though_it_has_no_bytes() {
-        let conn = conn_of::<NoRelay>(Kind::SeqPacket, 4, Phase::Open);
+    fn empty_messages_are_limited() {
+        let conn = conn_of::<NoRelay>(SocketType::SeqPacket, 4, Phase::Open);
         for _ in 0..4 {
             assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), Verdict::default());
         }
         assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), Verdict::wrong(Wrong::Messages { limit: 4 }));
     }
 
-    /// A peer that sends and is read at once is told of room twice per buffer, not for each packet.
+    /// A peer whose data are read at once gets two credit updates per buffer, not one per packet.
     #[test]
-    fn small_reads_do_not_each_tell_of_room() {
+    fn small_reads_do_not_each_send_a_credit_update() {
         for start in STARTS {
             let conn = conn(HEAP);
-            begin_at(&conn, start);
+            advance_to(&conn, start);
             let mut updates = 0;
             for _ in 0..20 * HEAP / 100 {
                 assert_eq!(data(&conn, 100), Verdict::default());
                 if read(&conn, 100) {
                     updates += 1;
-                    tell(&conn);
+                    stamped(&conn);
                 }
             }
-            assert_eq!(updates, 20 * 2 - 1, "from {start} on");
+            assert_eq!(updates, 20 * 2 - 1, "starting at {start}");
         }
     }
 
     #[test]
-    fn room_is_told_when_the_peer_believes_that_there_is_little() {
+    fn a_credit_update_is_sent_when_the_peers_credit_is_low() {
         let conn = conn(HEAP);
         let low = MAX_PACKET;
-        // So little is left that it may soon have to wait.
+        // The credit left is so low that the peer may soon have to wait.
         let _ = data(&conn, HEAP as usize - low + 1);
-        // Somebody here reads, and goes on reading: not for each few bytes.
+        // The reader is active: no update for every few bytes.
         assert!(!read(&conn, low / 2 - 1));
         assert!(read(&conn, 1));
-        tell(&conn);
-        assert!(!read(&conn, 1000), "it knows of more again");
+        stamped(&conn);
+        assert!(!read(&conn, 1000), "the peer has credit again");
 
-        // The last byte: nobody here reads before more comes.
+        // The last byte: the reader is about to block.
         let conn = self::conn(HEAP);
         let _ = data(&conn, HEAP as usize - low + 1);
         read(&conn, HEAP as usize - low);
-        tell(&conn);
-        assert!(!read(&conn, 1), "there is plenty");
+        stamped(&conn);
+        assert!(!read(&conn, 1), "plenty of credit");
         let conn = self::conn(100);
         let _ = data(&conn, 51);
         assert!(!read(&conn, 24));
         assert!(read(&conn, 27));
-        // It is told once, whatever carries that.
-        tell(&conn);
+        // One update is enough, whichever packet carries it.
+        stamped(&conn);
         assert!(!conn.consumed(&conn.lock(), 0));
-        // A question is always answered.
+        // A credit request is always answered.
         assert_eq!(receive(&conn, Op::CreditRequest, 0, &[]), Verdict::reply(Op::CreditUpdate));
     }
 
     proptest! {
-        /// Nobody waits for ever: a peer that believes that it must not send has left something to read here.
+        /// No deadlock: whenever the peer believes it has no credit, there is something to read here.
         #[test]
-        fn no_peer_is_left_without_credit(
+        fn a_peer_never_runs_out_of_credit_for_good(
             message in any::<bool>(),
             buf_alloc in prop_oneof![1..40u32, Just(4096), Just(HEAP)],
             start in prop_oneof![Just(0), Just(u32::MAX), any::<u32>()],
             steps in proptest::collection::vec((0..4u8, any::<u32>()), 1..300),
         ) {
-            let kind = if message { Kind::SeqPacket } else { Kind::Stream };
+            let kind = if message { SocketType::SeqPacket } else { SocketType::Stream };
             let conn = conn_of::<NoRelay>(kind, buf_alloc, Phase::Open);
-            begin_at(&conn, start);
-            let (mut sent, mut told, mut partial) = (start, start, 0);
+            advance_to(&conn, start);
+            let (mut sent, mut advertised, mut partial) = (start, start, 0);
             for (step, size) in steps {
-                let credit = buf_alloc - sent.wrapping_sub(told);
+                let credit = buf_alloc - sent.wrapping_sub(advertised);
                 let due = match step {
                     0 | 1 if credit > 0 => {
-                        // Often all of it.
+                        // Often all of the credit.
                         let len = if size % 3 == 0 { credit } else { (1 + size % credit).min(1 + size % 999) };
                         sent = sent.wrapping_add(len);
                         partial += len;
@@ -772,7 +775,7 @@ mod tests {
                         prop_assert_eq!(verdict.wrong, None);
                         verdict.reply == Some(Op::CreditUpdate)
                     }
-                    // Another packet happens to go there.
+                    // Some other packet to the peer carries the update.
                     3 if size % 8 == 0 => true,
                     _ => {
                         let mut inner = conn.lock();
@@ -785,13 +788,13 @@ mod tests {
                     }
                 };
                 if due {
-                    told = tell(&conn);
+                    advertised = stamped(&conn);
                 }
                 let inner = conn.lock();
                 let readable = if message { inner.inbox.messages() } else { inner.inbox.unread() } > 0;
                 let kept = sent.wrapping_sub(conn.fwd_cnt.load(Ordering::Relaxed));
                 prop_assert_eq!(kept as usize, inner.inbox.unread());
-                prop_assert!(sent != told.wrapping_add(buf_alloc) || readable || kept == buf_alloc);
+                prop_assert!(sent != advertised.wrapping_add(buf_alloc) || readable || kept == buf_alloc);
             }
         }
     }
@@ -800,7 +803,7 @@ mod tests {
     fn each_operation_in_each_phase() {
         const OPS: [Op; 7] =
             [Op::Request, Op::Response, Op::Reset, Op::Shutdown, Op::Data, Op::CreditUpdate, Op::CreditRequest];
-        let over = Verdict { over: true, ..Verdict::default() };
+        let over = Verdict { closed: true, ..Verdict::default() };
         let early = |op| Verdict::wrong(Wrong::Early { op: op as u16 });
         let second = Verdict::wrong(Wrong::SecondRequest);
         let response = Verdict::wrong(Wrong::Response);
@@ -808,8 +811,8 @@ mod tests {
         let (shutdown, data) = (early(Op::Shutdown), early(Op::Data));
         let (update, request) = (early(Op::CreditUpdate), early(Op::CreditRequest));
         let answer = Verdict::reply(Op::CreditUpdate);
-        let (open, reset) = (Phase::Open, Phase::Closed(Over::Reset));
-        let refused = Phase::Closed(Over::Refused);
+        let (open, reset) = (Phase::Open, Phase::Closed(CloseReason::Reset));
+        let refused = Phase::Closed(CloseReason::Refused);
         let rows = [
             (
                 Phase::Connecting,
@@ -823,25 +826,26 @@ mod tests {
                 [reset, reset, reset, open, open, open, open],
             ),
         ];
-        let closed = [Over::Done, Over::Refused, Over::Reset, Over::TimedOut].map(Phase::Closed);
+        let closed =
+            [CloseReason::Done, CloseReason::Refused, CloseReason::Reset, CloseReason::TimedOut].map(Phase::Closed);
         let closed = closed.map(|phase| (phase, [nothing; 7], [phase; 7]));
         for (phase, verdicts, after) in rows.into_iter().chain(closed) {
             for ((op, verdict), after) in OPS.into_iter().zip(verdicts).zip(after) {
-                let conn = conn_of::<NoRelay>(Kind::Stream, 1000, phase);
-                assert_eq!(receive(&conn, op, 0, &[1]), verdict, "{op:?} when {phase:?}");
-                assert_eq!(conn.lock().phase, after, "{op:?} when {phase:?}");
+                let conn = conn_of::<NoRelay>(SocketType::Stream, 1000, phase);
+                assert_eq!(receive(&conn, op, 0, &[1]), verdict, "{op:?} in phase {phase:?}");
+                assert_eq!(conn.lock().phase, after, "{op:?} in phase {phase:?}");
                 if verdict.wrong.is_some() {
-                    assert_eq!((verdict.reply, verdict.over), (Some(Op::Reset), true));
+                    assert_eq!((verdict.reply, verdict.closed), (Some(Op::Reset), true));
                 }
                 let kept = (op == Op::Data && phase == open) as usize;
-                assert_eq!(conn.lock().inbox.unread(), kept, "{op:?} when {phase:?}");
+                assert_eq!(conn.lock().inbox.unread(), kept, "{op:?} in phase {phase:?}");
             }
         }
     }
 
     #[test]
-    fn who_waits_for_room_is_told_when_there_is_some() {
-        // A program is woken, the worker told of a socket that it may read from again.
+    fn new_credit_wakes_the_sender() {
+        // A program is woken; for a relay, the worker is told that it can read the socket again.
         for socket in [false, true] {
             let (conn, _socket) = relayed(Phase::Open, 0);
             if !socket {
@@ -859,7 +863,7 @@ mod tests {
             };
             assert_eq!(update(0, 0), (false, 0));
             assert_eq!(update(100, 0), (socket, 1));
-            assert_eq!(update(200, 0), (false, 0), "there was room before");
+            assert_eq!(update(200, 0), (false, 0), "there was credit before");
             conn.promise(&mut conn.lock(), 200);
             assert_eq!(update(200, 0), (false, 0));
             assert_eq!(update(200, 1), (socket, 1));
@@ -875,18 +879,18 @@ mod tests {
     }
 
     fn done() -> Verdict {
-        Verdict { reply: Some(Op::Reset), over: true, ..Verdict::default() }
+        Verdict { reply: Some(Op::Reset), closed: true, ..Verdict::default() }
     }
 
     #[test]
-    fn a_peer_that_sends_no_more_still_receives() {
+    fn a_peer_that_has_shut_down_sending_still_receives() {
         let conn = conn(1000);
         let _ = data(&conn, 10);
         assert_eq!(shutdown(&conn, wire::SHUTDOWN_SEND), Verdict::default());
-        assert_eq!(shutdown(&conn, 0), Verdict::default(), "what was said is not taken back");
+        assert_eq!(shutdown(&conn, 0), Verdict::default(), "a shutdown is not revoked");
         {
             let inner = conn.lock();
-            assert_eq!((inner.phase, inner.peer_done, inner.peer_deaf), (Phase::Open, true, false));
+            assert_eq!((inner.phase, inner.peer_send_shut, inner.peer_recv_shut), (Phase::Open, true, false));
             assert_eq!(inner.inbox.unread(), 10);
         }
         assert_eq!(receive(&conn, Op::CreditRequest, 0, &[]), Verdict::reply(Op::CreditUpdate));
@@ -894,87 +898,88 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_receives_no_more_still_sends() {
+    fn a_peer_that_has_shut_down_receiving_still_sends() {
         let conn = conn(1000);
         assert_eq!(shutdown(&conn, wire::SHUTDOWN_RECEIVE), Verdict::default());
         assert_eq!(data(&conn, 3), Verdict::default());
         let inner = conn.lock();
-        assert_eq!((inner.phase, inner.peer_done, inner.peer_deaf), (Phase::Open, false, true));
+        assert_eq!((inner.phase, inner.peer_send_shut, inner.peer_recv_shut), (Phase::Open, false, true));
         assert_eq!(inner.inbox.unread(), 3);
     }
 
     #[test]
-    fn a_peer_that_is_done_hears_the_last_word_when_all_is_read() {
+    fn the_final_reset_is_sent_when_everything_is_read() {
         for parts in [&[BOTH][..], &[wire::SHUTDOWN_SEND, wire::SHUTDOWN_RECEIVE], &[wire::SHUTDOWN_RECEIVE, BOTH]] {
-            // Nothing is left to read.
+            // Everything has been read.
             let conn = conn(1000);
             let (last, first) = parts.split_last().unwrap();
             first.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
             assert_eq!(shutdown(&conn, *last), done());
-            assert_eq!(conn.lock().phase, Phase::Closed(Over::Done));
-            assert_eq!(conn.maybe_over(&mut conn.lock()), Verdict::default(), "it is said once");
+            assert_eq!(conn.lock().phase, Phase::Closed(CloseReason::Done));
+            assert_eq!(conn.close_if_done(&mut conn.lock()), Verdict::default(), "the reset is sent once");
 
-            // Something is.
+            // Something is unread.
             let conn = self::conn(1000);
             let _ = data(&conn, 10);
             parts.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
             read(&conn, 9);
-            assert_eq!(conn.maybe_over(&mut conn.lock()), Verdict::default());
+            assert_eq!(conn.close_if_done(&mut conn.lock()), Verdict::default());
             read(&conn, 1);
-            assert_eq!(conn.maybe_over(&mut conn.lock()), done());
+            assert_eq!(conn.close_if_done(&mut conn.lock()), done());
 
-            // Something is, but nobody will.
+            // Something is unread, but receiving is shut down.
             let conn = self::conn(1000);
             let _ = data(&conn, 10);
-            conn.lock().deaf = true;
+            conn.lock().recv_shut = true;
             first.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
             assert_eq!(shutdown(&conn, *last), done());
         }
-        // An empty message is something too.
-        let conn = conn_of::<NoRelay>(Kind::SeqPacket, 1000, Phase::Open);
+        // An unread empty message counts as well.
+        let conn = conn_of::<NoRelay>(SocketType::SeqPacket, 1000, Phase::Open);
         let _ = receive(&conn, Op::Data, wire::SEQ_EOM, &[]);
         assert_eq!(shutdown(&conn, BOTH), Verdict::default());
         assert_eq!(conn.lock().inbox.read_message(&mut []), Some((0, false)));
-        assert_eq!(conn.maybe_over(&mut conn.lock()), done());
+        assert_eq!(conn.close_if_done(&mut conn.lock()), done());
     }
 
     #[test]
-    fn a_reset_is_in_order_when_either_end_was_done() {
+    fn a_reset_is_orderly_when_either_end_has_shut_down() {
         let ended = |prepare: &dyn Fn(&Arc<Conn<NoRelay>>)| {
             let conn = conn(1000);
             let _ = data(&conn, 5);
             prepare(&conn);
-            assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { over: true, ..Verdict::default() });
+            assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { closed: true, ..Verdict::default() });
             let inner = conn.lock();
-            assert_eq!(inner.inbox.unread(), 5, "what came before may still be read");
+            assert_eq!(inner.inbox.unread(), 5, "received data can still be read");
             inner.phase
         };
-        let (done, reset) = (Phase::Closed(Over::Done), Phase::Closed(Over::Reset));
-        let ours = |done, deaf| move |conn: &Arc<Conn<NoRelay>>| (conn.lock().done, conn.lock().deaf) = (done, deaf);
+        let (done, reset) = (Phase::Closed(CloseReason::Done), Phase::Closed(CloseReason::Reset));
+        let shut =
+            |send, recv| move |conn: &Arc<Conn<NoRelay>>| (conn.lock().send_shut, conn.lock().recv_shut) = (send, recv);
         assert_eq!(ended(&|_| {}), reset);
-        assert_eq!(ended(&|conn| assert!(!shutdown(conn, BOTH).over)), done);
-        assert_eq!(ended(&|conn| assert!(!shutdown(conn, wire::SHUTDOWN_SEND).over)), reset);
-        assert_eq!(ended(&|conn| assert!(!shutdown(conn, wire::SHUTDOWN_RECEIVE).over)), reset);
-        assert_eq!(ended(&ours(true, true)), done);
-        assert_eq!(ended(&ours(true, false)), reset);
-        assert_eq!(ended(&ours(false, true)), reset);
+        assert_eq!(ended(&|conn| assert!(!shutdown(conn, BOTH).closed)), done);
+        assert_eq!(ended(&|conn| assert!(!shutdown(conn, wire::SHUTDOWN_SEND).closed)), reset);
+        assert_eq!(ended(&|conn| assert!(!shutdown(conn, wire::SHUTDOWN_RECEIVE).closed)), reset);
+        assert_eq!(ended(&shut(true, true)), done);
+        assert_eq!(ended(&shut(true, false)), reset);
+        assert_eq!(ended(&shut(false, true)), reset);
     }
 
     #[test]
-    fn an_end_that_receives_no_more_gives_the_room_back() {
+    fn an_end_that_has_shut_down_receiving_returns_credit() {
         let conn = conn(1000);
-        conn.lock().deaf = true;
+        conn.lock().recv_shut = true;
         assert_eq!(data(&conn, 499), Verdict::default());
         assert_eq!(data(&conn, 1), Verdict::reply(Op::CreditUpdate));
-        assert_eq!(tell(&conn), 500);
+        assert_eq!(stamped(&conn), 500);
         assert_eq!(conn.lock().inbox.unread(), 0);
     }
 
-    /// A socket of the host that takes so many bytes at once, and what it was told.
+    /// A host socket that takes a limited number of bytes, and records the calls.
     #[derive(Default)]
     struct Socket {
         takes: usize,
-        gone: bool,
+        disconnected: bool,
         opened: usize,
         got: usize,
         finished: bool,
@@ -990,7 +995,7 @@ mod tests {
 
         fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()> {
             let mut socket = self.lock();
-            if socket.gone {
+            if socket.disconnected {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
             let count = payload.take(socket.takes).len();
@@ -1009,14 +1014,14 @@ mod tests {
     }
 
     fn relayed(phase: Phase, takes: usize) -> (Arc<Conn<Shared>>, Shared) {
-        let conn = conn_of(Kind::Stream, 1000, phase);
+        let conn = conn_of(SocketType::Stream, 1000, phase);
         let socket = Arc::new(Mutex::new(Socket { takes, ..Socket::default() }));
         conn.lock().relay = Some(socket.clone());
         (conn, socket)
     }
 
     #[test]
-    fn a_socket_gets_the_end_after_all_bytes() {
+    fn a_relay_sees_the_end_after_all_bytes() {
         let (conn, socket) = relayed(Phase::Open, 100);
         assert_eq!(data(&conn, 300), Verdict::default());
         assert_eq!((socket.lock().got, conn.lock().inbox.unread()), (100, 200));
@@ -1036,15 +1041,15 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_takes_more_lets_the_peer_go_on() {
+    fn a_relay_that_takes_more_gives_the_peer_credit() {
         let (conn, socket) = relayed(Phase::Open, 0);
         assert_eq!(data(&conn, 1000), Verdict::default());
         socket.lock().takes = 100;
         assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
         socket.lock().takes = 400;
         assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
-        assert_eq!(tell(&conn), 500);
-        // The end is the last word, in place of news of room.
+        assert_eq!(stamped(&conn), 500);
+        // The final reset replaces the credit update.
         assert_eq!(shutdown(&conn, BOTH), Verdict::default());
         socket.lock().takes = 1000;
         assert_eq!(conn.drain(&mut conn.lock()), done());
@@ -1052,20 +1057,20 @@ mod tests {
     }
 
     #[test]
-    fn bytes_for_a_socket_that_is_gone_are_lost() {
+    fn bytes_for_a_disconnected_relay_are_discarded() {
         let (conn, socket) = relayed(Phase::Open, 0);
         assert_eq!(data(&conn, 600), Verdict::default());
-        socket.lock().gone = true;
+        socket.lock().disconnected = true;
         assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
-        assert_eq!(tell(&conn), 600);
+        assert_eq!(stamped(&conn), 600);
         assert_eq!(data(&conn, 600), Verdict::reply(Op::CreditUpdate));
         assert_eq!((conn.lock().inbox.unread(), socket.lock().got), (0, 0));
-        assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { over: true, ..Verdict::default() });
+        assert_eq!(receive(&conn, Op::Reset, 0, &[]), Verdict { closed: true, ..Verdict::default() });
         assert_eq!(socket.lock().closed, Some(true));
     }
 
     #[test]
-    fn a_socket_hears_that_it_is_connected_or_not() {
+    fn a_relay_is_notified_of_the_outcome_of_a_request() {
         let (conn, socket) = relayed(Phase::Connecting, 0);
         conn.lock().deadline = Some(Instant::now());
         assert!(receive(&conn, Op::Response, 0, &[]).room);
@@ -1073,7 +1078,7 @@ mod tests {
         assert_eq!(socket.lock().closed, None);
         assert_eq!(conn.lock().deadline, None);
         let (conn, socket) = relayed(Phase::Connecting, 0);
-        assert!(receive(&conn, Op::Reset, 0, &[]).over);
+        assert!(receive(&conn, Op::Reset, 0, &[]).closed);
         assert_eq!(socket.lock().opened, 0);
         assert_eq!(socket.lock().closed, Some(true));
     }

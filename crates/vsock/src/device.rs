@@ -1,5 +1,5 @@
-//! Device end of virtio-vsock: receive queues, which packets go to, transmit queues, which they come from, and event queues.
-//! Called by a [`crate::Stack`], and by `host` to set them up.
+//! The device end of virtio-vsock (virtio 1.3, 5.10.6): the receive queue (packets to the guest), the transmit queue (packets
+//! from the guest) and the event queue. Used by a [`crate::Stack`], and set up by `host`.
 
 use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
 use ringroad_mem::{Span, Table};
@@ -7,20 +7,20 @@ use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Inflight, Jo
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{io, marker::PhantomData, num::NonZeroUsize, sync::Arc};
 
-/// Chains that are taken at once.
+/// Chains taken from the ring in one go.
 const BURST: usize = 32;
-/// Spans of them: a packet of 64 KiB in pages, and more.
+/// Spans in those chains: enough for a packet of 64 KiB in pages, and more.
 const PIECES: u16 = 1024;
-/// Spans that a host's socket is read into with one system call.
+/// Spans that a host socket is read into, or written from, with one system call.
 pub(crate) const SPANS: usize = 64;
-/// Bytes of a header, as chains count them.
+/// Size of a packet header in bytes.
 const HEADER: u32 = wire::SIZE as u32;
-/// So many bytes are taken at once, and the packet that is more: others want their turn.
+/// Bytes after which a burst ends, so that others get their turn; the packet that crosses the limit is included.
 const BYTES: usize = 256 << 10;
-/// A packet of so many bytes goes back to the driver at once, as it may be what the driver waits for.
+/// A packet of this many bytes is returned to the driver at once, which may be waiting for its buffer.
 const LARGE: usize = 8 << 10;
 
-/// The device end, with relays of a type.
+/// The device end, with `R` as the type of relays.
 pub struct DeviceSide<R>(PhantomData<fn() -> R>);
 
 impl<R: Relay> Side for DeviceSide<R> {
@@ -29,27 +29,27 @@ impl<R: Relay> Side for DeviceSide<R> {
     type Relay = R;
 }
 
-/// A receive queue: we put, the driver receives.
+/// A receive queue: the device sends, the driver receives.
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
     chains: Chains,
-    /// How many of them are filled, and how many of those the driver has got back.
+    /// How many of the chains are filled, and how many of those have been given back to the driver.
     used: usize,
     given: usize,
-    /// Chains that data leave for control.
+    /// Chains that data packets leave free for control packets.
     reserve: usize,
-    /// The driver was asked to tell when there are more buffers.
+    /// The driver was asked to notify when there are more buffers.
     awaiting: bool,
 }
 
 impl RxQueue {
-    /// Starts it with the feature bits that the driver has acknowledged.
+    /// Starts the queue with the negotiated feature bits.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
         Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -68,21 +68,22 @@ impl RxQueue {
         Ok((RxQueue { ring, memory, chains, used: 0, given: 0, reserve, awaiting: false }, resumed))
     }
 
-    /// Where to go on after a stop.
+    /// Returns the ring position at which to continue after a stop.
     pub fn base(&mut self) -> u32 {
         self.give();
         self.ring.untake(&mut self.chains, self.used);
         self.ring.base()
     }
 
-    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
+    /// taken since are returned empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
         self.ring.return_resubmits();
         self.ring.base()
     }
 
-    /// The driver's memory.
+    /// Returns the driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
     }
@@ -92,24 +93,24 @@ impl RxQueue {
         self.given = self.used;
     }
 
-    /// Chains that were taken and not used yet.
+    /// Returns the number of chains taken and not used yet.
     fn ahead(&self) -> usize {
         self.chains.list().len().saturating_sub(self.used)
     }
 
-    /// Whether the list has come to its end, as chains or pieces fill it.
+    /// Returns whether the list of chains is full, in chains or in pieces.
     fn is_at_end(&self) -> bool {
         self.chains.room() < BURST || self.chains.is_full()
     }
 
-    /// Takes chains ahead, so that there are more than `count`, if the driver has so many. Says whether there are.
+    /// Takes chains until more than `count` are available, if the driver has that many. Returns whether there are.
     fn want(&mut self, count: usize) -> Result<bool, Fault> {
         if self.ahead() > count {
             return Ok(true);
         }
         if self.is_at_end() {
-            // The list begins again with what is not used yet. Until it is taken again there is none: the driver may have
-            // changed it meanwhile.
+            // Start the list over and return the unused chains to the ring. They are taken again below, as the driver may have
+            // changed them meanwhile.
             self.give();
             self.ring.untake(&mut self.chains, self.used);
             self.chains.start(&self.memory);
@@ -122,15 +123,15 @@ impl RxQueue {
                     self.ring.disable_notification();
                 }
             }
-            // What is there already is good, and nothing will follow that it would have to be left for.
+            // The chains taken before are valid; no more will follow that data could leave to control packets.
             Err(_) if self.ahead() > 0 => return Ok(true),
             Err(fault) => return Err(fault),
         }
-        // Chains of so many pieces that no more fit into the list: the ring has more.
+        // The chains have so many pieces that the list is full; the ring has more.
         Ok(self.ahead() > count || self.ahead() > 0 && self.chains.is_full())
     }
 
-    /// Room for payload in the `ahead`th chain from the next one on; `None`: that many are not there.
+    /// Returns the payload room of the chain `ahead` positions after the next one, `None` if it has not been taken.
     fn check(&self, ahead: usize) -> Result<Option<NonZeroUsize>, Fault> {
         let Some(chain) = self.chains.list().get(self.used.saturating_add(ahead)) else { return Ok(None) };
         let (id, len, needed) = (chain.id, chain.writable_len(), HEADER + 1);
@@ -144,7 +145,7 @@ impl RxQueue {
         room.map(Some).ok_or(Fault::Header { id, len, needed })
     }
 
-    /// Writes the header of the next chain, whose payload is there or follows; the chain is used now.
+    /// Writes the header of the next chain and marks it used. Its payload has been written, or is in place already.
     fn head(&mut self, header: &VsockHdr) {
         let bytes = header.to_bytes();
         let Some(&chain) = self.chains.list().get(self.used) else { return };
@@ -161,7 +162,7 @@ impl RxQueue {
         }
     }
 
-    /// Where the payloads of chains go, from the next one on, with so much room each.
+    /// Returns the payload areas of the next chains, limited to these lengths.
     fn targets(&self, rooms: &[usize]) -> ([Span<'_>; SPANS], usize) {
         let (mut spans, mut count) = ([Span::empty(); SPANS], 0);
         for (chain, &room) in self.chains.list().iter().skip(self.used).zip(rooms) {
@@ -227,7 +228,7 @@ impl Link for RxQueue {
             *place = room;
             total += room;
             count += 1;
-            // A list that has begun anew would have lost its place.
+            // `want` would start the list over and lose the chains counted so far.
             if self.ahead() <= self.reserve + count && self.is_at_end() {
                 break;
             }
@@ -264,7 +265,7 @@ impl Link for RxQueue {
     }
 }
 
-/// A transmit queue: the driver sends, we take.
+/// A transmit queue: the driver sends, the device receives.
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -272,12 +273,12 @@ pub struct TxQueue {
 }
 
 impl TxQueue {
-    /// Starts it with the feature bits that the driver has acknowledged.
+    /// Starts the queue with the negotiated feature bits.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
         Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -292,19 +293,20 @@ impl TxQueue {
         Ok((TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) }, resumed))
     }
 
-    /// Where to go on after a stop.
+    /// Returns the ring position at which to continue after a stop.
     pub fn base(&mut self) -> u32 {
         self.ring.base()
     }
 
-    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
+    /// taken since are returned empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
         self.ring.return_resubmits();
         self.ring.base()
     }
 
-    /// The driver's memory.
+    /// Returns the driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
     }
@@ -348,11 +350,11 @@ impl Inlet for TxQueue {
             }
         }
         run.pass(&mut each);
-        // Those that have to wait for their turn.
+        // Return the packets left for the next turn.
         if fault.is_none() {
             self.ring.untake(&mut self.chains, count);
         }
-        // Its memory is not kept longer than needed.
+        // Do not hold on to the memory table longer than needed.
         self.chains.empty();
         match fault {
             Some(fault) => Err(fault.into()),
@@ -369,17 +371,17 @@ impl Inlet for TxQueue {
     }
 }
 
-/// Packets that follow each other. Small ones of one stream are received as one: what they carry goes to a socket of the host
-/// by one system call, to another guest in one packet.
+/// Consecutive packets. Small packets of one stream are merged into one, so that their payload goes to a host socket with one
+/// system call, or to another guest in one packet.
 #[derive(Default)]
 struct Run<'a> {
     packet: Option<(VsockHdr, Payload<'a>)>,
-    /// What the packet carries, if it is several, and how many spans that is.
+    /// Payload spans of a merged packet, and their number.
     joined: Option<([Span<'a>; SPANS], usize)>,
 }
 
 impl<'a> Run<'a> {
-    /// Adds a packet. Those that it does not follow are passed on.
+    /// Adds a packet. If it cannot be merged, the packets before it are passed on first.
     fn add(&mut self, header: VsockHdr, payload: Payload<'a>, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
         if !self.join(&header, &payload) {
             self.pass(each);
@@ -387,13 +389,13 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Adds a packet that goes on with the stream of the one before it. `false`: it does not.
+    /// Merges a packet that continues the stream of the one before it. Returns `false` if it does not.
     fn join(&mut self, header: &VsockHdr, payload: &Payload<'a>) -> bool {
         let Some((packet, held)) = &mut self.packet else { return false };
         let len = packet.len.saturating_add(header.len);
         let next = VsockHdr { len: packet.len, buf_alloc: packet.buf_alloc, fwd_cnt: packet.fwd_cnt, ..*header };
         let is_stream = header.op == Op::Data as u16 && header.kind == wire::TYPE_STREAM;
-        // What is not as long as it says is for the connection to judge.
+        // A payload shorter than its header says is left for the connection to reject.
         let whole = |header: &VsockHdr, payload: &Payload<'_>| header.len > 0 && payload.len() >= header.len as usize;
         if next != *packet || !is_stream || len > MAX_PACKET as u32 || !whole(header, payload) {
             return false;
@@ -407,11 +409,11 @@ impl<'a> Run<'a> {
         let mut payload = payload.clone();
         payload.truncate(header.len as usize);
         let (spans, count) = self.joined.get_or_insert_with(|| ([Span::empty(); SPANS], 0));
-        let held = (*count == 0).then(|| held.rest()).into_iter().flatten();
+        let held = (*count == 0).then(|| held.remaining_spans()).into_iter().flatten();
         let mut end = *count;
-        for span in held.chain(payload.rest()).filter(|span| !span.is_empty()) {
+        for span in held.chain(payload.remaining_spans()).filter(|span| !span.is_empty()) {
             let Some(place) = spans.get_mut(end) else {
-                // Too many pieces. Those that were counted stay.
+                // Too many spans. Those merged before stay.
                 if *count == 0 {
                     self.joined = None;
                 }
@@ -425,7 +427,7 @@ impl<'a> Run<'a> {
         true
     }
 
-    /// Passes on what there is.
+    /// Passes on the current packet, if any.
     fn pass(&mut self, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
         let Some((header, payload)) = self.packet.take() else { return };
         match self.joined.take() {
@@ -435,7 +437,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The event queue: we tell the driver that all connections are over (5.10.6.7).
+/// The event queue, which tells the driver that all connections are closed (5.10.6.7).
 pub struct Events {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -446,12 +448,12 @@ pub struct Events {
 const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 
 impl Events {
-    /// Starts it with the feature bits that the driver has acknowledged.
+    /// Starts the queue with the negotiated feature bits.
     pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
         Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
+    /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -467,8 +469,8 @@ impl Events {
         Ok((Events { ring, memory, chains: Chains::new(1, 4) }, resumed))
     }
 
-    /// Tells the driver that all connections are over. Says whether it wants to be notified of that; `None`: it has no buffer
-    /// there.
+    /// Tells the driver that all connections are closed. Returns whether it wants to be notified, or `None` if it has no buffer
+    /// available.
     pub fn transport_reset(&mut self) -> Result<Option<bool>, Broken> {
         self.chains.start(&self.memory);
         if self.ring.take(&self.memory, &mut self.chains, 1)? == 0 {
@@ -489,19 +491,20 @@ impl Events {
         Ok(Some(self.ring.wants_notification(true)))
     }
 
-    /// Where to go on after a stop.
+    /// Returns the ring position at which to continue after a stop.
     pub fn base(&mut self) -> u32 {
         self.ring.base()
     }
 
-    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
+    /// taken since are returned empty.
     pub fn stop(&mut self) -> u32 {
         self.base();
         self.ring.return_resubmits();
         self.ring.base()
     }
 
-    /// The driver's memory.
+    /// Returns the driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
     }
@@ -513,7 +516,7 @@ mod tests {
     use proptest::prelude::*;
     use ringroad_mem::Region;
 
-    /// Packets with so many bytes there, in pieces of at most so many, and what comes of them.
+    /// Runs packets, given with their payload length and the length of its pieces, and returns what is passed on.
     fn run(packets: &[(VsockHdr, usize, usize)]) -> Vec<(VsockHdr, Vec<u8>)> {
         let region = Region::private(1 << 20, 0).unwrap();
         let mut at = 0;
@@ -555,18 +558,14 @@ mod tests {
     }
 
     #[test]
-    fn small_packets_of_one_stream_are_received_as_one() {
+    fn small_packets_of_one_stream_are_merged() {
         let packets = [(data(1, 10, 5), 10, 10), (data(1, 20, 6), 25, 3), (data(1, 30, 7), 30, 30)];
         let all = [content(0, 10), content(1, 20), content(2, 30)].concat();
-        assert_eq!(
-            run(&packets),
-            [(data(1, 60, 7), all)],
-            "with the last word about credit, without what follows a payload"
-        );
+        assert_eq!(run(&packets), [(data(1, 60, 7), all)], "with the latest credit, and without bytes after a payload");
     }
 
     #[test]
-    fn others_are_received_one_by_one() {
+    fn other_packets_are_not_merged() {
         let first = (data(1, 10, 0), 10, 10);
         let message = |header| VsockHdr { kind: wire::TYPE_SEQPACKET, ..header };
         let update = VsockHdr { op: Op::CreditUpdate as u16, len: 0, ..data(1, 0, 0) };
@@ -576,7 +575,7 @@ mod tests {
             (VsockHdr { flags: 1, ..data(1, 10, 0) }, data(1, 10, 0)),
             (update, data(1, 10, 0)),
             (data(1, 0, 0), data(1, 10, 0)),
-            // Shorter than it says.
+            // Shorter than the header says.
             (data(1, 11, 0), data(1, 11, 0)),
             (data(1, MAX_PACKET as u32 - 9, 0), data(1, u32::MAX, 0)),
         ] {
@@ -588,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_in_too_many_pieces_begins_anew() {
+    fn a_packet_with_too_many_pieces_is_not_merged() {
         for (pieces, count) in [([SPANS, 1], 2), ([SPANS - 1, 1], 1), ([1, SPANS], 2), ([SPANS + 5, 1], 2)] {
             let packets = pieces.map(|pieces| (data(1, pieces as u32, 0), pieces, 1));
             assert_eq!(run(&packets).len(), count, "{pieces:?}");

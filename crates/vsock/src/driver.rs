@@ -1,5 +1,5 @@
-//! Driver end of virtio-vsock: its memory, and the rings in it. Called by a [`crate::Stack`], and by `host`, which connects it
-//! to a vhost-user device.
+//! The driver end of virtio-vsock (virtio 1.3, 5.10): allocates the memory and lays out the three virtqueues and their buffers in
+//! it. Used by a [`crate::Stack`], and by `host`, which connects it to a vhost-user device.
 
 use crate::{Broken, Inlet, Link, Payload, Side, Taken, send::MAX_PACKET, stack::NoRelay};
 use ringroad_mem::{Error as MemoryError, Region, Span};
@@ -7,7 +7,7 @@ use ringroad_ring::{Addresses, Buffer, DriverRing, Features, SetupError, Used, p
 use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
 use std::{fs::File, io, num::NonZeroUsize, sync::Arc};
 
-/// The driver end.
+/// The driver end of a device.
 pub struct DriverSide;
 
 impl Side for DriverSide {
@@ -16,54 +16,54 @@ impl Side for DriverSide {
     type Relay = NoRelay;
 }
 
-/// How a driver is set up.
+/// Configuration of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DriverConfig {
-    /// The feature bits that device and driver have in common.
+    /// The negotiated feature bits.
     pub acked: u64,
-    /// Entries of each queue.
+    /// Number of entries in the receive and transmit queues.
     pub queue_size: u32,
-    /// Bytes of payload that each receive buffer holds.
+    /// Payload bytes that each receive buffer holds.
     pub receive: usize,
 }
 
-/// Why a driver cannot be set up.
+/// Why a driver cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// No memory.
+    /// Allocating the memory failed.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// A ring that is not possible.
+    /// The ring layout is invalid.
     #[error(transparent)]
     Setup(#[from] SetupError),
 }
 
-/// Guest address of the driver's memory: any but 0, so that a forgotten address is noticed.
+/// Guest address of the driver's memory. Not 0, so that an address left uninitialized is noticed.
 const GUEST: u64 = 0x1_0000_0000;
-/// Bytes of a small transmit buffer, header and payload.
+/// Size in bytes of a small transmit buffer: header and payload.
 const SMALL: usize = 4096;
-/// Large transmit buffers, for packets that do not fit into a small one: so many that the caches hold them.
+/// Number of large transmit buffers, for packets that do not fit into a small one. Few enough to stay in the caches.
 const LARGE: usize = 16;
-/// Used chains that are taken back at once.
+/// Used chains reclaimed in one go.
 const BURST: usize = 32;
-/// Buffers of the event queue.
+/// Number of buffers in the event queue.
 const EVENTS: u32 = 4;
 
-/// A driver's memory and queues: receive, transmit, event.
+/// A driver's memory and its queues: receive, transmit, event.
 pub struct Driver {
-    /// All of its memory: rings and buffers.
+    /// The whole of its memory: rings and buffers.
     pub region: Arc<Region>,
-    /// The file that it is in, for the device to map.
+    /// The file that backs the memory, for the device to map.
     pub file: File,
-    /// Vring 0, filled.
+    /// Vring 0, with all its buffers available.
     pub rx: DriverRx,
     /// Vring 1.
     pub tx: DriverTx,
-    /// Vring 2, filled.
+    /// Vring 2, with all its buffers available.
     pub events: DriverEvents,
 }
 
-/// Where a queue's ring and its buffers are.
+/// A queue's ring and the memory of its buffers.
 struct Queue {
     ring: DriverRing,
     at: Addresses,
@@ -86,7 +86,7 @@ impl Queue {
         Ok(Queue { ring, at, region: region.clone(), offset, used: [Used::default(); BURST] })
     }
 
-    /// Some of the queue's bytes for buffers.
+    /// A range of the queue's buffer memory.
     fn span(&self, offset: usize, len: usize) -> Span<'_> {
         self.region.span(self.offset + offset, len).unwrap_or(Span::empty())
     }
@@ -101,13 +101,14 @@ fn ring_bytes(size: u32, acked: u64) -> usize {
     (if packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) }).next_multiple_of(4096)
 }
 
-/// Buffers are an odd number of cache lines apart: else the first lines of all would compete for the same few cache sets.
+/// Distance between buffers in bytes: an odd number of cache lines, so that the first lines of all buffers do not compete for the
+/// same few cache sets.
 fn stride(len: usize) -> usize {
     (len.div_ceil(64) | 1) * 64
 }
 
 impl Driver {
-    /// Lays out memory, rings and buffers; receive and event queue are filled.
+    /// Allocates the memory, lays out rings and buffers, and makes all receive and event buffers available.
     pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
         let DriverConfig { acked, queue_size: size, receive } = config;
         let packed = Features::negotiated(acked).packed;
@@ -140,19 +141,19 @@ impl Driver {
 
 macro_rules! addresses {
     () => {
-        /// Where the ring lies.
+        /// Returns the addresses of the ring.
         pub fn addresses(&self) -> Addresses {
             self.queue.at
         }
 
-        /// Where a device that knows nothing of this ring has to go on, as SET_VRING_BASE carries it.
+        /// Returns the ring position at which a device with no state of its own has to continue, as SET_VRING_BASE carries it.
         pub fn base(&self) -> u32 {
             self.queue.ring.base()
         }
     };
 }
 
-/// A receive queue of a driver.
+/// A driver's receive queue.
 pub struct DriverRx {
     queue: Queue,
     stride: usize,
@@ -162,7 +163,7 @@ pub struct DriverRx {
 impl DriverRx {
     addresses!();
 
-    /// Makes buffers available.
+    /// Makes `count` buffers available.
     fn post(&mut self, count: usize) {
         let Queue { ring, offset, .. } = &mut self.queue;
         let (stride, len) = (self.stride, self.len as u32);
@@ -180,7 +181,7 @@ impl Inlet for DriverRx {
         for used in used.iter().take(count) {
             let buffer = [self.queue.span((used.id as usize).saturating_mul(self.stride), used.len as usize)];
             let mut payload = Payload::spans(&buffer);
-            // Nothing can be said of a packet without a header.
+            // A packet without a complete header is dropped: there is nobody to answer.
             if let Some(header) = payload.read_once::<{ wire::SIZE }>() {
                 bytes = bytes.saturating_add(payload.len());
                 each(VsockHdr::from_bytes(&header), payload);
@@ -201,25 +202,25 @@ impl Inlet for DriverRx {
     }
 }
 
-/// A transmit queue of a driver.
+/// A driver's transmit queue.
 pub struct DriverTx {
     queue: Queue,
-    /// Free buffers, by offset; the last one used is used next, while the caches have it.
+    /// Offsets of the free buffers. Used as a stack: the last buffer freed is still in the caches.
     small: Vec<usize>,
     large: Vec<usize>,
-    /// Which buffer the chain with an id has.
+    /// Offset of the buffer that each descriptor id carries.
     held: Vec<usize>,
     first_large: usize,
-    /// Descriptors that data leave for control.
+    /// Descriptors that data packets leave free for control packets.
     reserve: usize,
-    /// The device was asked to tell when it has used a buffer.
+    /// The device was asked to notify when it has used a buffer.
     awaiting: bool,
 }
 
 impl DriverTx {
     addresses!();
 
-    /// Takes back what the device has sent.
+    /// Reclaims the buffers that the device has used.
     fn reclaim(&mut self) -> Result<(), Broken> {
         loop {
             let mut used = self.queue.used;
@@ -242,7 +243,7 @@ impl DriverTx {
         small.or_else(|| self.large.pop()).or_else(|| self.small.pop())
     }
 
-    /// Where the next packet goes, with the most payload it can have.
+    /// Returns the buffer of the next packet, and the largest payload it holds.
     fn next(&self) -> Option<(usize, usize)> {
         let large = self.large.last().map(|&at| (at, MAX_PACKET));
         large.or_else(|| self.small.last().map(|&at| (at, SMALL - wire::SIZE)))
@@ -319,7 +320,7 @@ impl Link for DriverTx {
     }
 }
 
-/// The event queue of a driver.
+/// A driver's event queue.
 pub struct DriverEvents {
     queue: Queue,
 }
@@ -334,12 +335,12 @@ impl DriverEvents {
         ring.publish();
     }
 
-    /// How many entries it has.
+    /// Returns the number of entries.
     pub fn size(&self) -> u32 {
         EVENTS
     }
 
-    /// Whether the device has said that all connections are over (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
+    /// Returns whether the device has reported that all connections are closed (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
     pub fn transport_reset(&mut self) -> Result<bool, Broken> {
         self.look(EVENTS)
     }
@@ -355,8 +356,8 @@ impl DriverEvents {
         if count > 0 {
             self.post(count);
         }
-        // To be told of the next one. What came meanwhile is looked at as often as there are buffers, not as often as the device
-        // likes.
+        // Asks to be notified of the next event. Events that arrived in the meantime are handled at most as often as there are
+        // buffers: the device must not keep this loop going.
         if !self.queue.ring.enable_notification() || count == 0 || rounds == 0 {
             return Ok(reset);
         }

@@ -1,20 +1,20 @@
-//! Feature bits and the configuration space of a vsock device (virtio 1.3, 5.10.3, 5.10.4).
+//! Feature bits and configuration space of a vsock device (virtio 1.3, 5.10.3, 5.10.4).
 
 /// Feature bits by their names in the specification.
 pub mod bits {
     pub use ringroad_ring::bits::*;
 
-    /// Stream sockets.
+    /// Stream sockets are supported.
     pub const VSOCK_F_STREAM: u64 = 1 << 0;
-    /// Message sockets.
+    /// Message (seqpacket) sockets are supported.
     pub const VSOCK_F_SEQPACKET: u64 = 1 << 1;
-    /// Without VSOCK_F_STREAM there are no stream sockets.
+    /// Stream sockets are supported only if VSOCK_F_STREAM is negotiated as well.
     pub const VSOCK_F_NO_IMPLIED_STREAM: u64 = 1 << 2;
 }
 
-use crate::Kind;
+use crate::SocketType;
 
-/// Which optional features a device offers. Each can be turned off, so that every path can be forced.
+/// The optional features that a device offers. Each can be turned off, so that tests can force every path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
     /// VIRTIO_F_RING_PACKED.
@@ -30,11 +30,11 @@ pub struct Features {
 }
 
 impl Features {
-    /// All that there are.
+    /// All of them.
     pub const ALL: Features =
         Features { packed: true, in_order: true, event_idx: true, indirect: true, seqpacket: true };
 
-    /// As feature bits, with VERSION_1, without which nothing goes, and those of streams, which there always are.
+    /// Returns the feature bits, including VERSION_1 and the stream bits, which are always offered.
     pub fn bits(self) -> u64 {
         let set = [
             (self.packed, bits::RING_PACKED),
@@ -48,13 +48,13 @@ impl Features {
     }
 }
 
-/// The kinds of sockets that were negotiated: without any of the three bits, streams are (5.10.3).
-pub fn kinds(acked: u64) -> &'static [Kind] {
+/// Returns the socket types that were negotiated. With none of the three bits, that is streams only (5.10.3).
+pub fn socket_types(acked: u64) -> &'static [SocketType] {
     let stream = acked & bits::VSOCK_F_STREAM != 0 || acked & bits::VSOCK_F_NO_IMPLIED_STREAM == 0;
     match (stream, acked & bits::VSOCK_F_SEQPACKET != 0) {
-        (true, true) => &[Kind::Stream, Kind::SeqPacket],
-        (true, false) => &[Kind::Stream],
-        (false, true) => &[Kind::SeqPacket],
+        (true, true) => &[SocketType::Stream, SocketType::SeqPacket],
+        (true, false) => &[SocketType::Stream],
+        (false, true) => &[SocketType::SeqPacket],
         (false, false) => &[],
     }
 }
@@ -78,14 +78,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn streams_are_there_unless_said_otherwise() {
-        assert_eq!(kinds(0), [Kind::Stream]);
-        assert_eq!(kinds(bits::VSOCK_F_SEQPACKET), [Kind::Stream, Kind::SeqPacket]);
-        assert_eq!(kinds(bits::VSOCK_F_NO_IMPLIED_STREAM | bits::VSOCK_F_SEQPACKET), [Kind::SeqPacket]);
-        assert!(kinds(bits::VSOCK_F_NO_IMPLIED_STREAM).is_empty());
+    fn streams_are_implied_unless_negotiated_otherwise() {
+        assert_eq!(socket_types(0), [SocketType::Stream]);
+        assert_eq!(socket_types(bits::VSOCK_F_SEQPACKET), [SocketType::Stream, SocketType::SeqPacket]);
+        assert_eq!(socket_types(bits::VSOCK_F_NO_IMPLIED_STREAM | bits::VSOCK_F_SEQPACKET), [SocketType::SeqPacket]);
+        assert!(socket_types(bits::VSOCK_F_NO_IMPLIED_STREAM).is_empty());
         let all = Features::ALL.bits();
         assert_eq!(all, 7 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35);
-        assert_eq!(kinds(all), [Kind::Stream, Kind::SeqPacket]);
+        assert_eq!(socket_types(all), [SocketType::Stream, SocketType::SeqPacket]);
         assert_eq!(Config { guest_cid: 3 }.bytes(), [3, 0, 0, 0, 0, 0, 0, 0]);
     }
 }

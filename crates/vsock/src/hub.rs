@@ -1,16 +1,18 @@
-//! Guests that talk to each other: a packet of one goes from its ring straight into the other's, with one copy. What each
-//! connection may have under way is checked here, as the guests' word alone would let one fill our memory.
+//! Connections between guests: a packet goes from one guest's ring straight into the other's, with one copy. Called by a
+//! [`Stack`] for packets to another CID.
 //!
-//! Who asks for a connection pays for all that waits in our memory because of it, in both directions ([`Account`]). A guest is
-//! told of as much room at the other end as there is, and no more than may wait here: so much can always be carried. Where that
-//! is the smaller of the two, it is told of more as soon as what waited has gone.
+//! The credit that the two guests grant each other does not bound our memory: a receiver can advertise credit and take nothing.
+//! So the hub checks what each connection may have in flight. The guest that requested a connection is charged for everything
+//! buffered because of it, in both directions ([`Account`]). A sender is given the receiver's credit, but no more than may be
+//! buffered here, so that whatever it sends can be carried. When our limit is the smaller of the two, the sender gets a credit
+//! update as soon as buffered data has been delivered.
 
 use crate::{
     Account, Addr, Charge, Key, Owner, Payload, Side, Stack,
     account::Opened,
     connection::{Wrong, further},
     send::MAX_PACKET,
-    stack::Who,
+    stack::PacketOwner,
     sync::AtomicUsize,
 };
 use parking_lot::Mutex;
@@ -23,39 +25,39 @@ use std::{
     },
 };
 
-/// Room that a guest is believed to have for a connection, at most: what may wait in our memory if it does not take it.
+/// Largest credit passed on for a connection: what may be buffered here if the receiver takes nothing.
 const ROOM: u32 = 1 << 20;
-/// Messages that wait in our memory, at most, however short they are.
+/// Maximum number of buffered messages per direction, however short.
 const MESSAGES: usize = 1 << 16;
 
 /// A connection between two guests, or of a guest with itself.
 struct Pair {
-    /// Who has asked, and who was asked.
-    asker: Addr,
-    asked: Addr,
+    /// The end that requested the connection, and the other one.
+    initiator: Addr,
+    responder: Addr,
     kind: u16,
-    /// What each of them sends.
-    forth: Way,
-    back: Way,
-    /// It has ended: what comes now belongs to no connection.
-    over: AtomicBool,
-    /// What of the asker's memory is for the other guest.
+    /// What each end sends: `forward` from the initiator, `backward` from the responder.
+    forward: Direction,
+    backward: Direction,
+    /// The connection is closed; later packets belong to no connection.
+    closed: AtomicBool,
+    /// The initiator's sub-account for connections with this responder.
     account: Arc<Account>,
     _opened: Opened,
-    _ticket: Ticket,
+    _slot: RequestSlot,
 }
 
-/// What one end sends to the other.
+/// State of one direction.
 #[derive(Default)]
-struct Way {
-    /// What the receiver of it says of its room.
+struct Direction {
+    /// The receiver's credit fields, from its last packet.
     buf_alloc: AtomicU32,
     fwd_cnt: AtomicU32,
-    /// Bytes sent.
+    /// Bytes sent, modulo 2³².
     tx_cnt: AtomicU32,
-    /// Up to where the sender was told that it may send, modulo 2³².
-    told: AtomicU32,
-    /// Flags of OP_SHUTDOWN that were passed on.
+    /// Stream position up to which the sender has been told it may send, modulo 2³².
+    advertised: AtomicU32,
+    /// OP_SHUTDOWN flags passed on so far.
     shut: AtomicU32,
     queued: AtomicUsize,
 }
@@ -63,79 +65,83 @@ struct Way {
 /// One direction of a connection between two guests.
 pub(crate) struct Crossing {
     pair: Arc<Pair>,
-    /// From who was asked to who has asked.
-    is_back: bool,
+    /// From the responder to the initiator.
+    is_backward: bool,
 }
 
 impl Clone for Crossing {
     fn clone(&self) -> Self {
-        Crossing { pair: self.pair.clone(), is_back: self.is_back }
+        Crossing { pair: self.pair.clone(), is_backward: self.is_backward }
     }
 }
 
-/// What a sender may be told of its room.
+/// The credit a sender may be given.
 struct Grant {
-    /// The receiver's count of what it has taken, and the room beyond that.
+    /// The receiver's count of consumed bytes, and the credit beyond it.
     fwd_cnt: u32,
     window: u32,
-    /// Up to where that is, where the sender believes it to be, and where it would be but for our memory.
+    /// Stream positions modulo 2³²: up to where the sender may send now, up to what was last advertised to it, and up to where the
+    /// receiver alone would let it.
     edge: u32,
-    told: u32,
+    advertised: u32,
     desired: u32,
 }
 
 impl Crossing {
     fn from(&self) -> Addr {
-        if self.is_back { self.pair.asked } else { self.pair.asker }
+        if self.is_backward { self.pair.responder } else { self.pair.initiator }
     }
 
     fn to(&self) -> Addr {
-        if self.is_back { self.pair.asker } else { self.pair.asked }
+        if self.is_backward { self.pair.initiator } else { self.pair.responder }
     }
 
-    fn way(&self) -> &Way {
-        if self.is_back { &self.pair.back } else { &self.pair.forth }
+    fn direction(&self) -> &Direction {
+        if self.is_backward { &self.pair.backward } else { &self.pair.forward }
     }
 
-    /// The other direction.
+    /// Returns the opposite direction.
     fn reverse(&self) -> Crossing {
-        Crossing { pair: self.pair.clone(), is_back: !self.is_back }
+        Crossing { pair: self.pair.clone(), is_backward: !self.is_backward }
     }
 
-    /// What its sender may be told now.
+    /// Computes the credit that the sender may be given now.
     fn grant(&self) -> Grant {
-        let way = self.way();
-        let (buf_alloc, fwd_cnt) = (way.buf_alloc.load(Ordering::Acquire), way.fwd_cnt.load(Ordering::Acquire));
+        let direction = self.direction();
+        let (buf_alloc, fwd_cnt) =
+            (direction.buf_alloc.load(Ordering::Acquire), direction.fwd_cnt.load(Ordering::Acquire));
         let allowance = u32::try_from(self.pair.account.allowance()).unwrap_or(ROOM).min(ROOM);
-        let gone = way.tx_cnt.load(Ordering::Acquire).wrapping_sub(self.waiting());
-        // What has gone to the receiver counts as nothing here; it may say that it has taken what was never sent.
-        let taken = i64::from(gone.wrapping_sub(fwd_cnt) as i32);
+        let delivered = direction.tx_cnt.load(Ordering::Acquire).wrapping_sub(self.waiting());
+        // Bytes already delivered occupy none of our memory. The difference is negative if the receiver claims to have consumed
+        // more than it was sent.
+        let taken = i64::from(delivered.wrapping_sub(fwd_cnt) as i32);
         let window = (taken + i64::from(allowance)).clamp(0, buf_alloc.into()) as u32;
         let desired = fwd_cnt.wrapping_add(buf_alloc);
-        let told = way.told.load(Ordering::Acquire);
-        // Never less than before, unless it is the receiver who says so: the sender may have used it already.
-        let mut edge = further(fwd_cnt.wrapping_add(window), told);
+        let advertised = direction.advertised.load(Ordering::Acquire);
+        // Never reduce what was advertised, unless the receiver itself reduces it: the sender may have used it already.
+        let mut edge = further(fwd_cnt.wrapping_add(window), advertised);
         if further(edge, desired) == edge {
             edge = desired;
         }
-        Grant { fwd_cnt, window: edge.wrapping_sub(fwd_cnt), edge, told, desired }
+        Grant { fwd_cnt, window: edge.wrapping_sub(fwd_cnt), edge, advertised, desired }
     }
 
-    /// Bytes of it that wait in our memory.
+    /// Returns the bytes buffered in our memory.
     fn waiting(&self) -> u32 {
-        self.way().queued.load(crate::sync::Ordering::Relaxed) as u32
+        self.direction().queued.load(crate::sync::Ordering::Relaxed) as u32
     }
 
-    /// Whether its sender waits, or soon will, for room that is there and that only our memory has kept from it.
+    /// Returns whether the sender is, or soon will be, waiting for credit that the receiver has granted and only our memory limit
+    /// has held back.
     fn is_due(&self) -> bool {
-        let Grant { edge, told, desired, .. } = self.grant();
-        let gain = edge.wrapping_sub(told) as i32;
-        if told == desired || gain <= 0 {
+        let Grant { edge, advertised, desired, .. } = self.grant();
+        let gain = edge.wrapping_sub(advertised) as i32;
+        if advertised == desired || gain <= 0 {
             return false;
         }
         let allowance = u32::try_from(self.pair.account.allowance()).unwrap_or(ROOM).min(ROOM);
-        let believed = told.wrapping_sub(self.way().tx_cnt.load(Ordering::Acquire));
-        // A message may need more room than half of what there can be.
+        let believed = advertised.wrapping_sub(self.direction().tx_cnt.load(Ordering::Acquire));
+        // A message may need more than half of the largest credit there can be.
         let low = if self.pair.kind == wire::TYPE_STREAM { allowance / 2 } else { allowance }.min(MAX_PACKET as u32);
         (believed as i32) < low as i32 && gain as u32 >= allowance / 4
     }
@@ -156,21 +162,21 @@ impl Crossing {
 
 impl Owner for Crossing {
     fn key(&self) -> usize {
-        // There are no objects at odd addresses.
-        Arc::as_ptr(&self.pair) as usize | usize::from(self.is_back)
+        // A `Pair` is aligned, so the lowest bit is free for the direction.
+        Arc::as_ptr(&self.pair) as usize | usize::from(self.is_backward)
     }
 
     fn stamp(&self, header: &mut VsockHdr) {
-        // The last word about the other direction, also in packets that waited.
+        // Computed last, so that a packet that was queued carries the current credit of the opposite direction.
         let reverse = self.reverse();
         let grant = reverse.grant();
-        reverse.way().told.store(grant.edge, Ordering::Release);
+        reverse.direction().advertised.store(grant.edge, Ordering::Release);
         header.buf_alloc = grant.window;
         header.fwd_cnt = grant.fwd_cnt;
     }
 
     fn queued(&self) -> &AtomicUsize {
-        &self.way().queued
+        &self.direction().queued
     }
 
     fn charge(&self, bytes: usize) -> Option<Charge> {
@@ -182,19 +188,19 @@ impl Owner for Crossing {
     }
 }
 
-/// One of the connections that a guest has asked for and that are not over.
-struct Ticket(Arc<Count>);
+/// One of the connections that a guest has requested; counted until dropped.
+struct RequestSlot(Arc<Count>);
 
-impl Ticket {
-    /// None: the guest has as many as it may have.
-    fn of(count: &Arc<Count>, limit: usize) -> Option<Ticket> {
+impl RequestSlot {
+    /// Returns `None` if the guest has reached the limit.
+    fn of(count: &Arc<Count>, limit: usize) -> Option<RequestSlot> {
         let next = |count| (count < limit).then_some(count + 1);
         count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
-        Some(Ticket(count.clone()))
+        Some(RequestSlot(count.clone()))
     }
 }
 
-impl Drop for Ticket {
+impl Drop for RequestSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -203,45 +209,47 @@ impl Drop for Ticket {
 struct Member<S: Side> {
     stack: Weak<Stack<S>>,
     groups: Vec<String>,
-    asked: Arc<Count>,
+    requested: Arc<Count>,
     account: Arc<Account>,
-    /// What of it is for each other guest, as long as there are connections.
+    /// Sub-accounts by the other guest's CID; they live as long as there are connections with it.
     parts: HashMap<u64, Weak<Account>>,
-    /// What it sends, by its port and where it goes: both directions of each connection are in their senders' lists.
+    /// What the guest sends, by its port and the destination. Both directions of a connection are registered, each with its
+    /// sender.
     crossings: HashMap<(u32, Addr), Crossing>,
 }
 
-/// The guests that may talk to each other.
+/// Guests that may connect to each other.
 pub struct Hub<S: Side> {
     members: Mutex<HashMap<u64, Member<S>>>,
-    /// Connections that each guest may ask others for at once.
+    /// Maximum number of connections that a guest may have requested.
     limit: usize,
 }
 
-/// What becomes of a packet from one guest to another.
+/// How to handle a packet from one guest to another.
 enum Fate {
-    /// There is no way there, and its sender should hear of it.
-    None,
-    /// It needs no answer.
-    Nothing,
-    /// It goes on.
-    Goes(Crossing),
-    /// It ends this connection, for both.
-    Cut(Crossing, Wrong),
+    /// No such destination or connection: answer with a reset.
+    NoRoute,
+    /// Drop it without an answer.
+    Drop,
+    /// Pass it on.
+    Forward(Crossing),
+    /// Reset the connection at both ends.
+    Reset(Crossing, Wrong),
 }
 
 impl<S: Side> Hub<S> {
-    /// Nobody yet. `connections`: how many each guest may ask others for at once, so that none uses up what others need.
+    /// Creates an empty hub. `connections`: how many connections each guest may have requested, so that none uses up what others
+    /// need.
     pub fn new(connections: usize) -> Arc<Hub<S>> {
         Arc::new(Hub { members: Mutex::default(), limit: connections })
     }
 
-    /// A guest that may talk to all with which it has a group in common. Called again, it is in these groups instead; its
-    /// connections with guests that it has nothing in common with any more are over.
+    /// Adds a guest, which may connect to all guests that share a group with it. Called again, it replaces the groups and closes
+    /// connections with guests that no longer share one.
     pub fn join(self: &Arc<Self>, stack: &Arc<Stack<S>>, groups: Vec<String>) {
         stack.join(self.clone());
         let cid = stack.peer().unwrap_or_default();
-        let over: Vec<_> = {
+        let separated: Vec<_> = {
             let mut members = self.members.lock();
             let known = members.get_mut(&cid).filter(|member| member.stack.as_ptr() == Arc::as_ptr(stack));
             match known {
@@ -250,7 +258,7 @@ impl<S: Side> Hub<S> {
                     let member = Member {
                         stack: Arc::downgrade(stack),
                         groups,
-                        asked: Arc::default(),
+                        requested: Arc::default(),
                         account: stack.crossings.clone(),
                         parts: HashMap::new(),
                         crossings: HashMap::new(),
@@ -259,21 +267,21 @@ impl<S: Side> Hub<S> {
                 }
             }
             let Some(member) = members.get(&cid) else { return };
-            let apart = |to: &Addr| members.get(&to.cid).is_none_or(|to| !have_common(&member.groups, &to.groups));
+            let apart = |to: &Addr| members.get(&to.cid).is_none_or(|to| !share_group(&member.groups, &to.groups));
             member.crossings.values().filter(|crossing| apart(&crossing.to())).cloned().collect()
         };
-        over.iter().for_each(|crossing| _ = self.end(crossing));
+        separated.iter().for_each(|crossing| _ = self.end(crossing));
     }
 
-    /// A guest is gone, or has lost its state: others hear that their connections with it are over.
-    pub(crate) fn left(&self, cid: u64) {
+    /// A guest has disconnected or lost its state: resets its connections at the other ends.
+    pub(crate) fn disconnected(&self, cid: u64) {
         let own = match self.members.lock().get_mut(&cid) {
             Some(member) => std::mem::take(&mut member.crossings),
             None => return,
         };
-        // One by one, so that others need not wait for all of them.
+        // Lock once per connection, so that others do not wait for all of them.
         for crossing in own.into_values() {
-            if crossing.pair.over.swap(true, Ordering::AcqRel) {
+            if crossing.pair.closed.swap(true, Ordering::AcqRel) {
                 continue;
             }
             let (from, to) = (crossing.from(), crossing.to());
@@ -289,88 +297,90 @@ impl<S: Side> Hub<S> {
         }
     }
 
-    /// Carries a packet from one guest to another. `false`: it has no way there, and its sender should hear of it.
+    /// Carries a packet from one guest to another. Returns `false` if there is no such destination or connection, and the sender
+    /// should get a reset.
     pub(crate) fn carry(&self, packet: &VsockHdr, payload: &mut Payload<'_>) -> bool {
         let from = Addr { cid: packet.src_cid, port: packet.src_port };
         let to = Addr { cid: packet.dst_cid, port: packet.dst_port };
         let Some(op) = Op::new(packet.op) else { return false };
         let (fate, stacks) = {
             let mut members = self.members.lock();
-            let Some([sender, stack]) = way(&members, from.cid, to.cid) else { return false };
+            let Some([sender, stack]) = route(&members, from.cid, to.cid) else { return false };
             (self.fate(&mut members, &sender, (from, to), op, packet.kind), [sender, stack])
         };
         let [sender, stack] = stacks;
         let crossing = match fate {
-            Fate::None => return false,
-            Fate::Nothing => return true,
-            Fate::Goes(crossing) => crossing,
-            Fate::Cut(crossing, wrong) => {
-                self.cut(&crossing, wrong);
+            Fate::NoRoute => return false,
+            Fate::Drop => return true,
+            Fate::Forward(crossing) => crossing,
+            Fate::Reset(crossing, wrong) => {
+                self.reset_violator(&crossing, wrong);
                 return true;
             }
         };
         let reverse = crossing.reverse();
-        reverse.way().buf_alloc.store(packet.buf_alloc.min(ROOM), Ordering::Release);
-        reverse.way().fwd_cnt.store(packet.fwd_cnt, Ordering::Release);
-        let who = Who::Crossing(crossing.clone());
+        reverse.direction().buf_alloc.store(packet.buf_alloc.min(ROOM), Ordering::Release);
+        reverse.direction().fwd_cnt.store(packet.fwd_cnt, Ordering::Release);
+        let owner = PacketOwner::Crossing(crossing.clone());
         let header = VsockHdr { len: 0, ..*packet };
         let effect = match op {
             Op::Data => {
-                let way = crossing.way();
+                let direction = crossing.direction();
                 let len = payload.len() as u32;
-                let under_way = way.tx_cnt.load(Ordering::Relaxed).wrapping_sub(way.fwd_cnt.load(Ordering::Acquire));
-                let credit = way.buf_alloc.load(Ordering::Acquire).saturating_sub(under_way);
-                // The receiver's word alone would let the two of them fill our memory.
+                let in_flight =
+                    direction.tx_cnt.load(Ordering::Relaxed).wrapping_sub(direction.fwd_cnt.load(Ordering::Acquire));
+                let credit = direction.buf_alloc.load(Ordering::Acquire).saturating_sub(in_flight);
+                // The receiver alone could advertise enough credit to fill our memory.
                 let credit = credit.min(ROOM.saturating_sub(crossing.waiting()));
                 if len > credit {
-                    self.cut(&crossing, Wrong::Credit { len, credit });
+                    self.reset_violator(&crossing, Wrong::Credit { len, credit });
                     return true;
                 }
-                if stack.sender.packets(&who) >= MESSAGES {
-                    self.cut(&crossing, Wrong::Messages { limit: MESSAGES as u32 });
+                if stack.sender.packets(&owner) >= MESSAGES {
+                    self.reset_violator(&crossing, Wrong::Messages { limit: MESSAGES as u32 });
                     return true;
                 }
-                way.tx_cnt.fetch_add(len, Ordering::Relaxed);
-                let effect = stack.sender.send(&who, header, payload, ROOM as usize).1;
+                direction.tx_cnt.fetch_add(len, Ordering::Relaxed);
+                let effect = stack.sender.send(&owner, header, payload, ROOM as usize).1;
                 if effect.refused {
                     stack.effect(effect);
-                    self.cut(&crossing, Wrong::Memory);
+                    self.reset_violator(&crossing, Wrong::Memory);
                     return true;
                 }
                 if crossing.is_due() {
-                    sender.tell(&crossing);
+                    sender.send_credit_update(&crossing);
                 }
                 effect
             }
             Op::Shutdown => {
                 let flags = packet.flags & (wire::SHUTDOWN_SEND | wire::SHUTDOWN_RECEIVE);
-                if flags & !crossing.way().shut.fetch_or(flags, Ordering::Relaxed) == 0 {
-                    // Nothing new.
+                if flags & !crossing.direction().shut.fetch_or(flags, Ordering::Relaxed) == 0 {
+                    // All these directions are shut down already.
                     return true;
                 }
-                let effect = stack.sender.send(&who, header, &mut Payload::empty(), 0).1;
+                let effect = stack.sender.send(&owner, header, &mut Payload::empty(), 0).1;
                 if effect.refused {
-                    self.cut(&crossing, Wrong::Memory);
+                    self.reset_violator(&crossing, Wrong::Memory);
                     return true;
                 }
                 effect
             }
             Op::Reset => {
-                // What was on its way to the sender is of no use any more.
-                let _ = sender.sender.forget(&Who::Crossing(reverse));
-                if stack.sender.forget(&who) {
-                    // Who has not heard of the connection need not hear of its end.
+                // Data queued for the sender of the reset is of no use any more.
+                let _ = sender.sender.forget(&PacketOwner::Crossing(reverse));
+                if stack.sender.forget(&owner) {
+                    // The destination never saw the request, so it needs no reset either.
                     return true;
                 }
-                stack.sender.send_control(Some(&who), header)
+                stack.sender.send_control(Some(&owner), header)
             }
-            _ => stack.sender.send_control(Some(&who), header),
+            _ => stack.sender.send_control(Some(&owner), header),
         };
         stack.effect(effect);
         true
     }
 
-    /// What is to be done with a packet, as the connections are now.
+    /// Decides how to handle a packet, and updates the table of connections.
     fn fate(
         &self,
         members: &mut HashMap<u64, Member<S>>,
@@ -379,47 +389,47 @@ impl<S: Side> Hub<S> {
         op: Op,
         kind: u16,
     ) -> Fate {
-        let Some(member) = members.get_mut(&from.cid) else { return Fate::None };
+        let Some(member) = members.get_mut(&from.cid) else { return Fate::NoRoute };
         let there =
-            member.crossings.get(&(from.port, to)).filter(|crossing| !crossing.pair.over.load(Ordering::Acquire));
+            member.crossings.get(&(from.port, to)).filter(|crossing| !crossing.pair.closed.load(Ordering::Acquire));
         match (there.cloned(), op) {
-            (Some(crossing), Op::Request) => Fate::Cut(crossing, Wrong::SecondRequest),
+            (Some(crossing), Op::Request) => Fate::Reset(crossing, Wrong::SecondRequest),
             (Some(crossing), Op::Reset) => {
-                crossing.pair.over.store(true, Ordering::Release);
+                crossing.pair.closed.store(true, Ordering::Release);
                 remove(member, &crossing);
                 if let Some(member) = members.get_mut(&to.cid) {
                     remove(member, &crossing.reverse());
                 }
-                Fate::Goes(crossing)
+                Fate::Forward(crossing)
             }
-            (Some(crossing), _) => Fate::Goes(crossing),
-            // A port that is connected with itself would be both ends in one.
-            (None, Op::Request) if from == to || !sender.may_ask() => Fate::None,
+            (Some(crossing), _) => Fate::Forward(crossing),
+            // A port connected to itself would be both ends of one connection.
+            (None, Op::Request) if from == to || !sender.may_request() => Fate::NoRoute,
             (None, Op::Request) => {
-                let Some(forth) = open(member, from, to, kind, self.limit) else { return Fate::None };
-                let back = forth.reverse();
-                member.crossings.insert((from.port, to), forth.clone());
+                let Some(forward) = open(member, from, to, kind, self.limit) else { return Fate::NoRoute };
+                let backward = forward.reverse();
+                member.crossings.insert((from.port, to), forward.clone());
                 if let Some(member) = members.get_mut(&to.cid) {
-                    member.crossings.insert((to.port, from), back);
+                    member.crossings.insert((to.port, from), backward);
                 }
-                Fate::Goes(forth)
+                Fate::Forward(forward)
             }
-            // The last word about a connection that is not there any more needs no answer.
-            (None, Op::Reset) => Fate::Nothing,
-            (None, _) => Fate::None,
+            // A reset is never answered.
+            (None, Op::Reset) => Fate::Drop,
+            (None, _) => Fate::NoRoute,
         }
     }
 
-    /// Ends a connection whose sender has broken its rules, or has no more memory, for both.
-    fn cut(&self, crossing: &Crossing, wrong: Wrong) {
+    /// Resets a connection at both ends because its sender has violated the protocol or used up its memory.
+    fn reset_violator(&self, crossing: &Crossing, wrong: Wrong) {
         if let Some(stack) = self.end(crossing) {
             stack.count_wrong(&Key { port: crossing.to().port, peer: crossing.from() }, wrong);
         }
     }
 
-    /// Ends a connection for both; returns its sender, unless it was over already.
+    /// Closes a connection and resets it at both ends. Returns the sender's stack, unless the connection was closed already.
     fn end(&self, crossing: &Crossing) -> Option<Arc<Stack<S>>> {
-        if crossing.pair.over.swap(true, Ordering::AcqRel) {
+        if crossing.pair.closed.swap(true, Ordering::AcqRel) {
             return None;
         }
         let ends = [crossing.reverse(), crossing.clone()].map(|crossing| {
@@ -440,63 +450,63 @@ impl<S: Side> Hub<S> {
         sender
     }
 
-    /// Something that waited has gone to its receiver: its sender may perhaps send more.
+    /// Buffered data has been delivered: the sender may get more credit.
     pub(crate) fn moved(&self, crossing: &Crossing) {
-        if crossing.pair.over.load(Ordering::Acquire) || !crossing.is_due() {
+        if crossing.pair.closed.load(Ordering::Acquire) || !crossing.is_due() {
             return;
         }
         let stack = self.members.lock().get(&crossing.from().cid).and_then(|member| member.stack.upgrade());
         if let Some(stack) = stack {
-            stack.tell(crossing);
+            stack.send_credit_update(crossing);
         }
     }
 }
 
 impl<S: Side> Stack<S> {
-    /// Tells the guest that its connection with another one is over: `crossing` leads to it.
+    /// Sends the guest that `crossing` leads to a reset for its connection.
     fn reset_crossing(&self, crossing: Crossing) {
         let reset = crossing.header(Op::Reset);
-        let who = Who::Crossing(crossing);
-        if !self.sender.forget(&who) {
-            self.effect(self.sender.send_control(Some(&who), reset));
+        let owner = PacketOwner::Crossing(crossing);
+        if !self.sender.forget(&owner) {
+            self.effect(self.sender.send_control(Some(&owner), reset));
         }
     }
 
-    /// Tells the guest, who sends on this crossing, how much room there is.
-    fn tell(&self, crossing: &Crossing) {
+    /// Sends the guest that sends on `crossing` a credit update.
+    fn send_credit_update(&self, crossing: &Crossing) {
         let reverse = crossing.reverse();
         let update = reverse.header(Op::CreditUpdate);
-        self.effect(self.sender.send_control(Some(&Who::Crossing(reverse)), update));
+        self.effect(self.sender.send_control(Some(&PacketOwner::Crossing(reverse)), update));
     }
 }
 
-/// A connection that a guest asks for; `None`: it may have no more of them.
+/// Opens a connection that a guest requests. Returns `None` if a limit is reached.
 fn open<S: Side>(member: &mut Member<S>, from: Addr, to: Addr, kind: u16, limit: usize) -> Option<Crossing> {
-    let ticket = Ticket::of(&member.asked, limit)?;
+    let slot = RequestSlot::of(&member.requested, limit)?;
     let account = match member.parts.get(&to.cid).and_then(Weak::upgrade) {
         Some(account) => account,
         None => {
             let account = member.account.part();
-            // There are as many as guests that it has ever asked.
+            // `parts` holds at most one entry per guest ever requested.
             member.parts.insert(to.cid, Arc::downgrade(&account));
             account
         }
     };
     let pair = Pair {
-        asker: from,
-        asked: to,
+        initiator: from,
+        responder: to,
         kind,
-        forth: Way::default(),
-        back: Way::default(),
-        over: AtomicBool::new(false),
+        forward: Direction::default(),
+        backward: Direction::default(),
+        closed: AtomicBool::new(false),
         _opened: account.open()?,
         account,
-        _ticket: ticket,
+        _slot: slot,
     };
-    Some(Crossing { pair: Arc::new(pair), is_back: false })
+    Some(Crossing { pair: Arc::new(pair), is_backward: false })
 }
 
-/// Removes a connection from its sender's list, if it is there and not another one by now.
+/// Removes a connection from its sender's table, unless the entry belongs to a newer connection.
 fn remove<S: Side>(member: &mut Member<S>, crossing: &Crossing) {
     let key = (crossing.from().port, crossing.to());
     if member.crossings.get(&key).is_some_and(|there| Arc::ptr_eq(&there.pair, &crossing.pair)) {
@@ -504,14 +514,14 @@ fn remove<S: Side>(member: &mut Member<S>, crossing: &Crossing) {
     }
 }
 
-fn have_common(one: &[String], other: &[String]) -> bool {
+fn share_group(one: &[String], other: &[String]) -> bool {
     one.iter().any(|group| other.contains(group))
 }
 
-/// Two guests, if `from` may talk to `to` and that one runs.
-fn way<S: Side>(members: &HashMap<u64, Member<S>>, from: u64, to: u64) -> Option<[Arc<Stack<S>>; 2]> {
+/// Returns the stacks of both guests if `from` may send to `to` and `to` is running.
+fn route<S: Side>(members: &HashMap<u64, Member<S>>, from: u64, to: u64) -> Option<[Arc<Stack<S>>; 2]> {
     let (from, to) = (members.get(&from)?, members.get(&to)?);
-    if !have_common(&from.groups, &to.groups) {
+    if !share_group(&from.groups, &to.groups) {
         return None;
     }
     Some([from.stack.upgrade()?, to.stack.upgrade()?]).filter(|[_, to]| to.is_running())

@@ -1,5 +1,4 @@
-//! What a connection has received and nobody has read yet: bytes in a ring that grows up to the connection's limit, and where
-//! messages end.
+//! A connection's receive buffer: bytes in a ring buffer that grows up to the connection's limit, and the message boundaries.
 
 use crate::{
     Payload,
@@ -7,49 +6,49 @@ use crate::{
 };
 use std::{collections::VecDeque, sync::Arc};
 
-/// The smallest ring.
+/// Initial size in bytes.
 const START: usize = 4096;
 
-/// Received bytes, oldest first.
+/// Received and unread bytes, oldest first.
 #[derive(Default)]
 pub(crate) struct Inbox {
     ring: Vec<u8>,
     head: usize,
     len: usize,
-    /// Messages that are complete: length, and whether each ends a record. Streams have none.
+    /// Complete messages: length, and whether it ends a record. Empty for streams.
     messages: VecDeque<(u32, bool)>,
-    /// Bytes behind the last complete message.
+    /// Bytes after the last complete message.
     partial: usize,
-    /// For the ring and the messages.
+    /// Covers the buffer and the message list.
     charge: Charge,
 }
 
-/// There is no memory for it.
+/// The memory limit is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
 impl Inbox {
-    /// An empty one, whose memory is taken out of an account.
+    /// Creates an empty inbox whose memory is charged to `account`.
     pub(crate) fn new(account: &Arc<Account>) -> Inbox {
         Inbox { charge: account.charge_anyway(0), ..Inbox::default() }
     }
 
-    /// Whether it has memory that it could let go of some day.
+    /// Returns whether it holds memory that [`Inbox::release_unused`] could release.
     pub(crate) fn has_memory(&self) -> bool {
         !self.ring.is_empty() || self.messages.capacity() > 0
     }
 
-    /// How many bytes there are.
+    /// Returns the number of unread bytes.
     pub(crate) fn unread(&self) -> usize {
         self.len
     }
 
-    /// Whether there is nothing to read, not even an empty message.
+    /// Returns whether there is nothing to read, not even an empty message.
     pub(crate) fn is_empty(&self) -> bool {
         self.len == 0 && self.messages.is_empty()
     }
 
-    /// Adds the rest of a payload. Who calls has seen that it is within the connection's limit.
+    /// Appends the rest of a payload. The caller has checked it against the connection's credit.
     pub(crate) fn push(&mut self, payload: &mut Payload<'_>) -> Result<(), Full> {
         let needed = self.len.checked_add(payload.len()).ok_or(Full)?;
         if needed > self.ring.len() {
@@ -69,7 +68,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// A message ends here.
+    /// Marks the end of a message.
     pub(crate) fn end_message(&mut self, record: bool) -> Result<(), Full> {
         if !self.charge.grow(MESSAGE) {
             return Err(Full);
@@ -78,14 +77,14 @@ impl Inbox {
         Ok(())
     }
 
-    /// How many messages there are.
+    /// Returns the number of complete messages.
     pub(crate) fn messages(&self) -> usize {
         self.messages.len()
     }
 
     fn grow(&mut self, needed: usize) -> Result<(), Full> {
         let before = self.ring.len();
-        // Room for more than is needed, if there is memory for it.
+        // Allocate more than needed if the account allows it.
         let roomy = needed.checked_next_power_of_two().unwrap_or(needed).max(START);
         let size =
             [roomy, needed].into_iter().find(|size| self.charge.grow(size.saturating_sub(before))).ok_or(Full)?;
@@ -106,7 +105,7 @@ impl Inbox {
         }
     }
 
-    /// The oldest bytes, in a row.
+    /// Returns the oldest bytes, as far as they are contiguous.
     pub(crate) fn front(&self) -> &[u8] {
         self.slices().0
     }
@@ -118,18 +117,18 @@ impl Inbox {
         self.partial = self.partial.min(self.len);
         self.head = if self.len == 0 { 0 } else { (self.head + count) % self.ring.len().max(1) };
         if self.len == 0 && self.charge.is_tight() {
-            self.rest();
+            self.release_unused();
         }
     }
 
-    /// Forgets everything: nobody will read it.
+    /// Discards all data and releases the memory.
     pub(crate) fn clear(&mut self) {
         self.charge.clear();
         *self = Inbox { charge: std::mem::take(&mut self.charge), ..Inbox::default() };
     }
 
-    /// Lets memory go that is not in use: a connection that rests should not keep what it once needed.
-    pub(crate) fn rest(&mut self) {
+    /// Releases memory that is not in use, so that an idle connection does not keep what it once needed.
+    pub(crate) fn release_unused(&mut self) {
         if self.len == 0 {
             self.charge.shrink(self.ring.len());
             self.ring = Vec::new();
@@ -139,7 +138,7 @@ impl Inbox {
         }
     }
 
-    /// Reads bytes; says how many.
+    /// Reads bytes; returns how many.
     pub(crate) fn read(&mut self, mut target: &mut [u8]) -> usize {
         let mut done = 0;
         while !target.is_empty() && self.len > 0 {
@@ -159,7 +158,7 @@ impl Inbox {
         done
     }
 
-    /// Reads a message; what the target does not hold is lost. Says how long it was, and whether it ends a record.
+    /// Reads a message; what the target does not hold is discarded. Returns the message's length, and whether it ends a record.
     pub(crate) fn read_message(&mut self, target: &mut [u8]) -> Option<(usize, bool)> {
         let (len, record) = self.messages.pop_front()?;
         self.charge.shrink(MESSAGE);
@@ -178,7 +177,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_come_out_as_they_went_in(steps in proptest::collection::vec((any::<bool>(), 0..9000usize), 1..60)) {
+        fn bytes_are_read_in_order(steps in proptest::collection::vec((any::<bool>(), 0..9000usize), 1..60)) {
             let (mut inbox, mut model, mut next) = (Inbox::default(), VecDeque::new(), 0u8);
             for (push, count) in steps {
                 if push {
@@ -197,13 +196,13 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_kept_is_paid_for() {
+    fn all_memory_is_charged() {
         let account = Account::new(20_000, 1);
         let mut inbox = Inbox::new(&account);
         inbox.push(&mut Payload::bytes(&[1; 5000])).unwrap();
         assert_eq!(account.used(), 8192);
         inbox.end_message(false).unwrap();
-        // Twice as much is too much, as much as is needed is not.
+        // Growing to the next power of two exceeds the limit; growing to just what is needed does not.
         inbox.push(&mut Payload::bytes(&[2; 14_000])).unwrap();
         assert_eq!(account.used(), 19_000 + MESSAGE);
         assert_eq!(inbox.push(&mut Payload::bytes(&[3; 1000])), Err(Full));
@@ -216,17 +215,17 @@ mod tests {
         assert_eq!(
             account.used(),
             (1000 - MESSAGE) / MESSAGE * MESSAGE - MESSAGE,
-            "empty while memory was scarce: it let go"
+            "emptied while memory was scarce: the buffer was released"
         );
         inbox.clear();
         assert_eq!((account.used(), account.refused()), (0, 4));
     }
 
     #[test]
-    fn messages_keep_their_ends() {
+    fn message_boundaries_are_kept() {
         let mut inbox = Inbox::default();
         inbox.push(&mut Payload::bytes(b"hel")).unwrap();
-        assert_eq!(inbox.read_message(&mut [0; 9]), None, "not complete");
+        assert_eq!(inbox.read_message(&mut [0; 9]), None, "incomplete message");
         inbox.push(&mut Payload::bytes(b"lo")).unwrap();
         inbox.end_message(false).unwrap();
         inbox.end_message(true).unwrap();

@@ -1,9 +1,54 @@
-//! virtio-vsock (virtio 1.3, 5.10), device and driver end.
+//! virtio-vsock (virtio 1.3, 5.10): the device end and the driver end.
+//!
+//! # The protocol in brief
+//!
+//! **Addresses.** vsock carries socket connections between a guest and its host without a network. An address is a context
+//! identifier (CID) and a port. CID 2 is the host; each guest has a CID of its own from 3 on, which it reads from the device's
+//! configuration space (5.10.4). A connection is identified by the addresses of both ends ([`Addr`], [`Key`]).
+//!
+//! **Socket types.** A stream carries bytes; seqpacket carries messages, which may span several packets: the last packet of a
+//! message has the flag SEQ_EOM, and also SEQ_EOR if the message ends a record. Feature bits select the types ([`socket_types`]).
+//!
+//! **Queues** (5.10.2). Vring 0, receive, carries packets to the guest; vring 1, transmit, packets from the guest; vring 2,
+//! event, carries notices about the device as a whole. The only event is TRANSPORT_RESET (5.10.6.7): the device has lost all
+//! connections, for example in a migration; the driver has to close them and read its CID again.
+//!
+//! **Packets** (5.10.6). Each packet is one buffer: a header of 44 bytes, then `len` bytes of payload. All fields are
+//! little-endian; `ringroad_wire::vsock_hdr` parses them:
+//!
+//! ```text
+//! src_cid, dst_cid: u64    src_port, dst_port: u32    len: u32    type: u16 (1 stream, 2 seqpacket)
+//! op: u16    flags: u32 (of SHUTDOWN and RW)    buf_alloc, fwd_cnt: u32 (credit, see below)
+//! ```
+//!
+//! **Operations and states.** The initiator sends REQUEST and is `Connecting`. The responder is `Accepting` until its socket is
+//! ready, then answers RESPONSE, and the connection is `Open` at both ends; or it answers RST, which refuses the connection. RW
+//! carries data. SHUTDOWN states in its flags that its sender will send no more, receive no more, or both, and cannot be revoked.
+//! An end that gets SHUTDOWN for both directions answers RST once everything is read; this orderly RST frees the ports
+//! (5.10.6.5). RST at any other time aborts the connection, and answers every packet that belongs to none; a RST itself is never
+//! answered. CREDIT_UPDATE has no content besides the credit fields of its header, and CREDIT_REQUEST asks for one. Packets in the
+//! wrong state are protocol violations ([`Wrong`]) and reset the connection.
+//!
+//! **Credit** (5.10.6.3). Each packet advertises its sender's receive buffer: `buf_alloc` is the buffer's size in bytes,
+//! `fwd_cnt` the number of bytes consumed so far, modulo 2³². With `tx_cnt` bytes sent, an end may send `buf_alloc - (tx_cnt -
+//! fwd_cnt)` more bytes, using the peer's latest fields. So a receiver never has to buffer more than it advertised, per
+//! connection. Over all connections of a guest, [`Account`] bounds the memory by advertising a `buf_alloc` that shrinks as the
+//! guest uses more, though never below what was advertised before. Only payload needs credit. Packets without payload must get
+//! through even when data fills the queue, so some buffers are reserved for them (5.10.6.1).
+//!
+//! # The crate
 //!
 //! Both ends are a [`Stack`]: the connections of one end of a device, with sockets for programs of this process ([`Listener`],
-//! [`Stream`], [`SeqPacket`]), over the two rings of a [`Side`]. The device's end has more: connections whose other end is a
-//! socket of the host ([`Relay`]), and guests that talk to each other ([`Hub`]). What needs the kernel is `host`'s business,
-//! which a stack asks through [`Host`].
+//! [`Stream`], [`SeqPacket`]), over the two rings of a [`Side`]. The device end also has connections to host sockets ([`Relay`])
+//! and between guests ([`Hub`]). A stack does no I/O of its own: `host` implements [`Host`] for it. In reading order:
+//!
+//! - `connection.rs`: state and credit of one connection; `inbox.rs`: its receive buffer; `account.rs`: a guest's memory limits
+//! - `send.rs`: sending, directly or through the outbox; `payload.rs`: the bytes being moved
+//! - `stack.rs`, `stack/packets.rs` (receiving), `stack/connections.rs` (opening, timeouts, closing), `stack/rings.rs` (polling
+//!   and notifications), `stack/relays.rs` (host sockets)
+//! - `socket.rs`: sockets for programs; `hub.rs`: packets between guests
+//! - `device.rs`, `driver.rs`: the rings of either end; `features.rs`: feature bits, configuration space; `sync.rs`: locks or
+//!   loom's
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -49,19 +94,19 @@ pub use {
     connection::{Key, Wrong},
     device::{DeviceSide, Events, RxQueue, TxQueue},
     driver::{Driver, DriverConfig, DriverError, DriverEvents, DriverRx, DriverSide, DriverTx},
-    features::{Config, Features, bits, kinds},
+    features::{Config, Features, bits, socket_types},
     hub::Hub,
     socket::{Listener, SeqPacket, Stream},
-    stack::{ConnectionReport, Door, Host, Inlet, NoRelay, Queue, Relay, Report, Settings, Side, Stack, Taken},
+    stack::{ConnectionReport, Host, Inlet, NoRelay, OpenResult, Queue, Relay, Report, Settings, Side, Stack, Taken},
 };
 
 use ringroad_ring::{DriverFault, Fault};
 use ringroad_wire::vsock_hdr::{TYPE_SEQPACKET, TYPE_STREAM};
 
-/// An end of a connection.
+/// Address of one end of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Addr {
-    /// Context identifier: 2 is the host, others are guests.
+    /// Context identifier: 2 is the host, larger ones are guests.
     pub cid: u64,
     /// Port.
     pub port: u32,
@@ -73,41 +118,41 @@ impl std::fmt::Display for Addr {
     }
 }
 
-/// What a connection carries.
+/// Type of a socket: what a connection carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// SOCK_STREAM: bytes.
+pub enum SocketType {
+    /// SOCK_STREAM: a byte stream.
     Stream,
     /// SOCK_SEQPACKET: messages.
     SeqPacket,
 }
 
-impl Kind {
-    /// Its number in packets.
+impl SocketType {
+    /// Returns the type's number in packet headers.
     pub fn number(self) -> u16 {
         match self {
-            Kind::Stream => TYPE_STREAM,
-            Kind::SeqPacket => TYPE_SEQPACKET,
+            SocketType::Stream => TYPE_STREAM,
+            SocketType::SeqPacket => TYPE_SEQPACKET,
         }
     }
 
-    /// The kind with this number.
-    pub fn new(number: u16) -> Option<Kind> {
+    /// Returns the type with this number.
+    pub fn new(number: u16) -> Option<SocketType> {
         match number {
-            TYPE_STREAM => Some(Kind::Stream),
-            TYPE_SEQPACKET => Some(Kind::SeqPacket),
+            TYPE_STREAM => Some(SocketType::Stream),
+            TYPE_SEQPACKET => Some(SocketType::SeqPacket),
             _ => None,
         }
     }
 }
 
-/// The other end of a ring has broken it. It is of no use any more.
+/// The other end of the device broke a ring, which is no longer used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The driver has.
+    /// The driver broke it.
     #[error(transparent)]
     Driver(#[from] Fault),
-    /// The device has.
+    /// The device broke it.
     #[error(transparent)]
     Device(#[from] DriverFault),
 }

@@ -1,60 +1,61 @@
-//! Bytes on their way: those of a program, or of a packet in shared memory. Read from the front, copied once.
+//! A payload being moved: bytes of a program, or of a packet in shared memory. Read from the front, copied once. Used by sender
+//! and receiver of both ends.
 
 use ringroad_mem::Span;
 
-/// What is left of a packet's payload, or of what a program sends.
+/// The unread part of a packet's payload, or of the bytes a program sends.
 #[derive(Clone)]
 pub struct Payload<'a> {
-    /// Private bytes come first; usually there are either these or spans.
+    /// Private bytes, which come before the spans; usually there is only one of the two.
     bytes: &'a [u8],
-    /// What is left of the span whose turn it is.
+    /// What is left of the current span.
     current: Span<'a>,
     spans: &'a [Span<'a>],
     len: usize,
 }
 
 impl<'a> Payload<'a> {
-    /// None.
+    /// Returns a payload without bytes.
     pub const fn empty() -> Self {
         Payload { bytes: &[], current: Span::empty(), spans: &[], len: 0 }
     }
 
-    /// Bytes of this process.
+    /// Returns a payload of private bytes.
     pub fn bytes(bytes: &'a [u8]) -> Self {
         Payload { bytes, len: bytes.len(), ..Payload::empty() }
     }
 
-    /// Bytes in shared memory.
+    /// Returns a payload in shared memory.
     pub fn spans(spans: &'a [Span<'a>]) -> Self {
         let len = spans.iter().map(|span| span.len()).sum();
         Payload { spans, len, ..Payload::empty() }
     }
 
-    /// How many bytes are left.
+    /// Returns the number of bytes left.
     #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether none are left.
+    /// Returns whether no bytes are left.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Leaves at most `len` bytes.
+    /// Limits the payload to `len` bytes.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// The private bytes that come first, at most so many; they are passed over.
+    /// Takes up to `most` of the private bytes at the front.
     fn private_part(&mut self, most: usize) -> &'a [u8] {
         let (part, rest) = self.bytes.split_at_checked(most).unwrap_or((self.bytes, &[]));
         self.bytes = rest;
         part
     }
 
-    /// Passes over `count` bytes.
+    /// Skips `count` bytes.
     pub fn skip(&mut self, count: usize) {
         let mut left = count.min(self.len);
         self.len -= left;
@@ -69,7 +70,7 @@ impl<'a> Payload<'a> {
         }
     }
 
-    /// The span whose turn it is.
+    /// Moves on to the next span if the current one is used up, and returns it.
     fn turn(&mut self) -> Span<'a> {
         while self.current.is_empty()
             && let Some((&next, rest)) = self.spans.split_first()
@@ -79,13 +80,13 @@ impl<'a> Payload<'a> {
         self.current
     }
 
-    /// Copies as much as the target holds, and passes over it; says how much.
+    /// Copies as much as the target holds and advances; returns the number of bytes.
     pub fn read(&mut self, target: &mut [u8]) -> usize {
         self.copy_out(target, Span::read)
     }
 
-    /// The next `N` bytes, each read exactly once, so that what is checked is what is used, whatever the other side writes
-    /// meanwhile; they are passed over. `None`: there are fewer.
+    /// Takes the next `N` bytes, reading each exactly once, so that the values checked are the values used, whatever the other
+    /// side writes meanwhile. Returns `None` if fewer are left.
     pub fn read_once<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         (self.len >= N && self.copy_out(&mut bytes, Span::read_once_into) == N).then_some(bytes)
@@ -111,7 +112,7 @@ impl<'a> Payload<'a> {
         wanted
     }
 
-    /// Copies as much as the target holds, and passes over it; says how much.
+    /// Copies as much as the target holds and advances; returns the number of bytes.
     pub fn copy_to(&mut self, target: Span<'_>) -> usize {
         let wanted = target.len().min(self.len);
         let mut target = target.first(wanted);
@@ -129,7 +130,7 @@ impl<'a> Payload<'a> {
         wanted
     }
 
-    /// The next `len` bytes as a list of their own, which they are passed over by.
+    /// Takes the next `len` bytes as a vector.
     pub fn take(&mut self, len: usize) -> Vec<u8> {
         let wanted = len.min(self.len);
         let mut bytes = Vec::with_capacity(wanted);
@@ -146,13 +147,13 @@ impl<'a> Payload<'a> {
         bytes
     }
 
-    /// The private bytes that come first, if any.
+    /// Returns the private bytes at the front.
     pub fn private(&self) -> &'a [u8] {
         self.bytes.get(..self.len).unwrap_or(self.bytes)
     }
 
-    /// The spans that are left, for `writev`. (Private bytes are not among them.)
-    pub fn rest(&self) -> impl Iterator<Item = Span<'a>> {
+    /// Returns the spans left, for `writev`. Private bytes are not included.
+    pub fn remaining_spans(&self) -> impl Iterator<Item = Span<'a>> {
         let mut left = self.len;
         std::iter::once(self.current).chain(self.spans.iter().copied()).map_while(move |span| {
             let span = span.first(left);
@@ -168,7 +169,7 @@ mod tests {
     use ringroad_mem::Region;
 
     #[test]
-    fn is_read_from_the_front_wherever_it_lies() {
+    fn payloads_are_read_from_the_front_across_spans() {
         let region = Region::private(4096, 0).unwrap();
         let place = |at, bytes: &[u8]| {
             let span = region.span(at, bytes.len()).unwrap();
@@ -182,17 +183,17 @@ mod tests {
         let mut two = [0; 2];
         assert_eq!(payload.read(&mut two), 2);
         assert_eq!(&two, b"bc");
-        assert_eq!(payload.rest().map(|span| span.len()).sum::<usize>(), 7);
+        assert_eq!(payload.remaining_spans().map(|span| span.len()).sum::<usize>(), 7);
         let target = region.span(1000, 4).unwrap();
         assert_eq!(payload.clone().read_once::<7>().as_ref(), Some(b"defghij"));
         assert_eq!(payload.clone().read_once::<8>(), None);
         assert_eq!(payload.copy_to(target), 4);
         assert_eq!(target.array::<4>(0).as_ref(), Some(b"defg"));
         payload.truncate(2);
-        assert_eq!(payload.rest().map(|span| span.len()).collect::<Vec<_>>(), [1, 1]);
+        assert_eq!(payload.remaining_spans().map(|span| span.len()).collect::<Vec<_>>(), [1, 1]);
         assert_eq!(payload.take(9), b"hi");
         assert!(payload.is_empty());
-        assert_eq!(payload.rest().filter(|span| !span.is_empty()).count(), 0);
+        assert_eq!(payload.remaining_spans().filter(|span| !span.is_empty()).count(), 0);
 
         let mut payload = Payload::bytes(b"hello");
         payload.skip(1);

@@ -1,12 +1,13 @@
-//! Sending, in either of two ways. Directly: who has something to send puts it into the virtqueue himself. Queued: he leaves
-//! it in an outbox, and a worker moves it.
+//! Sending packets to a peer, directly or queued. Direct: the sending thread writes the packet to the virtqueue itself. Queued:
+//! it leaves the packet in an outbox, and the worker moves it to the ring. Called by a `Stack`.
 //!
-//! Directly is faster, and possible when nothing waits in the outbox, the ring has room and nobody else is at the ring (its
-//! lock is only tried). All else is queued, so that packets of a connection keep their order: a packet can overtake another
-//! one only while that one is in the outbox, and then nothing goes directly; and who moves packets has the ring's lock.
+//! Direct is faster. It is possible when the outbox is empty, the ring has room, and no other thread holds the ring (its lock is
+//! only tried). Everything else is queued, which keeps the packets of a connection in order: a packet could overtake another one
+//! only while that one is in the outbox, and then nothing is sent directly; and moving packets out of the outbox requires the
+//! ring's lock.
 //!
-//! The outbox serves connections in turn, by bytes (deficit round robin); what answers a peer or tells it of room goes before
-//! all data and has descriptors of its own, so that it is never starved.
+//! The outbox serves connections by deficit round robin, counted in bytes. Control packets (all but
+//! data and shutdown) are sent before all data and have ring descriptors reserved for them, so they are never starved.
 
 use crate::{
     Broken, Payload,
@@ -23,36 +24,39 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64},
 };
 
-/// The largest payload of a packet.
+/// Largest payload of a packet in bytes.
 pub const MAX_PACKET: usize = 64 << 10;
-/// What a connection may move before it is another one's turn.
+/// Bytes a connection may send per turn.
 const QUANTUM: usize = MAX_PACKET;
-/// What a packet counts beside its payload.
+/// Bytes that each packet counts in addition to its payload.
 const OVERHEAD: usize = 64;
-/// After so many bytes the peer is shown what is there, though there is more.
+/// Bytes after which packets are published, even if more follow.
 const PUBLISH: usize = 32 << 10;
-/// Answers to packets of no connection that may wait at once. A peer that provokes more gets no answer to the rest.
+/// Answers to packets of no connection that may wait. Answers beyond that are dropped.
 const UNOWNED: usize = 1024;
-/// Together with resets of connections: a peer that takes nothing and has us reset one after the other hears no more of it.
+/// The same limit including resets of connections: a peer that takes nothing while one connection after another is reset misses
+/// the later resets.
 const RESETS: usize = 1 << 16;
-/// What a sender puts into the ring by itself, and what a connection moves in one turn, at most: buffers may be very small.
+/// Packets that a sender writes to the ring directly, or that a connection sends per turn: receive buffers may be tiny.
 const PACKETS: usize = 128;
-/// What the worker moves at once: others want to be served too.
+/// What the worker moves in one go; then it serves other stacks.
 const FLUSH_PACKETS: usize = 512;
 const FLUSH_BYTES: usize = 1 << 20;
 
-/// The ring that packets go to.
+/// The ring that carries packets to the peer.
 pub trait Link {
-    /// How many bytes of payload the next buffer holds; `None`: there is no buffer. Data leave some for control.
+    /// Returns how many payload bytes the next buffer holds, `None` if there is no buffer. With `control` unset, some buffers are
+    /// left for control packets.
     fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken>;
 
-    /// Writes a packet into the next buffer, of which `room` has just said that it is there and has room for it: the header and
-    /// the next `header.len` bytes.
+    /// Writes a packet into the next buffer: the header and the next `header.len` bytes. The caller has just learned from `room`
+    /// that the buffer exists and is large enough.
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>);
 
-    /// Lets `read` write a payload of up to `most` bytes straight into the buffers of packets with this header, which `stamp`
-    /// completes, leaving some for control. `read` is called once at most, with room for at least a byte, and says how much
-    /// it has written. `None`: there is no buffer, and it was not called. Else the number of packets, and its answer.
+    /// Lets `read` write up to `most` bytes of payload straight into buffers, as packets with this header, completed by `stamp`.
+    /// Some buffers are left for control packets. `read` is called at most once, with room for at least one byte, and returns how
+    /// much it has written. Returns the number of packets and the result of `read`, or `None` if there is no buffer and `read`
+    /// was not called.
     fn fill(
         &mut self,
         header: VsockHdr,
@@ -61,110 +65,111 @@ pub trait Link {
         read: &mut dyn FnMut(&[Span<'_>]) -> io::Result<usize>,
     ) -> Result<Option<(u64, io::Result<usize>)>, Broken>;
 
-    /// Shows the peer what was put. Says whether it wants to be notified.
+    /// Publishes what was put. Returns whether the peer wants to be notified.
     fn publish(&mut self) -> bool;
 
-    /// Asks the peer to notify us when there are buffers again. `true`: there are.
+    /// Asks the peer to notify us when buffers become available. Returns `true` if there are some already.
     fn await_room(&mut self) -> bool;
 }
 
-/// What packets belong to.
+/// The owner of packets: a connection.
 pub trait Owner: Clone {
-    /// Tells it from all others that are alive.
+    /// Identifies the owner among all that exist.
     fn key(&self) -> usize;
 
-    /// Completes a header at the last moment: room told earlier must not be told later.
+    /// Completes a header just before it is written to the ring, so that an older credit value never follows a newer one.
     fn stamp(&self, header: &mut VsockHdr);
 
-    /// How many bytes of it are in the outbox.
+    /// Number of its bytes in the outbox.
     fn queued(&self) -> &AtomicUsize;
 
-    /// Takes memory for what is to wait; `None`: it may have no more.
+    /// Charges memory for a packet to be queued. Returns `None` if the limit is reached.
     fn charge(&self, _bytes: usize) -> Option<Charge> {
         Some(Charge::none())
     }
 
-    /// Whose it is. Those of one group share its turns.
+    /// The group that the owner belongs to. Owners of one group share one turn.
     fn group(&self) -> u64 {
         0
     }
 }
 
-/// What is to be done after a call, without any lock.
+/// What the caller has to do after a call, without holding any lock.
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Effect {
     /// The peer wants to be notified.
     pub notify: bool,
-    /// The worker has something to move.
+    /// Wake the worker: packets were queued.
     pub wake: bool,
-    /// The worker could go on moving, but others want their turn.
+    /// More packets could be moved, but the limit per call was reached.
     pub more: bool,
-    /// There was no memory for what would have to wait: its connection should end.
+    /// The memory limit is reached; the connection should be closed.
     pub refused: bool,
     /// The peer has broken the ring.
     pub broken: Option<Broken>,
 }
 
 impl Effect {
-    fn and(&mut self, notify: bool) {
+    fn or_notify(&mut self, notify: bool) {
         self.notify |= notify;
     }
 }
 
-/// Which way packets went.
+/// How packets were sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ways {
-    /// Packets that their sender put into the ring.
+    /// Written to the ring by the sender.
     pub direct: u64,
-    /// Packets that the worker did.
+    /// Moved to the ring by the worker.
     pub queued: u64,
-    /// Answers that were not sent, as too many waited.
+    /// Answers dropped because too many were waiting.
     pub dropped: u64,
 }
 
-/// A packet in the outbox.
+/// A data packet in the outbox.
 struct Packet {
     header: VsockHdr,
     data: Vec<u8>,
-    /// How much of it has been sent.
+    /// Bytes of it already sent.
     done: usize,
     charge: Charge,
 }
 
-/// Packets of one owner.
+/// The queued packets of one owner.
 struct Flow<O> {
     owner: O,
     packets: VecDeque<Packet>,
     deficit: usize,
-    /// Its place among those of its group.
+    /// Position among the turns of its group.
     place: u64,
 }
 
-/// Owners that share their turns: places and keys of their flows.
+/// The flows of owners that share a turn: key by position.
 struct Group {
     turns: BTreeMap<u64, usize>,
     deficit: usize,
-    /// Its place among the groups.
+    /// Position among the groups.
     place: u64,
 }
 
-/// What waits for the worker. Places are numbers that go up: the lowest one is next, and what is over is found and removed
-/// without looking at others.
+/// The packets that wait for the worker. Positions are increasing numbers: the lowest is served next, and entries can be removed
+/// without a search.
 struct Outbox<O> {
     control: BTreeMap<u64, (Option<O>, VsockHdr)>,
     unowned: usize,
-    /// Owners and operations in `control`, and their places: one of each says it all, as it is completed at the last moment.
+    /// Position in `control` by owner and operation. One packet of each operation is enough, as its credit fields are filled in
+    /// when it is sent.
     pending: HashMap<(usize, u16), u64>,
     flows: HashMap<usize, Flow<O>>,
     groups: HashMap<u64, Group>,
     turns: BTreeMap<u64, u64>,
     place: u64,
-    /// Packets of all flows.
+    /// Number of packets in all flows.
     packets: usize,
 }
 
-/// What is to be moved next.
+/// The next packet to move.
 enum Turn<O> {
     Control { place: u64, owner: Option<O>, header: VsockHdr },
     Data { owner: O, packet: Packet, allowance: usize },
@@ -184,13 +189,14 @@ impl<O: Owner> Outbox<O> {
         }
     }
 
-    /// The place behind all others.
+    /// Returns a position behind all others.
     fn last(&mut self) -> u64 {
         self.place += 1;
         self.place
     }
 
-    /// Adds a packet. Says whether it is one of its own: small ones of a stream are joined, as their number has no limit.
+    /// Adds a data packet. Returns `false` if it was merged with the packet before it: small packets of a stream are merged,
+    /// because their number has no limit of its own.
     fn push(&mut self, owner: &O, mut packet: Packet) -> bool {
         let key = owner.key();
         let place = self.last();
@@ -222,7 +228,8 @@ impl<O: Owner> Outbox<O> {
         true
     }
 
-    /// Adds a packet without payload. `None`: it says nothing new, or there are too many; how many were dropped.
+    /// Adds a control packet. Returns the number of packets dropped as an error: 0 if the same operation is queued already, 1 if
+    /// the limit is reached.
     fn push_control(&mut self, owner: Option<&O>, header: VsockHdr, limit: usize) -> Result<(), u64> {
         let place = self.last();
         match owner {
@@ -240,7 +247,8 @@ impl<O: Owner> Outbox<O> {
         Ok(())
     }
 
-    /// Brings a packet without payload back to its place, which is before all others. `false`: another one has come meanwhile.
+    /// Puts a control packet back at its old position, ahead of all others. Returns `false` if the same operation has been queued
+    /// in the meantime.
     fn push_back(&mut self, place: u64, owner: Option<O>, header: VsockHdr) -> bool {
         match &owner {
             Some(owner) => {
@@ -276,10 +284,10 @@ impl<O: Owner> Outbox<O> {
         Some(Turn::Data { owner: flow.owner.clone(), packet, allowance: flow.deficit.min(group.deficit) })
     }
 
-    /// A packet's turn has come and gone, with what is left of it, if anything. Says whether the packet is over.
+    /// Ends a packet's turn; `left` is the packet if it was not sent completely. Returns whether the packet is done with.
     fn moved(&mut self, owner: &O, used: usize, left: Option<Packet>) -> bool {
         let (key, last) = (owner.key(), self.last());
-        // It may have been forgotten meanwhile.
+        // The owner may have been removed in the meantime.
         let Some(flow) = self.flows.get_mut(&key) else { return true };
         let over = left.is_none();
         flow.deficit = flow.deficit.saturating_sub(used);
@@ -307,7 +315,7 @@ impl<O: Owner> Outbox<O> {
         over
     }
 
-    /// Removes an owner's packets; says how many.
+    /// Removes an owner's data packets; returns how many.
     fn remove(&mut self, owner: &O) -> usize {
         let Some(flow) = self.flows.remove(&owner.key()) else { return 0 };
         if let Some(group) = self.groups.get_mut(&owner.group()) {
@@ -322,7 +330,7 @@ impl<O: Owner> Outbox<O> {
     }
 }
 
-/// What has become of a packet or several.
+/// What `place` wrote to the ring.
 #[derive(Default)]
 struct Placed {
     packets: u64,
@@ -331,7 +339,8 @@ struct Placed {
     notify: bool,
 }
 
-/// Puts a payload into a ring, in as many packets as it takes, up to `most` bytes and [`PACKETS`], while there is room.
+/// Writes a payload to the ring, split into as many packets as needed, until `most` bytes or [`PACKETS`] are reached or the ring
+/// is full.
 fn place<L: Link, O: Owner>(
     link: &mut L,
     owner: Option<&O>,
@@ -346,13 +355,13 @@ fn place<L: Link, O: Owner>(
         let room = match link.room(control) {
             Ok(Some(room)) => room.get(),
             Ok(None) => break,
-            // What is there already is good.
+            // The packets written so far are valid.
             Err(_) if placed.packets > 0 => break,
             Err(broken) => return Err(broken),
         };
         let len = payload.len().min(room).min(MAX_PACKET).min((most - placed.bytes).max(1));
         let last = len == payload.len();
-        // Flags of data say that a message ends.
+        // The flags of a data packet mark the end of a message, so only the last part carries them.
         let mut header = VsockHdr { len: len as u32, flags: if last { header.flags } else { 0 }, ..header };
         if let Some(owner) = owner {
             owner.stamp(&mut header);
@@ -376,12 +385,12 @@ fn place<L: Link, O: Owner>(
     Ok(placed)
 }
 
-/// The way to a peer.
+/// The sending side of a stack.
 pub struct Sender<L, O> {
-    /// `None`: the queue does not run.
+    /// `None` while the queue is not running.
     link: Mutex<Option<L>>,
     outbox: Mutex<Outbox<O>>,
-    /// Packets in the outbox, and those that the worker has taken out of it and not put into the ring yet.
+    /// Packets in the outbox, and those the worker has taken out and not written to the ring yet.
     waiting: AtomicUsize,
     direct: AtomicBool,
     went_direct: AtomicU64,
@@ -390,7 +399,7 @@ pub struct Sender<L, O> {
 }
 
 impl<L: Link, O: Owner> Sender<L, O> {
-    /// `direct`: whether senders may use the ring themselves.
+    /// Creates a sender without a ring. `direct`: whether sending threads may use the ring themselves.
     pub fn new(direct: bool) -> Self {
         Sender {
             link: Mutex::new(None),
@@ -403,38 +412,38 @@ impl<L: Link, O: Owner> Sender<L, O> {
         }
     }
 
-    /// Exchanges the ring, which starts, stops or has broken. What waits goes on waiting.
+    /// Replaces the ring when the queue starts, stops or breaks. Queued packets are kept.
     pub fn replace(&self, link: Option<L>) -> Option<L> {
         std::mem::replace(&mut *self.link.lock(), link)
     }
 
-    /// Whether senders may use the ring themselves from now on.
+    /// Sets whether sending threads may use the ring themselves.
     pub fn set_direct(&self, direct: bool) {
         self.direct.store(direct, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// Whether packets go straight to the ring where that is possible.
+    /// Returns whether sending threads may use the ring themselves.
     pub fn is_direct(&self) -> bool {
         self.direct.load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// Whether something waits for the worker.
+    /// Returns whether packets wait for the worker.
     pub fn is_waiting(&self) -> bool {
-        // Pairs with the release of whoever counts up: a packet of the same connection is seen here.
+        // Pairs with the Release increments in `queue` and `send_control`: earlier packets of the same connection are seen.
         self.waiting.load(Ordering::Acquire) > 0
     }
 
-    /// The ring, if a sender may use it now: nobody else is at it, and nothing waits to go before.
+    /// Locks the ring for a direct send. Returns `None` if another thread holds it or packets are queued.
     fn free(&self) -> Option<impl DerefMut<Target = Option<L>> + '_> {
         if !self.is_direct() || self.is_waiting() {
             return None;
         }
         let guard = self.link.try_lock()?;
-        // Only now is it certain: nobody moves anything while the ring is ours.
+        // Check again under the lock: only now can no packet be in the worker's hands.
         if self.is_waiting() { None } else { Some(guard) }
     }
 
-    /// Which way packets went so far.
+    /// Returns how packets were sent so far.
     pub fn ways(&self) -> Ways {
         use std::sync::atomic::Ordering::Relaxed;
         Ways {
@@ -444,10 +453,10 @@ impl<L: Link, O: Owner> Sender<L, O> {
         }
     }
 
-    /// Sends a packet in the order of its owner's: data, or the end of them (no payload). At most `room` bytes of it may wait
-    /// in the outbox. Says how many bytes were sent or wait: perhaps not all, and of those, 0 if there is no room.
+    /// Sends a packet in order with its owner's other packets: data, or a shutdown (no payload). Up to `room` bytes may wait in
+    /// the outbox. Returns how many bytes were sent or queued, possibly fewer than there are, or 0 if there is no room.
     ///
-    /// Packets of one owner keep their order if it calls this for one after the other.
+    /// The order is kept if the calls for one owner do not overlap.
     pub fn send(&self, owner: &O, header: VsockHdr, payload: &mut Payload<'_>, room: usize) -> (usize, Effect) {
         let whole = payload.len();
         let mut effect = Effect::default();
@@ -457,7 +466,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             match place(link, Some(owner), header, payload, usize::MAX, false) {
                 Ok(placed) => {
                     self.went_direct.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
-                    effect.and(placed.notify);
+                    effect.or_notify(placed.notify);
                     if placed.all {
                         return (whole, effect);
                     }
@@ -485,7 +494,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
         (whole - payload.len(), effect)
     }
 
-    /// Has the worker move a packet.
+    /// Adds a packet to the outbox.
     fn queue(&self, owner: &O, packet: Packet) {
         owner.queued().fetch_add(packet.data.len(), Ordering::Relaxed);
         let mut outbox = self.outbox.lock();
@@ -493,8 +502,8 @@ impl<L: Link, O: Owner> Sender<L, O> {
         self.waiting.fetch_add(packets, Ordering::Release);
     }
 
-    /// Sends up to `most` bytes that are still to be read from somewhere: straight into the ring by `read`, or into the outbox
-    /// by `copy`. Says how many that were; `None`: it could not read now, as there is no room.
+    /// Sends up to `most` bytes that are read on demand: straight into the ring by `read`, or into the outbox by `copy`. Returns
+    /// how many that were, or `None` if nothing could be read because there is no room.
     pub fn fill(
         &self,
         owner: &O,
@@ -508,12 +517,12 @@ impl<L: Link, O: Owner> Sender<L, O> {
             && let Some(link) = &mut *guard
         {
             match link.fill(header, &mut |header| owner.stamp(header), most, read) {
-                // The worker tells when there is room: a packet in the outbox has it wait for that.
+                // Fall through to the outbox: the worker waits for room on behalf of queued packets.
                 Ok(None) => {}
                 Ok(Some((packets, result))) => {
                     if packets > 0 {
                         self.went_direct.fetch_add(packets, std::sync::atomic::Ordering::Relaxed);
-                        effect.and(link.publish());
+                        effect.or_notify(link.publish());
                     }
                     return (result.map(Some), effect);
                 }
@@ -528,7 +537,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             Ok(0) => (Ok(Some(0)), effect),
             Ok(len) => {
                 data.truncate(len);
-                // It may wait for long.
+                // The packet may wait for a long time.
                 data.shrink_to_fit();
                 let Some(charge) = owner.charge(len.saturating_add(PACKET + FLOW)) else {
                     effect.refused = true;
@@ -542,7 +551,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
         }
     }
 
-    /// Sends a packet without payload whose place among the others does not matter, before them.
+    /// Sends a control packet, ahead of queued data.
     pub fn send_control(&self, owner: Option<&O>, header: VsockHdr) -> Effect {
         let mut effect = Effect::default();
         if let Some(mut guard) = self.free()
@@ -551,7 +560,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             match place(link, owner, header, &mut Payload::empty(), 0, true) {
                 Ok(placed) => {
                     self.went_direct.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
-                    effect.and(placed.notify);
+                    effect.or_notify(placed.notify);
                     if placed.all {
                         return effect;
                     }
@@ -563,7 +572,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             }
         }
         let limit = if owner.is_none() { UNOWNED } else { RESETS };
-        // A reset is all that is left of its connection.
+        // A reset is not tied to its connection, which is about to be removed.
         let owner = owner.filter(|_| header.op != Op::Reset as u16);
         let mut outbox = self.outbox.lock();
         match outbox.push_control(owner, header, limit) {
@@ -576,9 +585,9 @@ impl<L: Link, O: Owner> Sender<L, O> {
         effect
     }
 
-    /// For the worker: moves what waits to the ring, as far as it has room; `moved` gets each owner of whom something has gone
-    /// there, when all locks are free. If something still waits, the peer will notify us of room, unless the effect says that
-    /// there is more to move at once.
+    /// Called by the worker: moves queued packets to the ring while there is room. `moved` is called afterwards, without locks
+    /// held, with each owner that got data into the ring. If packets still wait, the peer will notify us of room, unless
+    /// `Effect::more` is set.
     pub fn flush(&self, mut moved: impl FnMut(O)) -> Effect {
         let mut effect = Effect::default();
         if !self.is_waiting() {
@@ -604,11 +613,11 @@ impl<L: Link, O: Owner> Sender<L, O> {
                 Ok(result) => result,
                 Err(broken) => {
                     effect.broken = Some(broken);
-                    // It goes back, and waits with all the rest.
+                    // The packet goes back to the outbox and waits like the others.
                     (Placed::default(), None)
                 }
             };
-            effect.and(placed.notify);
+            effect.or_notify(placed.notify);
             self.went_queued.fetch_add(placed.packets, std::sync::atomic::Ordering::Relaxed);
             if let Some(owner) = owner {
                 owner.queued().fetch_sub(placed.bytes, Ordering::Relaxed);
@@ -636,7 +645,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             if nothing && (effect.broken.is_some() || !link.await_room()) {
                 break;
             }
-            // What finds no room counts as well: a peer may take back what it has just offered, again and again.
+            // Count attempts that found no room as well: a peer could withdraw and offer the same buffer forever.
             packets += (placed.packets as usize).max(1);
             bytes += placed.bytes;
             if packets >= FLUSH_PACKETS || bytes >= FLUSH_BYTES {
@@ -649,7 +658,8 @@ impl<L: Link, O: Owner> Sender<L, O> {
         effect
     }
 
-    /// Drops what waits of an owner: its connection is over. Says whether the peer has not even seen the request for it.
+    /// Drops an owner's queued packets because its connection is closed. Returns whether its request was among them, in which
+    /// case the peer has never seen the connection.
     pub fn forget(&self, owner: &O) -> bool {
         if !self.is_waiting() {
             return false;
@@ -669,7 +679,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
         unseen
     }
 
-    /// How many packets of an owner wait, beside those without payload that go before all.
+    /// Returns the number of an owner's queued data packets.
     pub fn packets(&self, owner: &O) -> usize {
         if !self.is_waiting() {
             return 0;
@@ -677,9 +687,9 @@ impl<L: Link, O: Owner> Sender<L, O> {
         self.outbox.lock().flows.get(&owner.key()).map_or(0, |flow| flow.packets.len())
     }
 
-    /// Drops all that waits: the peer would not know what it is about.
+    /// Drops all queued packets, when the peer has lost its state.
     pub fn clear(&self) {
-        // Nobody moves anything meanwhile.
+        // With the ring locked, the worker has no packet in its hands.
         let link = self.link.lock();
         let old = {
             let mut outbox = self.outbox.lock();
@@ -687,7 +697,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
             self.waiting.fetch_sub(old.control.len() + old.packets, Ordering::Release);
             old
         };
-        // There may be much of it, and others want the ring.
+        // Free the packets after releasing the ring, as there may be many.
         drop(link);
         drop(old);
     }

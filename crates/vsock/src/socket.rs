@@ -1,10 +1,12 @@
-//! Sockets for programs of this process, on either end of a device: as in `std::net`, with messages beside bytes.
+//! Sockets for programs of this process, on either end of a device. The interface follows `std::net`, with message sockets in
+//! addition.
 //!
-//! A program that waits first looks at the ring by itself ([`Settings::poll`](crate::Settings::poll)), so that neither a
-//! notification nor a worker stands between it and the peer, and then sleeps until the stack's worker wakes it.
+//! A blocking call first polls the ring itself ([`Settings::poll`](crate::Settings::poll)), which saves the notification and the
+//! wake-up by the worker, then sleeps until the stack's worker wakes it, or waits for the notification itself if no other thread
+//! does.
 
 use crate::{
-    Addr, Kind, Side, Stack,
+    Addr, Side, SocketType, Stack,
     connection::{Conn, Inner, Phase, Wanted},
     stack::{Backlog, Poller},
 };
@@ -20,26 +22,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How a program waits: it looks at the ring by itself for a while.
-struct Patience<'a, S: Side> {
+/// The polling phase of a blocking call.
+struct Polling<'a, S: Side> {
     stack: &'a Stack<S>,
     poller: Option<Poller<'a, S>>,
     until: Option<Instant>,
     rounds: u32,
 }
 
-impl<'a, S: Side> Patience<'a, S> {
+impl<'a, S: Side> Polling<'a, S> {
     fn new(stack: &'a Stack<S>) -> Self {
-        Patience { stack, poller: None, until: None, rounds: 0 }
+        Polling { stack, poller: None, until: None, rounds: 0 }
     }
 
-    /// After a look at the ring that has found nothing. `true`: look once more; else it is time to sleep.
-    fn go_on(&mut self) -> bool {
+    /// Called after a poll that found nothing. Returns `true` to poll once more, `false` to sleep.
+    fn poll_again(&mut self) -> bool {
         let poll = self.stack.settings().poll;
         if poll.is_zero() {
             return false;
         }
-        // The clock takes longer than a look.
+        // Reading the clock takes longer than a poll, so it is read every 16th round only.
         self.rounds += 1;
         if self.poller.is_none() {
             self.poller = Some(self.stack.poll());
@@ -48,20 +50,21 @@ impl<'a, S: Side> Patience<'a, S> {
             return false;
         }
         if self.rounds.is_multiple_of(128) {
-            // Whom it waits for may be waiting for this CPU.
+            // The peer may be waiting for this CPU.
             std::thread::yield_now();
         }
         std::hint::spin_loop();
         true
     }
 
-    /// Before sleeping: notifications are on again. The next look tells whether something came in between.
-    fn sleeps(&mut self) {
+    /// Ends polling before sleeping, which turns notifications on again. The caller polls once more, for packets that arrived in
+    /// between.
+    fn end(&mut self) {
         self.poller = None;
     }
 }
 
-/// What two kinds of sockets have in common.
+/// What both socket types share.
 struct Socket<S: Side> {
     stack: Arc<Stack<S>>,
     conn: Arc<Conn<S::Relay>>,
@@ -80,7 +83,7 @@ impl<S: Side> Socket<S> {
         Arc::new(Socket { stack, conn, nonblocking: AtomicBool::new(false), timeout: Mutex::new(None) })
     }
 
-    fn connect(stack: &Arc<Stack<S>>, peer: Addr, kind: Kind) -> io::Result<Arc<Self>> {
+    fn connect(stack: &Arc<Stack<S>>, peer: Addr, kind: SocketType) -> io::Result<Arc<Self>> {
         let conn = stack.request_connection(peer, kind, None)?;
         let socket = Socket::new(stack.clone(), conn);
         socket.wait(None, |inner| match inner.phase {
@@ -91,14 +94,14 @@ impl<S: Side> Socket<S> {
         Ok(socket)
     }
 
-    /// Waits until `ready` has an answer, looking at the ring meanwhile. What comes for this connection goes to `wanted` first,
-    /// if it can.
+    /// Blocks until `ready` returns a result, polling the ring meanwhile. Payload that arrives for this connection goes straight
+    /// to `wanted` if possible.
     fn wait<T>(
         &self,
         mut wanted: Option<&mut Wanted<'_>>,
         mut ready: impl FnMut(&mut Inner<S::Relay>) -> Option<io::Result<T>>,
     ) -> io::Result<T> {
-        let mut patience = Patience::new(&self.stack);
+        let mut polling = Polling::new(&self.stack);
         let until = self.timeout.lock().map(|timeout| Instant::now() + timeout);
         let mut asleep = false;
         loop {
@@ -111,14 +114,14 @@ impl<S: Side> Socket<S> {
                 }
             }
             if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
-                // The caller sees it.
+                // The caller checks `wanted.got`.
                 return Err(io::ErrorKind::Interrupted.into());
             }
-            if !asleep && !self.nonblocking.load(Ordering::Relaxed) && patience.go_on() {
+            if !asleep && !self.nonblocking.load(Ordering::Relaxed) && polling.poll_again() {
                 continue;
             }
             asleep = true;
-            patience.sleeps();
+            polling.end();
             let leader = self.stack.lead();
             let mut inner = self.conn.lock();
             if let Some(answer) = ready(&mut inner) {
@@ -138,7 +141,7 @@ impl<S: Side> Socket<S> {
             drop(inner);
             leader.wait(until);
             self.conn.lock().leading = None;
-            // Before it is the worker's business again.
+            // Take what is there before the worker takes over the ring again.
             while self.stack.pump(wanted.as_deref_mut()) > 0 {
                 if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
                     break;
@@ -147,21 +150,21 @@ impl<S: Side> Socket<S> {
         }
     }
 
-    /// `Some(Ok(0))`: nothing will ever come.
+    /// Returns `Some(Ok(0))` at the end of the stream.
     fn at_end(inner: &Inner<S::Relay>) -> Option<io::Result<usize>> {
         match inner.phase {
-            Phase::Closed(crate::connection::Over::Done) => Some(Ok(0)),
+            Phase::Closed(crate::connection::CloseReason::Done) => Some(Ok(0)),
             Phase::Closed(over) => Some(Err(over.error())),
-            _ if inner.deaf || inner.peer_done => Some(Ok(0)),
+            _ if inner.recv_shut || inner.peer_send_shut => Some(Ok(0)),
             Phase::Open => None,
             Phase::Connecting | Phase::Accepting => Some(Err(io::ErrorKind::NotConnected.into())),
         }
     }
 
-    /// After something was read: tells the peer of room, or of the end.
+    /// Called after something was read: decides whether the peer gets a credit update, or a reset because the connection is done.
     fn consumed(&self, inner: &mut Inner<S::Relay>, count: usize) -> crate::connection::Verdict {
         let due = self.conn.consumed(inner, count);
-        let mut verdict = self.conn.maybe_over(inner);
+        let mut verdict = self.conn.close_if_done(inner);
         if due && verdict.reply.is_none() {
             verdict.reply = Some(Op::CreditUpdate);
         }
@@ -172,8 +175,8 @@ impl<S: Side> Socket<S> {
         if target.is_empty() {
             return Ok(0);
         }
-        // What is in the inbox comes from there; what comes while we look goes straight to the target.
-        if self.conn.kind == Kind::Stream && !self.nonblocking.load(Ordering::Relaxed) {
+        // Take buffered bytes from the inbox. Bytes that arrive while we poll go straight to the target.
+        if self.conn.kind == SocketType::Stream && !self.nonblocking.load(Ordering::Relaxed) {
             let mut wanted = Wanted { key: self.conn.key, target: &mut *target, got: 0 };
             let result = self.wait(Some(&mut wanted), |inner| {
                 if inner.inbox.unread() > 0 { Some(Ok(None)) } else { Self::at_end(inner).map(|end| end.map(Some)) }
@@ -216,18 +219,18 @@ impl<S: Side> Socket<S> {
         Ok(message)
     }
 
-    /// Sends some bytes, at least one unless there are none. The caller holds the connection's `sending`.
+    /// Sends at least one byte, unless `bytes` is empty. The caller holds the connection's `sending` lock.
     fn send(&self, bytes: &[u8], flags: u32) -> io::Result<usize> {
         let mut asked = false;
         let polls = !self.stack.settings().poll.is_zero();
-        let mut patience = Patience::new(&self.stack);
+        let mut polling = Polling::new(&self.stack);
         loop {
-            // Who looks by himself waits for the ring rather than for the worker.
-            let patient =
-                polls && self.stack.sender.is_direct() && patience.until.is_none_or(|until| Instant::now() < until);
-            let room = if patient { 0 } else { self.stack.room(&self.conn) };
-            // What has no bytes takes room all the same.
-            let may = self.conn.kind == Kind::Stream || self.stack.has_room(&self.conn);
+            // While polling, wait for room in the ring rather than queue the packet for the worker.
+            let poll_first =
+                polls && self.stack.sender.is_direct() && polling.until.is_none_or(|until| Instant::now() < until);
+            let room = if poll_first { 0 } else { self.stack.room(&self.conn) };
+            // An empty message occupies the outbox too.
+            let may = self.conn.kind == SocketType::Stream || self.stack.has_room(&self.conn);
             if may {
                 let sent = self.stack.send(&self.conn, bytes, flags, room)?;
                 if sent > 0 || bytes.is_empty() {
@@ -240,20 +243,20 @@ impl<S: Side> Socket<S> {
             if self.nonblocking.load(Ordering::Relaxed) {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
-            if patience.go_on() {
+            if polling.poll_again() {
                 continue;
             }
-            patience.sleeps();
+            polling.end();
             let mut inner = self.conn.lock();
             self.stack.may_send(&inner)?;
             if !may && !self.stack.has_room(&self.conn) {
-                // Until some of them have gone.
+                // Wait until some messages have left the outbox.
             } else if self.conn.credit(&inner) > 0 || bytes.is_empty() {
-                if patient || !may || self.stack.room(&self.conn) > 0 {
+                if poll_first || !may || self.stack.room(&self.conn) > 0 {
                     continue;
                 }
             } else if !std::mem::replace(&mut asked, true) {
-                // Its update may have been the one thing that was lost: of a peer that was reset, say.
+                // The peer's credit update may have been lost, for example when it was reset.
                 drop(inner);
                 self.stack.send_control(&self.conn, Op::CreditRequest);
                 continue;
@@ -277,40 +280,40 @@ impl<S: Side> Socket<S> {
 
 macro_rules! socket_calls {
     () => {
-        /// The other end.
+        /// Returns the address of the other end.
         pub fn peer_addr(&self) -> Addr {
             self.0.conn.key.peer
         }
 
-        /// This end.
+        /// Returns the address of this end.
         pub fn local_addr(&self) -> Addr {
             Addr { cid: self.0.conn.cid, port: self.0.conn.key.port }
         }
 
-        /// No more is sent, or received, or neither; what was sent before arrives.
+        /// Shuts down sending, receiving or both. What was sent before still arrives.
         pub fn shutdown(&self, how: Shutdown) {
             self.0.shutdown(how);
         }
 
-        /// Whether calls that cannot go on return [`io::ErrorKind::WouldBlock`] instead of waiting.
+        /// Sets whether calls that cannot proceed return [`io::ErrorKind::WouldBlock`] instead of blocking.
         pub fn set_nonblocking(&self, nonblocking: bool) {
             self.0.nonblocking.store(nonblocking, Ordering::Relaxed);
         }
 
-        /// How long a call waits, at most; `None`: for ever.
+        /// Sets how long a call blocks at most; `None`: without limit.
         pub fn set_timeout(&self, timeout: Option<Duration>) {
             *self.0.timeout.lock() = timeout;
         }
 
-        /// Has `waker` called, from any thread and with locks held, whenever something may have changed: for programs that
-        /// wait for several things at once, who have it write to an eventfd, say.
+        /// Sets a function that is called whenever the socket's state may have changed, from any thread and with locks held. For
+        /// programs that wait for several events at once: it can write to an eventfd, for example.
         pub fn set_waker(&self, waker: Option<Arc<dyn Fn() + Send + Sync>>) {
             self.0.conn.lock().waker = waker;
         }
     };
 }
 
-/// A connected stream socket. Handles of it can be cloned; the last one dropped closes it.
+/// A connected stream socket. Clones share the socket; dropping the last one closes it.
 pub struct Stream<S: Side>(Arc<Socket<S>>);
 
 impl<S: Side> Clone for Stream<S> {
@@ -322,9 +325,9 @@ impl<S: Side> Clone for Stream<S> {
 impl<S: Side> Stream<S> {
     socket_calls!();
 
-    /// Connects to a port of a peer.
+    /// Connects to a peer's port.
     pub fn connect(stack: &Arc<Stack<S>>, peer: Addr) -> io::Result<Stream<S>> {
-        Socket::connect(stack, peer, Kind::Stream).map(Stream)
+        Socket::connect(stack, peer, SocketType::Stream).map(Stream)
     }
 }
 
@@ -364,7 +367,7 @@ impl<S: Side> Write for Stream<S> {
     }
 }
 
-/// A connected message socket. Handles of it can be cloned; the last one dropped closes it.
+/// A connected message socket. Clones share the socket; dropping the last one closes it.
 pub struct SeqPacket<S: Side>(Arc<Socket<S>>);
 
 impl<S: Side> Clone for SeqPacket<S> {
@@ -376,12 +379,12 @@ impl<S: Side> Clone for SeqPacket<S> {
 impl<S: Side> SeqPacket<S> {
     socket_calls!();
 
-    /// Connects to a port of a peer.
+    /// Connects to a peer's port.
     pub fn connect(stack: &Arc<Stack<S>>, peer: Addr) -> io::Result<SeqPacket<S>> {
-        Socket::connect(stack, peer, Kind::SeqPacket).map(SeqPacket)
+        Socket::connect(stack, peer, SocketType::SeqPacket).map(SeqPacket)
     }
 
-    /// Sends a message, all of it; `record`: it ends a record (MSG_EOR).
+    /// Sends a whole message; `record`: it ends a record (MSG_EOR).
     pub fn send(&self, message: &[u8], record: bool) -> io::Result<()> {
         let socket = &self.0;
         let _sending = socket.conn.sending.lock();
@@ -390,10 +393,10 @@ impl<S: Side> SeqPacket<S> {
             socket.stack.may_send(&inner)?;
             let (largest, credit) = (socket.conn.largest(&inner), socket.conn.credit(&inner));
             if message.len() > largest {
-                let why = format!("a message of {} bytes; the peer takes {largest} at most", message.len());
+                let why = format!("message of {} bytes exceeds the peer's limit of {largest}", message.len());
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
             }
-            // In parts it could not be taken back.
+            // A message that was sent in part could not be taken back.
             let room = socket.stack.room(&socket.conn);
             if socket.nonblocking.load(Ordering::Relaxed)
                 && (message.len() > credit || message.len() > room || !socket.stack.has_room(&socket.conn))
@@ -411,42 +414,42 @@ impl<S: Side> SeqPacket<S> {
         }
     }
 
-    /// Receives a message: its length, of which there may be more than the target holds (the rest is lost), and whether it ends
-    /// a record. `None`: there will be no more.
+    /// Receives a message. Returns its length, which may exceed the target (the excess is discarded), and whether it ends a
+    /// record. Returns `None` when there will be no more messages.
     pub fn receive(&self, target: &mut [u8]) -> io::Result<Option<(usize, bool)>> {
         self.0.receive(target)
     }
 }
 
-/// A socket that peers connect to.
+/// A socket that accepts connections.
 pub struct Listener<S: Side> {
     stack: Arc<Stack<S>>,
     backlog: Arc<Backlog<S::Relay>>,
     port: u32,
-    kind: Kind,
+    kind: SocketType,
 }
 
 impl<S: Side> Listener<S> {
-    /// Listens at a port of ours.
-    pub fn bind(stack: &Arc<Stack<S>>, port: u32, kind: Kind) -> io::Result<Listener<S>> {
+    /// Listens on a local port.
+    pub fn bind(stack: &Arc<Stack<S>>, port: u32, kind: SocketType) -> io::Result<Listener<S>> {
         let backlog = stack.add_listener(port, kind)?;
         Ok(Listener { stack: stack.clone(), backlog, port, kind })
     }
 
-    /// Waits for a peer, at most so long.
+    /// Waits for a connection, up to `timeout`.
     fn next(&self, timeout: Option<Duration>) -> io::Result<Arc<Socket<S>>> {
-        let mut patience = Patience::new(&self.stack);
+        let mut polling = Polling::new(&self.stack);
         let until = timeout.map(|timeout| Instant::now() + timeout);
         let mut asleep = false;
         loop {
             if let Some(conn) = self.backlog.waiting.lock().pop_front() {
                 return Ok(Socket::new(self.stack.clone(), conn));
             }
-            if self.stack.pump(None) > 0 || !asleep && patience.go_on() {
+            if self.stack.pump(None) > 0 || !asleep && polling.poll_again() {
                 continue;
             }
             asleep = true;
-            patience.sleeps();
+            polling.end();
             let mut waiting = self.backlog.waiting.lock();
             if !waiting.is_empty() {
                 continue;
@@ -461,33 +464,36 @@ impl<S: Side> Listener<S> {
         }
     }
 
-    /// Waits for a peer that connects to a stream socket.
+    /// Accepts a stream connection; blocks until there is one.
     pub fn accept(&self) -> io::Result<Stream<S>> {
         self.accept_within(None)
     }
 
-    /// The same, at most so long.
+    /// Like [`Listener::accept`], but waits at most `timeout`.
     pub fn accept_within(&self, timeout: Option<Duration>) -> io::Result<Stream<S>> {
-        self.check(Kind::Stream)?;
+        self.check(SocketType::Stream)?;
         self.next(timeout).map(Stream)
     }
 
-    /// Waits for a peer that connects to a message socket.
+    /// Accepts a message connection; blocks until there is one.
     pub fn accept_messages(&self) -> io::Result<SeqPacket<S>> {
         self.accept_messages_within(None)
     }
 
-    /// The same, at most so long.
+    /// Like [`Listener::accept_messages`], but waits at most `timeout`.
     pub fn accept_messages_within(&self, timeout: Option<Duration>) -> io::Result<SeqPacket<S>> {
-        self.check(Kind::SeqPacket)?;
+        self.check(SocketType::SeqPacket)?;
         self.next(timeout).map(SeqPacket)
     }
 
-    fn check(&self, kind: Kind) -> io::Result<()> {
+    fn check(&self, kind: SocketType) -> io::Result<()> {
         if kind == self.kind {
             return Ok(());
         }
-        Err(io::Error::new(io::ErrorKind::InvalidInput, format!("this listener is of kind {:?}", self.kind)))
+        Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("this listener accepts {:?} connections only", self.kind),
+        ))
     }
 }
 

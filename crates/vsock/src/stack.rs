@@ -1,5 +1,7 @@
-//! One end of a vsock device: its connections and listeners, and what becomes of each packet. `device.rs` and `driver.rs`
-//! bring the rings, `socket.rs` the programs of this process, `host` notifications, threads and sockets of the host.
+//! One end of a vsock device: its connections and listeners, and the handling of each packet. `device.rs` and `driver.rs` supply
+//! the rings, `socket.rs` serves programs of this process, and `host` supplies notifications, threads and host sockets. The
+//! methods are in `stack/`: `packets.rs` (receive), `connections.rs`, `relays.rs` (host sockets), `rings.rs` (polling,
+//! notifications).
 
 mod connections;
 mod packets;
@@ -9,8 +11,8 @@ mod rings;
 pub(crate) use rings::Poller;
 
 use crate::{
-    Account, Addr, Broken, Charge, Effect, Hub, Key, Kind, Link, Owner, Payload, Sender, Ways, Wrong,
-    connection::{Conn, Over, Phase, Verdict, Wanted},
+    Account, Addr, Broken, Charge, Effect, Hub, Key, Link, Owner, Payload, Sender, SocketType, Ways, Wrong,
+    connection::{CloseReason, Conn, Phase, Verdict, Wanted},
     hub::Crossing,
     send::MAX_PACKET,
     sync::AtomicUsize,
@@ -28,56 +30,56 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The rings of an end of a device, and what its connections may lead to.
+/// The types of one end of a device: its two rings, and the host sockets its connections can use.
 pub trait Side: Send + Sync + Sized + 'static {
-    /// The ring that packets go to.
+    /// The ring that carries packets to the peer.
     type Link: Link + Send;
-    /// The ring that they come from.
+    /// The ring that carries packets from the peer.
     type Inlet: Inlet + Send;
-    /// A socket of the host.
+    /// A host socket.
     type Relay: Relay;
 }
 
-/// What an [`Inlet`] has taken.
+/// What [`Inlet::take`] took from the ring.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Taken {
-    /// Packets, good or not.
+    /// Packets, valid or not.
     pub packets: usize,
-    /// Bytes of their payload.
+    /// Bytes of payload.
     pub bytes: usize,
-    /// The peer wants to be notified of the buffers that it got back.
+    /// The peer wants to be notified that buffers were returned to it.
     pub notify: bool,
 }
 
-/// The ring that packets come from.
+/// The ring that carries packets from the peer.
 pub trait Inlet {
-    /// Takes a burst of packets and calls `each` for every one, with the payload that there is; then gives their buffers back.
+    /// Takes a burst of packets, calls `each` with the header and payload of each, then returns the buffers to the peer.
     fn take(&mut self, each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken>;
 
-    /// Asks the peer to notify us of packets. `true`: there are some already.
+    /// Asks the peer to notify us of packets. Returns `true` if packets are available already.
     fn enable_notification(&mut self) -> bool;
 
-    /// Asks the peer not to notify us: we look by ourselves.
+    /// Asks the peer not to notify us: the caller polls.
     fn disable_notification(&mut self);
 }
 
-/// A socket of the host behind a connection.
+/// The host socket behind a connection.
 pub trait Relay: Send + 'static {
-    /// The peer has accepted it.
+    /// The peer has accepted the connection.
     fn opened(&mut self, key: Key);
 
-    /// Passes on what it can take without waiting. An error: it will never take more, and [`Stack::deafen_relay`] or
-    /// [`Stack::reset_relay`] will be called soon.
+    /// Passes on as much as the socket takes without blocking. On error the socket will never take more, and
+    /// [`Stack::shut_relay_read`] or [`Stack::reset_relay`] is called soon.
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()>;
 
     /// The peer sends no more.
     fn finish(&mut self);
 
-    /// The connection is over; `reset`: not in an orderly way.
+    /// The connection is closed; `reset`: abnormally.
     fn close(&mut self, reset: bool);
 }
 
-/// There are none.
+/// For ends without host sockets.
 pub enum NoRelay {}
 
 impl Relay for NoRelay {
@@ -98,84 +100,85 @@ impl Relay for NoRelay {
     }
 }
 
-/// One of the two rings.
+/// One of the two rings of a stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Queue {
-    /// Packets to the peer.
+    /// Carries packets to the peer.
     Out,
-    /// Packets from it.
+    /// Carries packets from the peer.
     In,
 }
 
-/// Where a peer's request leads that nobody in this process listens for.
-pub enum Door<R> {
-    /// There.
-    Open(R),
-    /// There, but it takes a while to know; see [`Stack::settle`].
-    Later(R),
-    /// Nowhere.
-    Shut,
+/// Result of [`Host::open`]: whether there is a host socket for a peer's request.
+pub enum OpenResult<R> {
+    /// Connected; the request is accepted at once.
+    Connected(R),
+    /// Connecting; [`Stack::finish_open`] reports the result.
+    Pending(R),
+    /// No such destination; the request is refused.
+    Refused,
 }
 
-/// What a stack needs of its surroundings. Called without any lock of a ring, but perhaps with one of a connection.
+/// What a stack needs from its environment. Called without any ring lock held, but possibly with a connection's lock held.
 pub trait Host<R>: Send + Sync {
     /// Notifies the peer of a queue.
     fn notify(&self, queue: Queue);
 
-    /// There is something for [`Stack::work`] to do.
+    /// [`Stack::work`] has something to do.
     fn wake(&self);
 
-    /// The peer has broken a queue, which is not used any more.
+    /// The peer has broken the ring of a queue, which is no longer used.
     fn broken(&self, queue: Queue, why: Broken);
 
-    /// A peer wants to connect to a port that nobody in this process listens at.
-    fn open(&self, key: Key, kind: Kind) -> Door<R>;
+    /// The peer requests a connection to a port without a listener in this process.
+    fn open(&self, key: Key, kind: SocketType) -> OpenResult<R>;
 
-    /// A connection with a relay can be sent to again.
+    /// A connection with a relay can send again.
     fn room(&self, key: Key);
 
-    /// Whether a peer's request may be granted now, before anything is done for it; if not, it is answered with a reset and
-    /// counted ([`Report::limited`]). For who limits how many there may be in a time. Called with locks held: it only decides.
+    /// Returns whether a request of the peer may be processed now. If not, it is answered with a reset and counted
+    /// ([`Report::limited`]) before any work is done for it. Meant for rate limits. Called with locks held, so it must only
+    /// decide.
     fn admit(&self) -> bool {
         true
     }
 
-    /// Whether there is a [`Host::wait`] now.
+    /// Returns whether [`Host::wait`] is available now.
     fn can_wait(&self) -> bool {
         false
     }
 
-    /// Forgets notifications of packets that have come, and of [`Host::unwait`].
+    /// Discards pending notifications of packets, and pending calls of [`Host::unwait`].
     fn clear(&self) {}
 
-    /// Waits until the peer notifies us of packets, or [`Host::unwait`] was called since [`Host::clear`], or the time is over:
-    /// in place of the worker, as who waits for a packet is there sooner than one who has to be woken.
+    /// Blocks until the peer notifies us of packets, [`Host::unwait`] has been called since [`Host::clear`], or the deadline has
+    /// passed. A thread that waits for a packet calls this in place of the worker, which saves the wake-up from worker to thread.
     fn wait(&self, _until: Option<Instant>) {}
 
-    /// Ends a [`Host::wait`].
+    /// Ends a call of [`Host::wait`].
     fn unwait(&self) {}
 }
 
-/// How a stack behaves.
+/// Configuration of a stack.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Whether senders use the ring themselves where they can.
+    /// Whether senders write to the ring themselves when they can.
     pub direct: bool,
-    /// Bytes that a connection keeps for a program that does not read.
+    /// Bytes a connection buffers for a program that does not read.
     pub buffer: u32,
-    /// For how long a program that waits looks at the ring itself.
+    /// How long a waiting program polls the ring before it sleeps.
     pub poll: Duration,
-    /// Connections there may be at once.
+    /// Maximum number of connections.
     pub connections: usize,
-    /// Bytes that are kept for a guest, at most, whatever waits there and what is needed to keep track of it: so many for its
-    /// connections with this end, and as many again for those with other guests that it has asked for. Each direction of a
-    /// connection may have an equal share of half of that; the rest is reserved.
+    /// Memory limit for one guest in bytes: buffered data and the bookkeeping for it. It applies once to its connections with
+    /// this end, and once more to the connections with other guests that it requested. Half of it is shared equally between the
+    /// directions of all connections; the other half is reserved.
     pub memory: usize,
-    /// Connections that wait to be accepted, for each listener.
+    /// Maximum number of connections waiting to be accepted, per listener.
     pub backlog: usize,
-    /// How long a program waits for an answer to its request.
+    /// How long a program waits for the response to its request.
     pub connect: Duration,
-    /// How long a closed connection waits for the peer to close too.
+    /// How long a closed connection waits for the peer to close as well.
     pub linger: Duration,
 }
 
@@ -194,13 +197,13 @@ impl Default for Settings {
     }
 }
 
-/// Connections that wait to be accepted.
+/// Connections waiting to be accepted.
 pub(crate) struct Backlog<R> {
     pub waiting: Mutex<VecDeque<Arc<Conn<R>>>>,
     pub changed: Condvar,
 }
 
-/// A connection in the table, and its place among the deadlines.
+/// A connection in the table, and its entry in `deadlines`.
 struct Slot<R> {
     conn: Arc<Conn<R>>,
     timer: Option<(Instant, u64)>,
@@ -208,74 +211,74 @@ struct Slot<R> {
 
 struct Table<R> {
     conns: HashMap<Key, Slot<R>>,
-    listeners: HashMap<(u32, Kind), Arc<Backlog<R>>>,
+    listeners: HashMap<(u32, SocketType), Arc<Backlog<R>>>,
     next_port: u32,
-    /// Connections of which something is expected until then: of those in the table, each once at most.
+    /// Deadlines of connections in the table, at most one per connection.
     deadlines: BTreeMap<(Instant, u64), Key>,
     serial: u64,
-    /// Connections that have memory which they may let go of when they rest.
+    /// Connections whose inbox holds memory that can be released when they are idle.
     holders: VecDeque<Weak<Conn<R>>>,
 }
 
-/// What packets in an outbox belong to.
-pub(crate) enum Who<R> {
+/// The owner of packets in an outbox.
+pub(crate) enum PacketOwner<R> {
     Conn(Arc<Conn<R>>),
     Crossing(Crossing),
 }
 
-impl<R> Clone for Who<R> {
+impl<R> Clone for PacketOwner<R> {
     fn clone(&self) -> Self {
         match self {
-            Who::Conn(conn) => Who::Conn(conn.clone()),
-            Who::Crossing(crossing) => Who::Crossing(crossing.clone()),
+            PacketOwner::Conn(conn) => PacketOwner::Conn(conn.clone()),
+            PacketOwner::Crossing(crossing) => PacketOwner::Crossing(crossing.clone()),
         }
     }
 }
 
-impl<R> Owner for Who<R> {
+impl<R> Owner for PacketOwner<R> {
     fn key(&self) -> usize {
         match self {
-            Who::Conn(conn) => conn.key(),
-            Who::Crossing(crossing) => crossing.key(),
+            PacketOwner::Conn(conn) => conn.key(),
+            PacketOwner::Crossing(crossing) => crossing.key(),
         }
     }
 
     fn stamp(&self, header: &mut VsockHdr) {
         match self {
-            Who::Conn(conn) => conn.stamp(header),
-            Who::Crossing(crossing) => crossing.stamp(header),
+            PacketOwner::Conn(conn) => conn.stamp(header),
+            PacketOwner::Crossing(crossing) => crossing.stamp(header),
         }
     }
 
     fn queued(&self) -> &AtomicUsize {
         match self {
-            Who::Conn(conn) => conn.queued(),
-            Who::Crossing(crossing) => crossing.queued(),
+            PacketOwner::Conn(conn) => conn.queued(),
+            PacketOwner::Crossing(crossing) => crossing.queued(),
         }
     }
 
     fn charge(&self, bytes: usize) -> Option<Charge> {
         match self {
-            Who::Conn(conn) => conn.charge(bytes),
-            Who::Crossing(crossing) => crossing.charge(bytes),
+            PacketOwner::Conn(conn) => conn.charge(bytes),
+            PacketOwner::Crossing(crossing) => crossing.charge(bytes),
         }
     }
 
     fn group(&self) -> u64 {
         match self {
-            Who::Conn(conn) => conn.cid,
-            Who::Crossing(crossing) => crossing.group(),
+            PacketOwner::Conn(conn) => conn.cid,
+            PacketOwner::Crossing(crossing) => crossing.group(),
         }
     }
 }
 
-/// The ring that packets come from, and how many programs look at it by themselves.
+/// The ring that carries packets from the peer, and the number of programs that poll it.
 struct Incoming<I> {
     inlet: Option<I>,
     pollers: usize,
 }
 
-/// What has happened, in packets and connections.
+/// Event counters.
 #[derive(Default)]
 struct Counters {
     received: AtomicU64,
@@ -286,95 +289,95 @@ struct Counters {
     faults: AtomicU64,
 }
 
-/// What has happened at a stack so far.
+/// A snapshot of a stack's counters.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Report {
-    /// Connections there are.
+    /// Current number of connections.
     pub connections: usize,
-    /// Connections there have been.
+    /// Connections opened so far.
     pub opened: u64,
-    /// Requests that were not granted.
+    /// Requests refused.
     pub refused: u64,
-    /// Of these, those that came too soon after others ([`Host::admit`]).
+    /// Requests refused because they exceeded a rate limit ([`Host::admit`]).
     pub limited: u64,
-    /// Bytes that are kept for connections with this end; see [`Settings::memory`].
+    /// Bytes charged for connections with this end; see [`Settings::memory`].
     pub memory: usize,
-    /// Bytes that are kept for connections with other guests that the peer has asked for.
+    /// Bytes charged for connections with other guests that the peer requested.
     pub crossing: usize,
-    /// How often there was no memory for what should have been kept, of both.
+    /// How often a charge failed because either limit was reached.
     pub exhausted: u64,
     /// Packets received.
     pub received: u64,
-    /// Packets sent, by their way.
+    /// Packets sent directly, packets queued, and answers dropped.
     pub ways: Ways,
-    /// Packets that broke the rules: their connections were reset.
+    /// Packets that violated the protocol; their connections were reset.
     pub wrong: u64,
-    /// Queues that the peer has broken.
+    /// Queues stopped because the peer broke the ring.
     pub faults: u64,
 }
 
 /// A connection's state.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionReport {
-    /// Which one.
+    /// The connection.
     pub key: Key,
-    /// What it carries.
-    pub kind: Kind,
+    /// Its socket type.
+    pub kind: SocketType,
     /// Bytes sent.
     pub sent: u64,
     /// Bytes received.
     pub received: u64,
-    /// Bytes that may be sent now.
+    /// Bytes of credit left: what may be sent now.
     pub credit: usize,
-    /// Bytes that wait to be sent.
+    /// Bytes in the outbox.
     pub queued: usize,
-    /// Bytes received that nobody has read.
+    /// Bytes received and not read yet.
     pub unread: usize,
 }
 
-/// Bursts of packets that are taken from a peer at once.
+/// Bursts the worker takes from a peer in one turn.
 const BURSTS: usize = 4;
-/// Bytes that are taken from a peer at once, and the burst that is more.
+/// Bytes after which the worker's turn ends; the burst that crosses the limit is completed.
 const TAKEN: usize = 128 << 10;
-/// Connections that are given up at once, and those that are looked at at once, whether they still need their memory.
+/// Expired connections closed per tick, and connections checked per sweep for unused memory.
 const DUE: usize = 256;
 const SWEPT: usize = 4096;
-/// Messages of a program that wait to be sent, for each connection.
+/// Messages of a connection that may wait in the outbox.
 const MESSAGES: usize = 1024;
-/// What is moved at once when this end goes away, in turns of the worker.
+/// Turns spent flushing the outbox when this end closes.
 const LAST_TURNS: usize = 64;
-/// Log lines about peers that do wrong, until the next second.
+/// Log lines per second about protocol violations.
 const LINES: u32 = 10;
-/// The ports of programs that do not care begin here; below are those of well-known services.
+/// First ephemeral port; those below are for well-known services.
 const FIRST_PORT: u32 = 1 << 20;
 
 /// One end of a vsock device.
 pub struct Stack<S: Side> {
-    /// In log lines.
+    /// Used in log lines.
     name: String,
     /// Our context identifier.
     cid: u64,
-    /// The only one that packets may come from; `None`: any.
+    /// The only CID that packets may come from; `None`: any.
     peer: Option<u64>,
     settings: RwLock<Settings>,
-    pub(crate) sender: Sender<S::Link, Who<S::Relay>>,
+    pub(crate) sender: Sender<S::Link, PacketOwner<S::Relay>>,
     incoming: Mutex<Incoming<S::Inlet>>,
     table: Mutex<Table<S::Relay>>,
-    /// Of connections with this end, and of those with other guests.
+    /// Memory of connections with this end (`account`) and with other guests (`crossings`).
     account: Arc<Account>,
     pub(crate) crossings: Arc<Account>,
     pub(crate) host: Arc<dyn Host<S::Relay>>,
-    /// A program waits for packets itself: the worker leaves them alone.
+    /// A program waits for packets itself, so the worker leaves the ring alone.
     led: AtomicBool,
     hub: OnceLock<Arc<Hub<S>>>,
-    /// Kinds of sockets that were negotiated, as bits of their numbers; 0: the device does not run.
-    kinds: AtomicU32,
+    /// Negotiated socket types, as a bit mask of their numbers. 0: the device is not running.
+    socket_types: AtomicU32,
     counters: Counters,
     lines: AtomicU32,
 }
 
 impl<S: Side> Stack<S> {
-    /// A stack whose rings do not run yet.
+    /// Creates a stack whose rings are not running yet.
     pub fn new(name: &str, cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
         Stack {
             name: name.to_owned(),
@@ -396,19 +399,18 @@ impl<S: Side> Stack<S> {
             host: host.into(),
             led: AtomicBool::new(false),
             hub: OnceLock::new(),
-            kinds: AtomicU32::new(0),
+            socket_types: AtomicU32::new(0),
             counters: Counters::default(),
             lines: AtomicU32::new(LINES),
         }
     }
 
-    /// How it behaves now.
+    /// Returns the current configuration.
     pub fn settings(&self) -> Settings {
         *self.settings.read()
     }
 
-    /// Has it behave like this. Connections that there are keep their credit; they are not ended if there are more than there
-    /// may be now.
+    /// Changes the configuration. Existing connections keep their credit, and stay open even if they exceed the new maximum.
     pub fn set(&self, settings: Settings) {
         *self.settings.write() = settings;
         self.sender.set_direct(settings.direct);
@@ -416,27 +418,27 @@ impl<S: Side> Stack<S> {
         self.crossings.set(settings.memory, settings.connections);
     }
 
-    /// Our context identifier.
+    /// Returns our context identifier.
     pub fn cid(&self) -> u64 {
         self.cid
     }
 
-    /// The peer's, if there is just one.
+    /// Returns the peer's context identifier if there is only one peer.
     pub fn peer(&self) -> Option<u64> {
         self.peer
     }
 
-    /// Packets for other guests go there.
+    /// Sets the hub that packets for other guests go to.
     pub(crate) fn join(&self, hub: Arc<Hub<S>>) {
         let _ = self.hub.set(hub);
     }
 
-    /// Whether it was ever in a [`Hub`].
+    /// Returns whether the stack was ever added to a [`Hub`].
     pub fn has_joined(&self) -> bool {
         self.hub.get().is_some()
     }
 
-    /// What has happened so far.
+    /// Returns a snapshot of the counters.
     pub fn report(&self) -> Report {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Report {
@@ -454,7 +456,7 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// The connections that there are.
+    /// Returns a report on each open connection.
     pub fn connections(&self) -> Vec<ConnectionReport> {
         let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         let report = |conn: &Arc<Conn<S::Relay>>| {

@@ -1,4 +1,4 @@
-//! The locks and atomics that senders meet at: the usual ones, or loom's when its model checker tries all interleavings.
+//! The locks and atomics that senders share: the usual ones, or loom's when its model checker explores all interleavings.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ pub(crate) use std::sync::atomic::{AtomicUsize, Ordering};
 #[cfg(not(loom))]
 pub(crate) use parking_lot::Mutex;
 
-/// As `parking_lot` has it: nothing is poisoned.
+/// A mutex with the interface of `parking_lot`'s: no poisoning.
 #[cfg(loom)]
 pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
 

@@ -1,10 +1,10 @@
-//! Driver and device against each other: programs on both ends, workers that sleep, every kind of ring.
+//! Driver and device against each other: programs on both ends, workers that sleep, all ring layouts.
 #![cfg(not(loom))]
 
 mod common;
 
 use common::*;
-use ringroad_vsock::{Addr, Kind, Listener, SeqPacket, Settings, Side, Stack, Stream, bits};
+use ringroad_vsock::{Addr, Listener, SeqPacket, Settings, Side, SocketType, Stack, Stream, bits};
 use std::{
     io::{ErrorKind, Read, Write},
     net::Shutdown,
@@ -17,7 +17,7 @@ fn settings(direct: bool, poll: Duration) -> Settings {
     Settings { direct, poll, ..Settings::default() }
 }
 
-/// All ring paths, both ways to send, with and without looking.
+/// All ring layouts, direct and queued sending, with and without polling.
 fn setups() -> Vec<Setup> {
     let always = bits::VERSION_1 | bits::VSOCK_F_STREAM | bits::VSOCK_F_SEQPACKET;
     let mut setups = Vec::new();
@@ -39,7 +39,7 @@ fn setups() -> Vec<Setup> {
     setups
 }
 
-/// Sends so much, in parts of all sizes, and no more.
+/// Sends `total` bytes in parts of all sizes, then shuts down sending.
 fn send<S: Side>(stream: &Stream<S>, total: u64, seed: u64) {
     let mut stream = stream;
     let mut chunk = vec![0; 100_000];
@@ -54,7 +54,7 @@ fn send<S: Side>(stream: &Stream<S>, total: u64, seed: u64) {
     stream.shutdown(Shutdown::Write);
 }
 
-/// Receives so much and then the end.
+/// Receives `total` bytes and then the end of the stream.
 fn receive<S: Side>(stream: &Stream<S>, total: u64, seed: u64) {
     let mut stream = stream;
     let (mut target, mut expected) = (vec![0; 70_000], vec![0; 70_000]);
@@ -65,13 +65,13 @@ fn receive<S: Side>(stream: &Stream<S>, total: u64, seed: u64) {
             break;
         }
         pattern(seed, received, &mut expected[..count]);
-        assert!(target[..count] == expected[..count], "wrong bytes from {received} on");
+        assert!(target[..count] == expected[..count], "wrong bytes after offset {received}");
         received += count as u64;
     }
     assert_eq!(received, total);
 }
 
-/// So much one way, then so much the other.
+/// Sends `total` bytes one way, then the other way.
 fn pour<A: Side, B: Side>(a: &Stream<A>, b: &Stream<B>, total: u64) {
     thread::scope(|scope| {
         scope.spawn(|| send(a, total, 1));
@@ -81,7 +81,7 @@ fn pour<A: Side, B: Side>(a: &Stream<A>, b: &Stream<B>, total: u64) {
     });
 }
 
-/// Both at once.
+/// Sends `total` bytes both ways at once.
 fn duplex<A: Side, B: Side>(a: &Stream<A>, b: &Stream<B>, total: u64) {
     thread::scope(|scope| {
         scope.spawn(|| send(a, total, 1));
@@ -91,9 +91,9 @@ fn duplex<A: Side, B: Side>(a: &Stream<A>, b: &Stream<B>, total: u64) {
     });
 }
 
-/// A connection from one stack to the other.
+/// Connects one stack to the other.
 fn connect<A: Side, B: Side>(a: &Arc<Stack<A>>, b: &Arc<Stack<B>>, port: u32) -> (Stream<A>, Stream<B>) {
-    let listener = Listener::bind(b, port, Kind::Stream).unwrap();
+    let listener = Listener::bind(b, port, SocketType::Stream).unwrap();
     let addr = Addr { cid: b.cid(), port };
     let from = Stream::connect(a, addr).unwrap();
     let to = listener.accept_within(Some(Duration::from_secs(5))).unwrap();
@@ -102,14 +102,14 @@ fn connect<A: Side, B: Side>(a: &Arc<Stack<A>>, b: &Arc<Stack<B>>, port: u32) ->
     (from, to)
 }
 
-fn soon(what: &str, mut there: impl FnMut() -> bool) {
+fn eventually(what: &str, mut ready: impl FnMut() -> bool) {
     for _ in 0..2000 {
-        if there() {
+        if ready() {
             return;
         }
         thread::sleep(Duration::from_millis(1));
     }
-    panic!("{what}: not within 2 s");
+    panic!("timed out after 2 s: {what}");
 }
 
 #[test]
@@ -128,7 +128,9 @@ fn bytes_arrive_in_order_both_ways_on_every_ring() {
             let (a, b) = connect(&pair.guest, &pair.host, 1001);
             duplex(&a, &b, 2_000_000);
             drop((a, b));
-            soon("all connections are over", || pair.host.report().connections + pair.guest.report().connections == 0);
+            eventually("all connections closed", || {
+                pair.host.report().connections + pair.guest.report().connections == 0
+            });
             pair.assert_whole();
             for ways in [pair.host.report().ways, pair.guest.report().ways] {
                 assert_eq!(ways.direct > 0, setup.settings.direct, "{ways:?}");
@@ -139,7 +141,7 @@ fn bytes_arrive_in_order_both_ways_on_every_ring() {
 }
 
 #[test]
-fn small_buffers_and_little_credit_are_no_trouble() {
+fn small_buffers_and_little_credit_work() {
     for direct in [true, false] {
         for (receive, buffer) in [(1, 1), (7, 100), (100, 5000), (70_000, 3), (65_536, 1 << 20)] {
             let settings = Settings { buffer, direct, ..Settings::default() };
@@ -155,7 +157,7 @@ fn small_buffers_and_little_credit_are_no_trouble() {
 fn messages_keep_their_boundaries() {
     for setup in setups() {
         let pair = Pair::new(setup);
-        let listener = Listener::bind(&pair.guest, 9, Kind::SeqPacket).unwrap();
+        let listener = Listener::bind(&pair.guest, 9, SocketType::SeqPacket).unwrap();
         let a = SeqPacket::connect(&pair.host, Addr { cid: GUEST, port: 9 }).unwrap();
         let b = listener.accept_messages().unwrap();
         let size = |number: u64| match number % 50 {
@@ -194,7 +196,7 @@ fn messages_keep_their_boundaries() {
 #[test]
 fn five_hundred_connections_at_once() {
     let pair = Pair::new(Setup::default());
-    let listener = Listener::bind(&pair.host, 7, Kind::Stream).unwrap();
+    let listener = Listener::bind(&pair.host, 7, SocketType::Stream).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
             let streams: Vec<_> = (0..500).map(|_| listener.accept().unwrap()).collect();
@@ -219,12 +221,12 @@ fn five_hundred_connections_at_once() {
             assert_eq!(bytes, expected, "connection {index}");
         }
     });
-    soon("all are over", || pair.host.report().connections + pair.guest.report().connections == 0);
+    eventually("all connections closed", || pair.host.report().connections + pair.guest.report().connections == 0);
     pair.assert_whole();
 }
 
 #[test]
-fn one_that_nobody_reads_holds_up_no_other() {
+fn an_unread_connection_does_not_block_others() {
     for direct in [true, false] {
         let pair = Pair::new(Setup { settings: settings(direct, Duration::ZERO), ..Setup::default() });
         let (a, _b) = connect(&pair.host, &pair.guest, 1);
@@ -236,30 +238,33 @@ fn one_that_nobody_reads_holds_up_no_other() {
                 Err(error) => break error,
             }
         };
-        assert_eq!((full.kind(), total), (ErrorKind::WouldBlock, 256 << 10), "as much as the other end keeps");
+        assert_eq!((full.kind(), total), (ErrorKind::WouldBlock, 256 << 10), "the size of the peer's receive buffer");
         let (c, d) = connect(&pair.host, &pair.guest, 2);
         pour(&c, &d, 1_000_000);
-        // Who reads at last finds all of it.
+        // A late reader still gets everything.
         let mut target = vec![0; total];
         (&_b).read_exact(&mut target).unwrap();
         assert!(target.iter().all(|&byte| byte == 7));
-        soon("room again", || (&a).write(&[1]).is_ok());
+        eventually("write succeeds again", || (&a).write(&[1]).is_ok());
     }
 }
 
 #[test]
-fn ends_are_told_apart() {
+fn each_way_to_end_returns_its_own_error() {
     let pair = Pair::new(Setup::default());
     let addr = Addr { cid: GUEST, port: 5 };
     let refused = Stream::connect(&pair.host, addr).map(|_| ()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
-    // A listener for messages is none for bytes.
-    let listener = Listener::bind(&pair.guest, 5, Kind::SeqPacket).unwrap();
-    assert_eq!(Listener::bind(&pair.guest, 5, Kind::SeqPacket).map(|_| ()).unwrap_err().kind(), ErrorKind::AddrInUse);
+    // A message listener does not accept streams.
+    let listener = Listener::bind(&pair.guest, 5, SocketType::SeqPacket).unwrap();
+    assert_eq!(
+        Listener::bind(&pair.guest, 5, SocketType::SeqPacket).map(|_| ()).unwrap_err().kind(),
+        ErrorKind::AddrInUse
+    );
     assert!(Stream::connect(&pair.host, addr).is_err());
     drop(listener);
 
-    // Half closed: the other direction goes on.
+    // Half closed: the other direction still works.
     let (a, b) = connect(&pair.host, &pair.guest, 5);
     (&a).write_all(b"question").unwrap();
     a.shutdown(Shutdown::Write);
@@ -273,12 +278,12 @@ fn ends_are_told_apart() {
     (&a).read_to_end(&mut all).unwrap();
     assert_eq!(all, b"answer");
 
-    // Deaf: who sends hears of it.
+    // After a shutdown of receiving, the sender gets an error.
     let (a, b) = connect(&pair.host, &pair.guest, 5);
     b.shutdown(Shutdown::Read);
-    soon("a broken pipe", || (&a).write(b"?").is_err_and(|error| error.kind() == ErrorKind::BrokenPipe));
+    eventually("broken pipe", || (&a).write(b"?").is_err_and(|error| error.kind() == ErrorKind::BrokenPipe));
 
-    // Time.
+    // Timeouts.
     a.set_timeout(Some(Duration::from_millis(20)));
     assert_eq!((&a).read(&mut [0]).unwrap_err().kind(), ErrorKind::TimedOut);
     a.set_nonblocking(true);
@@ -287,44 +292,44 @@ fn ends_are_told_apart() {
 }
 
 #[test]
-fn a_reset_ends_all_connections_and_new_ones_come_up() {
+fn a_reset_closes_all_connections_and_new_ones_can_be_opened() {
     let pair = Pair::new(Setup::default());
     let (a, b) = connect(&pair.host, &pair.guest, 5);
     (&b).write_all(b"before").unwrap();
-    soon("received", || pair.host.connections().iter().any(|connection| connection.unread == 6));
+    eventually("data received", || pair.host.connections().iter().any(|connection| connection.unread == 6));
     thread::scope(|scope| {
         let reader = scope.spawn(|| (&b).read(&mut [0]));
         thread::sleep(Duration::from_millis(20));
         pair.guest.reset();
         assert_eq!(reader.join().unwrap().unwrap_err().kind(), ErrorKind::ConnectionReset);
     });
-    // The other end learns when it sends.
+    // The other end learns of it when it sends.
     let _ = (&a).write(b"?");
     let mut before = [0; 6];
     (&a).read_exact(&mut before).unwrap();
-    assert_eq!(&before, b"before", "what came before can still be read");
+    assert_eq!(&before, b"before", "received data can still be read");
     assert_eq!((&a).read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
     let (c, d) = connect(&pair.host, &pair.guest, 5);
     pour(&c, &d, 100_000);
 }
 
 #[test]
-fn who_never_closes_is_reset_after_a_while() {
+fn a_peer_that_never_closes_is_reset_after_the_linger_time() {
     let settings = Settings { linger: Duration::from_millis(50), ..Settings::default() };
     let pair = Pair::new(Setup { settings, ..Setup::default() });
     let (a, b) = connect(&pair.host, &pair.guest, 5);
     (&a).write_all(b"unread").unwrap();
     drop(a);
-    soon("over", || pair.host.report().connections == 0);
+    eventually("connection closed", || pair.host.report().connections == 0);
     let mut all = Vec::new();
     (&b).read_to_end(&mut all).unwrap();
     assert_eq!(all, b"unread");
 }
 
 #[test]
-fn readers_that_look_and_readers_that_wait_leave_nothing_lying() {
-    // One waits for packets itself, while others look at the ring and turn notifications off: when the last of them stops
-    // looking, the one that waits must hear of what came in between.
+fn polling_readers_and_a_waiting_leader_miss_no_packet() {
+    // One program is the leader, while others poll with notifications off: when the last of them stops polling, the leader must
+    // learn of packets that arrived in between.
     for direct in [false, true] {
         let settings = settings(direct, Duration::from_micros(20));
         let pair = Pair::new(Setup { settings, ..Setup::default() });
@@ -335,7 +340,7 @@ fn readers_that_look_and_readers_that_wait_leave_nothing_lying() {
             }
         });
         drop(ends);
-        soon("all are over", || pair.host.report().connections + pair.guest.report().connections == 0);
+        eventually("all connections closed", || pair.host.report().connections + pair.guest.report().connections == 0);
         pair.assert_whole();
     }
 }

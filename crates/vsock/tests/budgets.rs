@@ -1,4 +1,4 @@
-//! What one guest may have of memory and time, whatever it does; and that others, and honest guests, do not notice.
+//! Limits on the memory and time that one guest can use up, whatever it does, and their effect on honest guests.
 #![cfg(not(loom))]
 
 mod common;
@@ -10,8 +10,8 @@ use common::{
 };
 use ringroad_mem::Span;
 use ringroad_vsock::{
-    Addr, Broken, DeviceSide, Door, Host, Hub, Key, Kind, Link, Listener, MAX_PACKET, NoRelay, Owner, Payload, Queue,
-    Relay, Sender, Settings, Stack, Stream,
+    Addr, Broken, DeviceSide, Host, Hub, Key, Link, Listener, MAX_PACKET, NoRelay, OpenResult, Owner, Payload, Queue,
+    Relay, Sender, Settings, SocketType, Stack, Stream,
 };
 use ringroad_wire::vsock_hdr::{HOST_CID, Op, SEQ_EOM, SIZE, TYPE_SEQPACKET, VsockHdr};
 use std::{
@@ -26,14 +26,14 @@ use std::{
 };
 
 const MEMORY: usize = 4 << 20;
-/// Beside what is counted: rings of this test, and what hash tables have more than is in them.
+/// Allowance for memory that is not accounted: this test's own rings, and spare capacity of hash tables.
 const SLACK: usize = 3 << 20;
 
 fn small() -> Settings {
     Settings { memory: MEMORY, ..Settings::default() }
 }
 
-/// A guest in the group "x" with so many receive buffers.
+/// Creates a guest in the group "x" with `buffers` receive buffers.
 fn member(hub: &Arc<Hub<Side>>, cid: u64, acked: u64, buffers: usize, settings: Settings) -> Guest {
     let buffers = vec![vec![4096 + SIZE as u32]; buffers];
     let guest = Guest::bare(Shape { cid, acked, settings, buffers, ..Shape::default() });
@@ -41,12 +41,12 @@ fn member(hub: &Arc<Hub<Side>>, cid: u64, acked: u64, buffers: usize, settings: 
     guest
 }
 
-/// From a port of a guest to one of another, or of itself.
+/// Returns a header from a port of a guest to a port of another guest, or of the same one.
 fn across(from: (&Guest, u32), op: Op, to: (u64, u32)) -> VsockHdr {
     VsockHdr { dst_cid: to.0, buf_alloc: 1 << 20, ..from.0.header(op, from.1, to.1) }
 }
 
-/// Bytes that are in use after it more than before.
+/// Returns how many bytes more are in use after `run` than before.
 fn kept(run: impl FnOnce()) -> usize {
     usize::try_from(measure(run).bytes_current).unwrap_or(0)
 }
@@ -54,7 +54,7 @@ fn kept(run: impl FnOnce()) -> usize {
 // --- memory -----------------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_guest_that_sends_to_itself_and_takes_nothing_is_kept_no_more_than_its_memory() {
+fn a_guest_that_sends_to_itself_and_takes_nothing_stays_within_its_memory_limit() {
     for acked in [SPLIT, PACKED] {
         let hub = Hub::new(16384);
         let mut guest = member(&hub, GUEST, acked, 0, small());
@@ -78,7 +78,7 @@ fn a_guest_that_sends_to_itself_and_takes_nothing_is_kept_no_more_than_its_memor
 }
 
 #[test]
-fn a_port_is_not_connected_with_itself() {
+fn a_port_cannot_connect_to_itself() {
     let hub = Hub::new(16384);
     let mut guest = member(&hub, GUEST, SPLIT, 32, small());
     let bytes = kept(|| {
@@ -95,16 +95,16 @@ fn a_port_is_not_connected_with_itself() {
 }
 
 #[test]
-fn messages_without_bytes_take_memory_too() {
-    // Those that a program does not read.
+fn empty_messages_are_charged() {
+    // Messages that a program does not read.
     let mut guest = Guest::bare(Shape { settings: small(), ..Shape::default() });
-    let listener = Listener::bind(&guest.host, PORT, Kind::SeqPacket).unwrap();
+    let listener = Listener::bind(&guest.host, PORT, SocketType::SeqPacket).unwrap();
     let mut programs = Vec::new();
     let empty = |guest: &Guest, port| VsockHdr { kind: TYPE_SEQPACKET, flags: SEQ_EOM, ..guest.data(port, PORT, 0) };
     let bytes = kept(|| {
         for port in 0..6 {
             guest.exchange(VsockHdr { op: Op::Request as u16, ..empty(&guest, port) }, &[]);
-            // When no memory is left, there is none for another connection either.
+            // With all memory in use, no further connection can be opened.
             programs.extend(listener.accept_messages_within(Some(Duration::ZERO)));
             for _ in 0..250_000 {
                 guest.send(empty(&guest, port), &[]);
@@ -115,9 +115,9 @@ fn messages_without_bytes_take_memory_too() {
     assert!(bytes < MEMORY + SLACK, "{bytes} bytes");
     drop(programs);
 
-    // Those that a program sends to a guest that takes none.
+    // Messages that a program sends to a guest without buffers.
     let mut guest = Guest::bare(Shape::default());
-    let listener = Listener::bind(&guest.host, PORT, Kind::SeqPacket).unwrap();
+    let listener = Listener::bind(&guest.host, PORT, SocketType::SeqPacket).unwrap();
     guest.exchange(VsockHdr { op: Op::Request as u16, ..empty(&guest, 5) }, &[]);
     let program = listener.accept_messages_within(Some(Duration::ZERO)).unwrap();
     program.set_nonblocking(true);
@@ -127,7 +127,7 @@ fn messages_without_bytes_take_memory_too() {
     assert_eq!(guest.receive().len(), sent);
     program.send(&[], false).unwrap();
 
-    // Those of guests to each other.
+    // Messages between guests.
     let hub = Hub::new(100);
     let mut guest = member(&hub, GUEST, SPLIT, 0, small());
     let bytes = kept(|| {
@@ -147,7 +147,7 @@ fn messages_without_bytes_take_memory_too() {
 }
 
 #[test]
-fn what_programs_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its_memory() {
+fn data_between_programs_and_a_guest_that_nobody_reads_stays_within_the_memory_limit() {
     for acked in [SPLIT, PACKED] {
         let mut guest = Guest::bare(Shape { acked, settings: small(), ..Shape::default() });
         let listener = listener(&guest);
@@ -159,7 +159,7 @@ fn what_programs_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its
                 let answer = guest.receive().pop().unwrap().header;
                 let stream = listener.accept_within(Some(Duration::ZERO)).unwrap();
                 stream.set_nonblocking(true);
-                // As much as it may send.
+                // Use up all the credit.
                 let mut left = answer.buf_alloc as usize;
                 while left > 0 {
                     let len = left.min(60_000);
@@ -169,7 +169,7 @@ fn what_programs_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its
                 }
                 streams.push(stream);
             }
-            // It takes nothing any more.
+            // From here on the guest takes nothing.
             for stream in &streams {
                 while (&*stream).write(&[2; 10_000]).is_ok() {}
             }
@@ -177,18 +177,18 @@ fn what_programs_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its
         assert!(bytes < MEMORY + SLACK, "{bytes} bytes");
         let report = guest.host.report();
         assert!(report.memory <= MEMORY, "{report:?}");
-        assert_eq!((report.connections, report.wrong), (100, 0), "who keeps to its credit is not reset");
-        assert!(guest.host.connections().iter().all(|one| one.queued > 0), "each has a little at least");
+        assert_eq!((report.connections, report.wrong), (100, 0), "a guest that respects its credit is not reset");
+        assert!(guest.host.connections().iter().all(|one| one.queued > 0), "each connection has a minimum");
         drop(streams);
         guest.host.reset();
         assert_eq!(guest.host.report().memory, 0);
     }
 }
 
-/// A socket of the host that takes nothing.
-struct Stuck;
+/// A host socket that takes nothing.
+struct StuckSocket;
 
-impl Relay for Stuck {
+impl Relay for StuckSocket {
     fn opened(&mut self, _: Key) {}
     fn deliver(&mut self, _: &mut Payload<'_>) -> io::Result<()> {
         Ok(())
@@ -197,33 +197,33 @@ impl Relay for Stuck {
     fn close(&mut self, _: bool) {}
 }
 
-struct Sockets;
+struct SocketHost;
 
-impl Host<Stuck> for Sockets {
+impl Host<StuckSocket> for SocketHost {
     fn notify(&self, _: Queue) {}
     fn wake(&self) {}
     fn broken(&self, _: Queue, _: Broken) {}
-    fn open(&self, _: Key, _: Kind) -> Door<Stuck> {
-        Door::Open(Stuck)
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<StuckSocket> {
+        OpenResult::Connected(StuckSocket)
     }
     fn room(&self, _: Key) {}
 }
 
 #[test]
-fn what_sockets_of_the_host_and_a_guest_send_each_other_and_nobody_takes_is_kept_within_its_memory() {
+fn data_between_host_sockets_and_a_guest_that_nobody_reads_stays_within_the_memory_limit() {
     let mut guest = Guest::bare(Shape::default());
-    // The same rings, before sockets.
-    let stack = Stack::<DeviceSide<Stuck>>::new("host", HOST_CID, Some(GUEST), small(), Box::new(Sockets));
+    // The same rings, with a stack whose connections end in host sockets.
+    let stack = Stack::<DeviceSide<StuckSocket>>::new("host", HOST_CID, Some(GUEST), small(), Box::new(SocketHost));
     stack.set_link(guest.host.set_link(None));
     stack.set_inlet(guest.host.set_inlet(None));
-    stack.set_kinds(&[Kind::Stream, Kind::SeqPacket]);
+    stack.set_socket_types(&[SocketType::Stream, SocketType::SeqPacket]);
     let ask = |guest: &mut Guest, header: VsockHdr| {
         guest.send(header, &[]);
         stack.work();
         guest.take().pop().unwrap().header
     };
     let messages = VsockHdr { kind: TYPE_SEQPACKET, ..guest.header(Op::Request, 1, PORT) };
-    assert_eq!(ask(&mut guest, messages).op, Op::Reset as u16, "a socket has no messages");
+    assert_eq!(ask(&mut guest, messages).op, Op::Reset as u16, "host sockets support streams only");
     let bytes = kept(|| {
         for port in 0..200 {
             let request = VsockHdr { buf_alloc: u32::MAX, ..guest.header(Op::Request, port, PORT) };
@@ -237,7 +237,7 @@ fn what_sockets_of_the_host_and_a_guest_send_each_other_and_nobody_takes_is_kept
         }
         for port in 0..200 {
             let key = Key { port: PORT, peer: Addr { cid: GUEST, port } };
-            // They always have a little more to send.
+            // The socket always has a little more to send.
             while let Ok(Some(_)) =
                 stack.send_from(key, MAX_PACKET, &mut |_| Ok(1), &mut |bytes| Ok(bytes.len().min(100)))
             {}
@@ -249,23 +249,24 @@ fn what_sockets_of_the_host_and_a_guest_send_each_other_and_nobody_takes_is_kept
     assert!(stack.connections().iter().all(|one| one.queued > 0 && one.unread > 0));
 }
 
-/// What an honest guest knows of a connection that it sends on.
+/// Sender's state of a connection at an honest guest.
 #[derive(Default)]
 struct Sending {
     sent: u32,
     edge: u32,
 }
 
-/// What an honest guest knows of a connection that it receives on.
+/// Receiver's state of a connection at an honest guest.
 #[derive(Default)]
 struct Receiving {
     received: u32,
-    told: u32,
+    advertised: u32,
 }
 
 const BUFFER: u32 = 256 << 10;
 
-/// Many connections between two honest guests, with more room at both ends than our memory: all that is sent arrives.
+/// Runs many connections between two honest guests that advertise more credit than our memory limit allows, and checks that all
+/// data arrives. Returns the number of credit updates.
 fn honest(memory: usize, connections: u32, each: u32) -> usize {
     let settings = Settings { memory, ..Settings::default() };
     let hub = Hub::new(16384);
@@ -286,7 +287,7 @@ fn honest(memory: usize, connections: u32, each: u32) -> usize {
             assert_ne!(header.op, Op::Reset as u16, "{header:?}");
             let one = sending.get_mut(&header.dst_port).unwrap();
             let edge = header.fwd_cnt.wrapping_add(header.buf_alloc);
-            assert!(edge >= one.edge, "room is not taken back");
+            assert!(edge >= one.edge, "credit must not be reduced");
             one.edge = edge;
             updates += usize::from(header.op == Op::CreditUpdate as u16);
         }
@@ -306,23 +307,23 @@ fn honest(memory: usize, connections: u32, each: u32) -> usize {
             any = true;
             let port = header.src_port;
             if header.op == Op::Request as u16 {
-                receiving.insert(port, Receiving { received: 0, told: BUFFER });
+                receiving.insert(port, Receiving { received: 0, advertised: BUFFER });
                 b.send(VsockHdr { buf_alloc: BUFFER, ..across((&b, 80), Op::Response, (GUEST, port)) }, &[]);
             }
             if header.op == Op::Data as u16 {
                 let one = receiving.get_mut(&port).unwrap();
                 assert!(payload.iter().all(|&byte| byte == port as u8));
                 one.received += header.len;
-                // As Linux does: when the sender believes that there are less than 64 KiB.
-                if one.told - one.received < 64 << 10 {
-                    one.told = one.received + BUFFER;
+                // Linux sends an update when the sender has less than 64 KiB of credit left.
+                if one.advertised - one.received < 64 << 10 {
+                    one.advertised = one.received + BUFFER;
                     let update = across((&b, 80), Op::CreditUpdate, (GUEST, port));
                     b.send(VsockHdr { buf_alloc: BUFFER, fwd_cnt: one.received, ..update }, &[]);
                 }
             }
         }
         idle = if any { 0 } else { idle + 1 };
-        assert!(idle < 10, "nobody may send, and not all has arrived");
+        assert!(idle < 10, "stalled: no credit, and data is missing");
         let report = a.host.report();
         assert!(report.crossing <= memory, "{report:?}");
     }
@@ -331,20 +332,20 @@ fn honest(memory: usize, connections: u32, each: u32) -> usize {
 }
 
 #[test]
-fn honest_guests_with_many_connections_are_not_parted_and_do_not_stand_still() {
+fn honest_guests_with_many_connections_are_not_reset_and_do_not_stall() {
     honest(1 << 20, 40, 300_000);
     honest(4 << 20, 400, 30_000);
 }
 
 #[test]
-fn honest_guests_with_few_connections_are_told_of_all_room_at_once() {
-    // No more than the receiver's own: once for each 192 KiB.
+fn honest_guests_with_few_connections_get_the_full_credit_at_once() {
+    // No more updates than the receiver's own: one per 192 KiB.
     let updates = honest(64 << 20, 20, 1_000_000);
     assert!(updates <= 20 * 6, "{updates} updates");
 }
 
 #[test]
-fn a_guest_that_takes_nothing_does_not_keep_another_one_from_a_third() {
+fn a_guest_that_takes_nothing_does_not_block_traffic_between_others() {
     let hub = Hub::new(16384);
     let mut honest = member(&hub, GUEST, SPLIT, 32, small());
     let _deaf = member(&hub, 4, SPLIT, 0, small());
@@ -356,7 +357,7 @@ fn a_guest_that_takes_nothing_does_not_keep_another_one_from_a_third() {
     while honest.host.work() {}
     honest.receive();
     let kept = honest.host.report().crossing;
-    assert!(kept <= MEMORY / 2 + 64 * 1024, "half of it is left for others, not {}", MEMORY - kept);
+    assert!(kept <= MEMORY / 2 + 64 * 1024, "half of the memory must be left for others, not {}", MEMORY - kept);
     honest.send(across((&honest, 5000), Op::Request, (5, 80)), &[]);
     honest.host.work();
     assert_eq!(third.receive().len(), 1);
@@ -373,15 +374,15 @@ fn a_guest_that_takes_nothing_does_not_keep_another_one_from_a_third() {
 
 // --- requests ---------------------------------------------------------------------------------------------------------
 
-/// Grants so many requests.
-struct Strict(AtomicUsize);
+/// Admits a fixed number of requests.
+struct LimitedHost(AtomicUsize);
 
-impl Host<NoRelay> for Strict {
+impl Host<NoRelay> for LimitedHost {
     fn notify(&self, _: Queue) {}
     fn wake(&self) {}
     fn broken(&self, _: Queue, _: Broken) {}
-    fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
-        panic!("nobody may ask")
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+        panic!("open must not be called")
     }
     fn room(&self, _: Key) {}
     fn admit(&self) -> bool {
@@ -390,14 +391,15 @@ impl Host<NoRelay> for Strict {
 }
 
 #[test]
-fn requests_that_the_host_does_not_admit_are_refused_before_anything_is_done() {
+fn requests_that_the_host_does_not_admit_are_refused_first() {
     let hub = Hub::new(100);
     let mut guest = member(&hub, GUEST, SPLIT, 32, Settings::default());
-    // The same rings, and a host that counts.
-    let stack = Stack::new("host", HOST_CID, Some(GUEST), Settings::default(), Box::new(Strict(AtomicUsize::new(3))));
+    // The same rings, with a host that counts requests.
+    let stack =
+        Stack::new("host", HOST_CID, Some(GUEST), Settings::default(), Box::new(LimitedHost(AtomicUsize::new(3))));
     stack.set_link(guest.host.set_link(None));
     stack.set_inlet(guest.host.set_inlet(None));
-    stack.set_kinds(&[Kind::Stream]);
+    stack.set_socket_types(&[SocketType::Stream]);
     guest.host = Arc::new(stack);
     hub.join(&guest.host, vec!["x".into()]);
     let _listener = listener(&guest);
@@ -415,14 +417,14 @@ fn requests_that_the_host_does_not_admit_are_refused_before_anything_is_done() {
     assert_eq!(answers, [Some(Op::Response as u16), Some(Op::Request as u16), Some(Op::Response as u16)]);
     let reset = Some(Op::Reset as u16);
     assert_eq!((ask(header(3, HOST_CID)), ask(header(4, GUEST))), (reset, reset));
-    // To a port that nobody listens at: not even asked for.
+    // To a port without a listener: `Host::open` is not even called.
     assert_eq!(ask(VsockHdr { dst_port: 7, ..header(5, HOST_CID) }), reset);
     assert_eq!((guest.host.report().limited, guest.host.report().connections), (3, 2));
 }
 
 // --- time -------------------------------------------------------------------------------------------------------------
 
-/// A ring that has room for so many packets.
+/// A ring with room for a given number of packets.
 #[derive(Clone, Default)]
 struct Ring {
     room: Arc<AtomicUsize>,
@@ -486,7 +488,7 @@ fn data(port: u32) -> VsockHdr {
     VsockHdr { src_port: port, kind: 1, op: Op::Data as u16, ..VsockHdr::default() }
 }
 
-/// A sender over a ring without room, with so many flows in its outbox.
+/// Returns a sender over a full ring, with `count` flows in its outbox.
 fn crowded(count: usize) -> (Sender<Ring, Flow>, Ring, Vec<Flow>) {
     let ring = Ring { each: MAX_PACKET, ..Ring::default() };
     let sender = Sender::new(true);
@@ -501,7 +503,7 @@ fn crowded(count: usize) -> (Sender<Ring, Flow>, Ring, Vec<Flow>) {
 }
 
 #[test]
-fn a_hundred_thousand_flows_end_in_no_time() {
+fn a_hundred_thousand_flows_are_sent_and_removed_quickly() {
     const COUNT: usize = 100_000;
     let (sender, ring, _flows) = crowded(COUNT);
     let start = Instant::now();
@@ -511,13 +513,13 @@ fn a_hundred_thousand_flows_end_in_no_time() {
         let before = ring.puts.load(Ordering::Relaxed);
         let effect = sender.flush(|_| {});
         let moved = ring.puts.load(Ordering::Relaxed) - before;
-        assert!(moved <= 640, "{moved} packets in one turn");
+        assert!(moved <= 640, "{moved} packets in one flush");
         assert_eq!(effect.more, sender.is_waiting());
         calls += 1;
     }
     assert!(calls > 100);
     assert_eq!(ring.puts.load(Ordering::Relaxed), 2 * COUNT);
-    // Each for itself, from the last to the first.
+    // Remove the flows one by one, in reverse order.
     let (sender, _ring, flows) = crowded(COUNT);
     for flow in flows.iter().rev() {
         let _ = sender.forget(flow);
@@ -527,7 +529,7 @@ fn a_hundred_thousand_flows_end_in_no_time() {
 }
 
 #[test]
-fn a_sender_does_not_fill_thousands_of_buffers_at_once_however_small_they_are() {
+fn a_sender_fills_a_limited_number_of_tiny_buffers_per_call() {
     let ring = Ring { each: 1, room: Arc::new(AtomicUsize::new(usize::MAX)), ..Ring::default() };
     let sender = Sender::new(true);
     sender.replace(Some(ring.clone()));
@@ -543,7 +545,7 @@ fn a_sender_does_not_fill_thousands_of_buffers_at_once_however_small_they_are() 
 }
 
 #[test]
-fn a_guest_with_a_thousand_flows_has_the_same_share_of_a_ring_as_one_with_one() {
+fn a_guest_with_a_thousand_flows_gets_the_same_share_as_one_with_one_flow() {
     let ring = Ring { each: MAX_PACKET, ..Ring::default() };
     let sender = Sender::new(true);
     sender.replace(Some(ring.clone()));
@@ -564,7 +566,7 @@ fn a_guest_with_a_thousand_flows_has_the_same_share_of_a_ring_as_one_with_one() 
 }
 
 #[test]
-fn a_burst_ends_after_so_many_bytes() {
+fn a_burst_is_limited_in_bytes() {
     for acked in [SPLIT, PACKED] {
         let settings = Settings { buffer: 8 << 20, ..Settings::default() };
         let mut guest = Guest::bare(Shape { acked, settings, ..Shape::default() });
@@ -589,9 +591,9 @@ fn a_burst_ends_after_so_many_bytes() {
     }
 }
 
-/// A guest that leaves with many connections does not keep the others from talking while its are taken apart.
+/// While the many connections of a guest that disconnects are torn down, the others are not blocked.
 #[test]
-fn a_guest_that_leaves_with_many_connections_does_not_hold_others_up() {
+fn a_guest_that_disconnects_with_many_connections_does_not_block_others() {
     let hub = Hub::new(16384);
     let leaver = member(&hub, GUEST, SPLIT, 32, Settings::default());
     let mut leaver = leaver;
@@ -626,7 +628,7 @@ fn a_guest_that_leaves_with_many_connections_does_not_hold_others_up() {
     done.store(true, Ordering::Relaxed);
     thread.join().unwrap();
     assert_eq!(leaver.host.report().crossing, 0);
-    // Nobody was told of what nobody has seen.
+    // No reset was queued for connections whose request was never delivered.
     assert!(!deaf.host.is_waiting());
     assert!(took < Duration::from_secs(2), "{took:?}");
 }

@@ -1,4 +1,4 @@
-//! Whose turn it is at a [`Sender`]: by a ring that is a list, where each packet's place can be seen, and by the real ones.
+//! Scheduling in a [`Sender`]: tested with a ring that is a list, which records the position of each packet, and with real rings.
 #![cfg(not(loom))]
 
 use ringroad_mem::{Region, Span, Table};
@@ -14,10 +14,10 @@ use std::{
     sync::{Arc, Mutex, atomic::AtomicUsize, atomic::Ordering},
 };
 
-/// What a connection may move before it is another one's turn, and what each packet counts beside its payload.
+/// As in send.rs: bytes a connection may send per turn, and what each packet counts in addition to its payload.
 const QUANTUM: usize = MAX_PACKET;
 const OVERHEAD: usize = 64;
-/// Answers to packets of no connection that may wait.
+/// As in send.rs: answers to packets of no connection that may wait.
 const UNOWNED: usize = 1024;
 
 /// A packet in the ring.
@@ -33,14 +33,14 @@ struct Packet {
 struct State {
     packets: Vec<Packet>,
     room: usize,
-    /// What data leave for control.
+    /// Buffers that data packets leave free for control packets.
     reserve: usize,
-    /// The peer has broken it.
+    /// The peer has broken the ring.
     broken: bool,
     awaited: bool,
 }
 
-/// A ring of buffers for the largest packets.
+/// A ring whose buffers hold packets of any size.
 #[derive(Clone, Default)]
 struct Ring(Arc<Mutex<State>>);
 
@@ -152,7 +152,7 @@ fn sender(ring: &Ring, direct: bool) -> Sender<Ring, Conn> {
     sender
 }
 
-/// Sends so many bytes; says whether they are to be moved by the worker.
+/// Sends `len` bytes; returns whether the worker has to move them.
 fn send<L: Link>(sender: &Sender<L, Conn>, conn: &Conn, serial: u32, len: usize) -> bool {
     let bytes = vec![serial as u8; len];
     let (sent, effect) = sender.send(conn, conn.header(serial, Op::Data), &mut Payload::bytes(&bytes), usize::MAX);
@@ -170,12 +170,12 @@ fn flush<L: Link>(sender: &Sender<L, Conn>) {
     }
 }
 
-/// A connection that always has something waiting: packets of one length.
+/// A connection with a constant backlog of packets of one length.
 struct Busy {
     conn: Conn,
     len: usize,
     next: u32,
-    /// What has gone into the ring, as turns count it.
+    /// Bytes moved to the ring, as deficit round robin counts them.
     moved: usize,
 }
 
@@ -184,7 +184,7 @@ impl Busy {
         Busy { conn: Conn::new(id), len, next: 0, moved: 0 }
     }
 
-    /// Sends until so many packets wait.
+    /// Sends until `packets` packets are queued.
     fn top_up(&mut self, sender: &Sender<Ring, Conn>, packets: usize) {
         while self.conn.queued() < packets * self.len {
             assert!(send(sender, &self.conn, self.next, self.len));
@@ -194,13 +194,13 @@ impl Busy {
 }
 
 #[test]
-fn connections_share_by_bytes() {
+fn connections_share_the_ring_by_bytes() {
     let ring = Ring::default();
     let sender = sender(&ring, true);
     let mut busy = [Busy::new(1, MAX_PACKET), Busy::new(2, 100), Busy::new(3, 3000)];
     let mut seen = 0;
     for step in 0..3000 {
-        // Never does one run out of packets, however many go at once.
+        // No connection ever runs out of packets, however many are moved at once.
         let room = 1 + step * 7 % 41;
         busy.iter_mut().for_each(|busy| busy.top_up(&sender, room + 1));
         ring.give(room);
@@ -217,17 +217,17 @@ fn connections_share_by_bytes() {
     }
     let packets = ring.packets();
     for busy in &busy {
-        assert!(busy.moved > 40 * QUANTUM, "{} has hardly had a turn: {}", busy.conn.id, busy.moved);
+        assert!(busy.moved > 40 * QUANTUM, "connection {} was starved: {} bytes", busy.conn.id, busy.moved);
         let own = packets.iter().filter(|packet| packet.conn == busy.conn.id);
         assert!(own.clone().is_sorted_by_key(|packet| packet.serial));
         let bytes: usize = own.map(|packet| packet.len).sum();
-        assert_eq!(bytes + busy.conn.queued(), busy.next as usize * busy.len, "bytes are lost, or there twice");
+        assert_eq!(bytes + busy.conn.queued(), busy.next as usize * busy.len, "bytes were lost or duplicated");
     }
     assert_eq!(sender.ways(), Ways { direct: 0, queued: seen as u64, dropped: 0 });
 }
 
 #[test]
-fn a_newcomer_waits_for_a_round_at_most() {
+fn a_newcomer_waits_for_at_most_one_round() {
     let ring = Ring::default();
     let sender = sender(&ring, true);
     let mut busy = [Busy::new(1, MAX_PACKET), Busy::new(2, 100), Busy::new(3, 3000)];
@@ -243,7 +243,8 @@ fn a_newcomer_waits_for_a_round_at_most() {
         ring.give(500);
         flush(&sender);
         let packets = ring.packets();
-        let waited = packets[before..].iter().position(|packet| packet.conn == id).expect("it waits still");
+        let waited =
+            packets[before..].iter().position(|packet| packet.conn == id).expect("the newcomer is still waiting");
         for busy in &busy {
             let own = packets[before..before + waited].iter().filter(|packet| packet.conn == busy.conn.id);
             let bytes = own.map(|packet| packet.len + OVERHEAD).sum::<usize>();
@@ -255,12 +256,12 @@ fn a_newcomer_waits_for_a_round_at_most() {
 }
 
 #[test]
-fn a_connection_that_rested_has_saved_nothing() {
+fn an_idle_connection_accumulates_no_deficit() {
     let ring = Ring::default();
     let sender = sender(&ring, false);
     let (one, other) = (Conn::new(1), Conn::new(2));
     for serial in 0..50 {
-        // Alone, and done each time.
+        // Alone, with an empty queue after each packet.
         send(&sender, &one, serial, 10);
         ring.give(1);
         flush(&sender);
@@ -276,7 +277,7 @@ fn a_connection_that_rested_has_saved_nothing() {
 }
 
 #[test]
-fn control_is_never_behind_data() {
+fn control_packets_are_sent_before_data() {
     let ring = Ring::default();
     let sender = sender(&ring, true);
     let conns = [Conn::new(1), Conn::new(2)];
@@ -286,7 +287,7 @@ fn control_is_never_behind_data() {
     let mut controls = 0;
     for step in 0..30 {
         let before = ring.packets().len();
-        // Of connections and of none, as many as there is room for, or fewer or more.
+        // Control packets with and without an owner; as many as there is room for, or fewer, or more.
         for _ in 0..step % 4 {
             let owner = (controls % 2 == 0).then(|| Conn::new(100 + controls));
             let header = VsockHdr { dst_port: controls, op: Op::CreditUpdate as u16, ..VsockHdr::default() };
@@ -299,22 +300,25 @@ fn control_is_never_behind_data() {
         assert_eq!(new.len(), 2);
         let (put, first) = (ring.packets().iter().filter(|packet| packet.control).count(), new[0]);
         assert!(new.is_sorted_by_key(|packet| !packet.control), "{new:?}");
-        assert!(put as u32 == controls || new.iter().all(|packet| packet.control), "{first:?} before control");
+        assert!(
+            put as u32 == controls || new.iter().all(|packet| packet.control),
+            "{first:?} was sent before control packets"
+        );
     }
     ring.give(100);
     flush(&sender);
     let control = ring.packets().into_iter().filter(|packet| packet.control).map(|packet| packet.serial);
-    assert!(control.eq(0..controls), "control keeps its order");
+    assert!(control.eq(0..controls), "control packets keep their order");
     assert!(!sender.is_waiting());
 }
 
 #[test]
-fn control_that_waits_is_not_said_twice() {
+fn a_waiting_control_packet_is_not_queued_twice() {
     let ring = Ring::default();
     let sender = sender(&ring, true);
     let conns = [Conn::new(1), Conn::new(2)];
     let control = |conn: &Conn, op| sender.send_control(Some(conn), conn.header(0, op)).wake;
-    let said = |count| {
+    let sent = |count| {
         ring.give(count);
         flush(&sender);
         assert!(!sender.is_waiting());
@@ -327,24 +331,24 @@ fn control_that_waits_is_not_said_twice() {
         assert!(!control(&conns[0], Op::CreditUpdate));
     };
     all();
-    // Taken out and brought back, it waits still.
+    // Taken out by the worker and put back, it still counts as waiting.
     flush(&sender);
     assert!(!control(&conns[0], Op::CreditUpdate));
-    said(3);
-    // It may be said again when it has been, or was forgotten.
+    sent(3);
+    // It can be queued again once it was sent or forgotten.
     all();
     sender.forget(&conns[0]);
     assert!(control(&conns[0], Op::CreditUpdate));
-    said(2);
+    sent(2);
     all();
     sender.clear();
     assert!(!sender.is_waiting());
     all();
-    said(3);
+    sent(3);
 }
 
 #[test]
-fn data_leave_buffers_for_control() {
+fn data_packets_leave_buffers_for_control_packets() {
     let ring = Ring::new(5, 3);
     let sender = sender(&ring, true);
     let conn = Conn::new(1);
@@ -352,9 +356,9 @@ fn data_leave_buffers_for_control() {
     let waits: Vec<_> = (0..4).map(|serial| send(&sender, &conn, serial, 10)).collect();
     assert_eq!(waits, [false, false, true, true]);
     flush(&sender);
-    assert_eq!(ring.packets().len(), 2, "of five");
+    assert_eq!(ring.packets().len(), 2, "two of five buffers");
     assert!(ring.is_awaited());
-    // Not directly: data wait.
+    // Queued, as data packets wait.
     assert!((0..4).all(|serial| control(serial).wake));
     flush(&sender);
     let packets = ring.packets();
@@ -363,24 +367,24 @@ fn data_leave_buffers_for_control() {
     ring.give(5);
     flush(&sender);
     assert_eq!(ring.packets()[5], Packet { conn: 0, serial: 3, len: 0, control: true });
-    // One more of data: three are left for control again.
+    // One more data packet: three buffers are left for control again.
     assert_eq!(ring.packets().len(), 7);
     ring.give(1);
     flush(&sender);
     assert!(!sender.is_waiting());
-    assert!(!control(9).wake, "directly, into what is left");
+    assert!(!control(9).wake, "sent directly into a reserved buffer");
     assert_eq!(sender.ways(), Ways { direct: 3, queued: 6, dropped: 0 });
 }
 
 #[test]
-fn ways_are_counted() {
+fn direct_and_queued_packets_are_counted() {
     let ring = Ring::new(3, 0);
     let sender = sender(&ring, true);
     let (one, other) = (Conn::new(1), Conn::new(2));
     let ways = |direct, queued| assert_eq!(sender.ways(), Ways { direct, queued, dropped: 0 });
     assert!(!send(&sender, &one, 0, 2 * MAX_PACKET));
     ways(2, 0);
-    // A part goes directly, the rest waits, and all else behind it.
+    // Part of it is sent directly, the rest is queued, and everything after it.
     assert!(send(&sender, &one, 1, 2 * MAX_PACKET));
     ways(3, 0);
     assert_eq!(one.queued(), MAX_PACKET);
@@ -388,11 +392,16 @@ fn ways_are_counted() {
     assert!(send(&sender, &other, 0, 10));
     assert!(sender.send_control(None, VsockHdr::default()).wake);
     let mut copied = 0;
-    let (result, effect) =
-        sender.fill(&one, one.header(2, Op::Data), 700, &mut |_| unreachable!("not directly"), &mut |target| {
+    let (result, effect) = sender.fill(
+        &one,
+        one.header(2, Op::Data),
+        700,
+        &mut |_| unreachable!("must not send directly"),
+        &mut |target| {
             copied += target.len();
             Ok(500)
-        });
+        },
+    );
     assert_eq!((result.unwrap(), effect.wake, copied), (Some(500), true, 700));
     ways(3, 0);
     ring.give(10);
@@ -401,14 +410,14 @@ fn ways_are_counted() {
     ways(3, 4);
     assert_eq!(moved, [1, 2, 1], "a whole quantum is one turn");
     assert_eq!((one.queued(), other.queued()), (0, 0));
-    // Nothing waits: directly again.
+    // The outbox is empty: sent directly again.
     assert!(!send(&sender, &one, 3, 10));
     assert!(!sender.send_control(Some(&one), VsockHdr::default()).wake);
-    let (result, effect) =
-        sender.fill(&one, one.header(4, Op::Data), 700, &mut |_| Ok(600), &mut |_| unreachable!("not into the outbox"));
+    let (result, effect) = sender
+        .fill(&one, one.header(4, Op::Data), 700, &mut |_| Ok(600), &mut |_| unreachable!("must not use the outbox"));
     assert_eq!((result.unwrap(), effect.wake), (Some(600), false));
     ways(6, 4);
-    // A ring that does not run.
+    // A ring that is not running.
     let ring = sender.replace(None).unwrap();
     assert!(send(&sender, &one, 5, 10));
     flush(&sender);
@@ -417,19 +426,19 @@ fn ways_are_counted() {
     flush(&sender);
     ways(6, 5);
 
-    let lens: Vec<_> = one_of(&sender, 1);
+    let lens: Vec<_> = data_lens(&sender, 1);
     assert_eq!(lens, [MAX_PACKET, MAX_PACKET, MAX_PACKET, MAX_PACKET, 500, 10, 600, 10]);
 }
 
-/// Lengths of a connection's data in the ring.
-fn one_of(sender: &Sender<Ring, Conn>, id: u32) -> Vec<usize> {
+/// Returns the lengths of a connection's data packets in the ring.
+fn data_lens(sender: &Sender<Ring, Conn>, id: u32) -> Vec<usize> {
     let ring = sender.replace(None).unwrap();
     let packets = ring.packets();
     packets.iter().filter(|packet| packet.conn == id && !packet.control).map(|packet| packet.len).collect()
 }
 
 #[test]
-fn answers_to_nobody_are_dropped_when_too_many_wait() {
+fn answers_without_a_connection_are_dropped_when_too_many_wait() {
     let ring = Ring::default();
     let sender = sender(&ring, true);
     let answer = || sender.send_control(None, VsockHdr::default()).wake;
@@ -437,9 +446,9 @@ fn answers_to_nobody_are_dropped_when_too_many_wait() {
     assert!(!answer());
     assert!(!answer());
     assert_eq!(sender.ways().dropped, 2);
-    // Connections' own are not.
+    // Control packets with an owner are not dropped.
     assert!((1..=100).all(|id| sender.send_control(Some(&Conn::new(id)), VsockHdr::default()).wake));
-    // As many as have gone may come, whatever was taken out and brought back.
+    // As many as were sent can be queued again, even if some were taken out and put back.
     ring.give(300);
     flush(&sender);
     flush(&sender);
@@ -452,7 +461,8 @@ fn answers_to_nobody_are_dropped_when_too_many_wait() {
     assert!(!sender.is_waiting());
 }
 
-/// A sender whose worker finds the ring broken, with two packets of data in the outbox, and perhaps one of control.
+/// Returns a sender whose worker has found the ring broken, with two data packets in the outbox, and a control packet if asked
+/// for.
 fn broken(conn: &Conn, control: bool) -> Sender<Ring, Conn> {
     let ring = Ring::default();
     let sender = sender(&ring, true);
@@ -469,11 +479,11 @@ fn broken(conn: &Conn, control: bool) -> Sender<Ring, Conn> {
     sender
 }
 
-/// What the worker has in its hands when it finds the ring broken goes on waiting too.
+/// The packet that the worker holds when it finds the ring broken stays queued too.
 #[test]
-fn what_waits_outlives_a_broken_ring() {
+fn queued_packets_survive_a_broken_ring() {
     for control in [false, true] {
-        // The queue starts again, and connections go on.
+        // The queue is restarted, and connections continue.
         let conn = Conn::new(1);
         let sender = broken(&conn, control);
         let fresh = Ring::new(10, 0);
@@ -483,14 +493,14 @@ fn what_waits_outlives_a_broken_ring() {
         assert_eq!(serials, if control { vec![2, 0, 1] } else { vec![0, 1] });
         assert!(!sender.is_waiting());
         assert_eq!(conn.queued(), 0);
-        assert!(!send(&sender, &conn, 2, 10), "directly, as nothing waits");
+        assert!(!send(&sender, &conn, 2, 10), "sent directly, as the outbox is empty");
 
-        // Or they do not.
+        // The outbox is cleared.
         let sender = broken(&conn, control);
         sender.clear();
         assert!(!sender.is_waiting());
     }
-    // Or just one of them.
+    // One owner's packets are dropped.
     let conn = Conn::new(1);
     let sender = broken(&conn, false);
     sender.forget(&conn);
@@ -498,10 +508,10 @@ fn what_waits_outlives_a_broken_ring() {
 }
 
 const SIZE: u32 = 64;
-/// A sixteenth of the ring.
+/// A sixteenth of the ring, as in device.rs and driver.rs.
 const RESERVE: usize = 4;
 
-/// Both ends' rings: the device's way out and the driver's way in, and the other way round.
+/// The rings of both ends: device to driver, and driver to device.
 fn rings(acked: u64) -> (RxQueue, impl Inlet, impl Link, TxQueue) {
     let config = DriverConfig { acked, queue_size: SIZE, receive: 4096 };
     let Driver { region, file, rx, tx, .. } = Driver::new(config).unwrap();
@@ -513,7 +523,7 @@ fn rings(acked: u64) -> (RxQueue, impl Inlet, impl Link, TxQueue) {
     (receive, rx, tx, transmit)
 }
 
-/// All packets that have arrived: which are control, and bytes of data.
+/// Takes all packets that have arrived: returns which are control packets, and the total bytes of data.
 fn take_all(inlet: &mut impl Inlet) -> (Vec<bool>, usize) {
     let (mut controls, mut bytes) = (Vec::new(), 0);
     while inlet
@@ -535,7 +545,7 @@ fn reserves(link: impl Link, inlet: &mut impl Inlet) {
     let conn = Conn::new(1);
     let room = SIZE as usize - RESERVE;
     for serial in 0..room {
-        assert!(!send(&sender, &conn, serial as u32, 100), "{serial} went directly");
+        assert!(!send(&sender, &conn, serial as u32, 100), "packet {serial} must be sent directly");
     }
     assert!(send(&sender, &conn, 0, 100));
     assert!((0..RESERVE + 1).all(|_| sender.send_control(None, conn.header(0, Op::CreditUpdate)).wake));
@@ -552,7 +562,7 @@ fn reserves(link: impl Link, inlet: &mut impl Inlet) {
 }
 
 #[test]
-fn real_rings_keep_buffers_for_control() {
+fn real_rings_reserve_buffers_for_control_packets() {
     for bits in [0, bits::RING_PACKED, bits::IN_ORDER, bits::RING_PACKED | bits::IN_ORDER | bits::EVENT_IDX] {
         let acked = Features { packed: false, in_order: false, event_idx: false, ..Features::ALL }.bits() | bits;
         let (receive, mut rx, tx, mut transmit) = rings(acked);
@@ -562,19 +572,19 @@ fn real_rings_keep_buffers_for_control() {
 }
 
 #[test]
-fn parts_of_a_packet_are_counted_each() {
+fn each_part_of_a_split_packet_is_counted() {
     let (receive, mut rx, ..) = rings(Features::ALL.bits());
     let sender = Sender::new(true);
     sender.replace(Some(receive));
     let conn = Conn::new(1);
-    // Sixteen buffers each; the ring has room for sixty.
+    // Each send takes 16 buffers; the ring has room for 60.
     let waits: Vec<_> = (0..5).map(|serial| send(&sender, &conn, serial, MAX_PACKET)).collect();
     assert_eq!(waits, [false, false, false, true, true]);
     assert_eq!(sender.ways(), Ways { direct: 60, queued: 0, dropped: 0 });
     assert_eq!(conn.queued(), (4 + 16) * 4096);
     assert_eq!(take_all(&mut rx).1, 60 * 4096);
     flush(&sender);
-    // One more: the connection's turn ends within a packet.
+    // 21 packets rather than 20, because the connection's turn ends within a packet.
     assert_eq!(sender.ways(), Ways { direct: 60, queued: 21, dropped: 0 });
     assert_eq!(take_all(&mut rx).1, 20 * 4096);
     assert!(!sender.is_waiting());

@@ -1,13 +1,13 @@
-//! A guest that does everything wrong, packet by packet and descriptor by descriptor, against a device's stack: each time there
-//! is exactly the answer that fits, and another connection of the same device goes on and loses nothing. And a device that does
-//! wrong, against a driver's stack. All in one thread that never sleeps.
+//! A guest that breaks every rule, packet by packet and descriptor by descriptor, against a device's stack: each violation gets
+//! exactly the expected answer, and another connection of the same device keeps working without loss. Also a device that breaks
+//! the rules against a driver's stack. Single-threaded, and nothing sleeps.
 
 mod common;
 
 use common::{
-    Around, GUEST, HOST, pattern,
+    GUEST, HOST, TestHost, pattern,
     raw::{
-        BASE, BOTH, FIRST_PORT, GOOD, Good, Guest, PACKED, PORT, Packet, SPLIT, Shape, Side, around, base, guests,
+        BASE, BOTH, FIRST_PORT, GOOD, Good, Guest, PACKED, PORT, Packet, SPLIT, Shape, Side, base, env, guests,
         is_reset, listener, reset_of,
     },
 };
@@ -15,8 +15,8 @@ use proptest::prelude::*;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{Addresses, Buffer, DriverFault, Fault};
 use ringroad_vsock::{
-    Addr, Broken, Driver, DriverConfig, DriverSide, Hub, Inlet, Kind, Link, Listener, MAX_PACKET, Payload, Queue,
-    RxQueue, SeqPacket, Settings, Stack, Stream, TxQueue, bits, kinds,
+    Addr, Broken, Driver, DriverConfig, DriverSide, Hub, Inlet, Link, Listener, MAX_PACKET, Payload, Queue, RxQueue,
+    SeqPacket, Settings, SocketType, Stack, Stream, TxQueue, bits, socket_types,
 };
 use ringroad_wire::vsock_hdr::{Op, SEQ_EOM, SHUTDOWN_SEND, SIZE, TYPE_SEQPACKET, TYPE_STREAM, VsockHdr};
 use std::{
@@ -29,7 +29,7 @@ use std::{
 // --- headers ----------------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_packet_of_no_sense_is_answered_with_one_reset() {
+fn an_invalid_packet_is_answered_with_one_reset() {
     for mut guest in guests() {
         let plain = guest.header(Op::CreditRequest, 5, 6);
         let mut bad = Vec::new();
@@ -52,14 +52,14 @@ fn a_packet_of_no_sense_is_answered_with_one_reset() {
 }
 
 #[test]
-fn a_live_connection_ends_with_the_first_packet_of_no_sense() {
+fn an_open_connection_is_reset_by_the_first_invalid_packet() {
     for mut guest in guests() {
         let listener = listener(&guest);
         let plain = guest.header(Op::CreditRequest, 5, PORT);
         let mut bad = Vec::new();
         bad.extend([0, 8, 65535].map(|op| VsockHdr { op, ..plain }));
         bad.extend([0, TYPE_SEQPACKET, 3].map(|kind| VsockHdr { kind, ..plain }));
-        // A second request, and a response to none.
+        // A second request, and a response without a request.
         bad.extend([Op::Request, Op::Response].map(|op| VsockHdr { op: op as u16, ..plain }));
         for (number, &header) in (1..).zip(&bad) {
             let stream = guest.connect(&listener, 5, PORT);
@@ -69,7 +69,7 @@ fn a_live_connection_ends_with_the_first_packet_of_no_sense() {
             let report = guest.host.report();
             assert_eq!((report.wrong, report.connections), (number, 1));
         }
-        // A reset of the wrong type ends it as well, and is not answered.
+        // A reset of the wrong type closes the connection as well, and is not answered.
         for kind in [0, TYPE_SEQPACKET] {
             let stream = guest.connect(&listener, 5, PORT);
             let reset = VsockHdr { kind, ..guest.header(Op::Reset, 5, PORT) };
@@ -82,10 +82,10 @@ fn a_live_connection_ends_with_the_first_packet_of_no_sense() {
 }
 
 #[test]
-fn messages_that_were_not_negotiated_are_refused() {
+fn seqpacket_is_refused_unless_negotiated() {
     let acked = bits::VERSION_1 | bits::VSOCK_F_STREAM;
     let mut guest = Guest::new(Shape { acked, ..Shape::default() });
-    let _listener = Listener::bind(&guest.host, PORT, Kind::SeqPacket).unwrap();
+    let _listener = Listener::bind(&guest.host, PORT, SocketType::SeqPacket).unwrap();
     let request = VsockHdr { kind: TYPE_SEQPACKET, ..guest.header(Op::Request, 5, PORT) };
     assert_eq!(guest.exchange(request, &[]), [reset_of(request)]);
     assert_eq!(guest.check(), []);
@@ -94,9 +94,9 @@ fn messages_that_were_not_negotiated_are_refused() {
 }
 
 #[test]
-fn a_port_without_a_listener_refuses() {
+fn requests_to_a_port_without_a_listener_are_refused() {
     for mut guest in guests() {
-        let _messages = Listener::bind(&guest.host, PORT, Kind::SeqPacket).unwrap();
+        let _messages = Listener::bind(&guest.host, PORT, SocketType::SeqPacket).unwrap();
         for port in [0, 1, PORT, u32::MAX] {
             let request = guest.header(Op::Request, 5, port);
             assert_eq!(guest.exchange(request, &[]), [reset_of(request)]);
@@ -108,7 +108,7 @@ fn a_port_without_a_listener_refuses() {
 }
 
 #[test]
-fn what_is_for_a_connection_that_is_not_there_is_answered_with_one_reset_each() {
+fn each_packet_of_an_unknown_connection_is_answered_with_one_reset() {
     use Op::*;
     for mut guest in guests() {
         let _listener = listener(&guest);
@@ -126,13 +126,13 @@ fn what_is_for_a_connection_that_is_not_there_is_answered_with_one_reset_each() 
 }
 
 #[test]
-fn an_answer_that_comes_too_early_ends_a_request() {
+fn an_unexpected_answer_ends_a_request() {
     use Op::*;
     for mut guest in guests() {
         let peer = Addr { cid: GUEST, port: 80 };
         let ops = [Request, Shutdown, Data, CreditUpdate, CreditRequest, Reset];
         for (number, op) in (0..).zip(ops) {
-            // It waits in the ring before the question is asked.
+            // The packet is in the ring before the request is sent.
             let port = FIRST_PORT + number;
             guest.send(guest.header(op, 80, port), &[]);
             let error = Stream::connect(&guest.host, peer).map(|_| ()).unwrap_err();
@@ -155,7 +155,7 @@ fn an_answer_that_comes_too_early_ends_a_request() {
 // --- payloads ---------------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_payload_shorter_than_the_header_says_ends_the_connection() {
+fn a_payload_shorter_than_its_header_says_resets_the_connection() {
     for mut guest in guests() {
         let listener = listener(&guest);
         for (there, len) in [(0, 1), (4, 5), (3000, 3001), (10, 1 << 20), (0, u32::MAX), (4096, u32::MAX)] {
@@ -170,7 +170,7 @@ fn a_payload_shorter_than_the_header_says_ends_the_connection() {
 }
 
 #[test]
-fn what_follows_a_payload_does_not_count() {
+fn bytes_after_the_payload_are_ignored() {
     for mut guest in guests() {
         let listener = listener(&guest);
         let stream = guest.connect(&listener, 5, PORT);
@@ -186,7 +186,7 @@ fn what_follows_a_payload_does_not_count() {
                 assert_eq!(result.unwrap(), len);
                 assert!(target[..len] == bytes[..len]);
             }
-            // Packets that have none by nature may come with some.
+            // Packets of other operations may carry a payload; it is ignored.
             let header = VsockHdr { len: there as u32 + 1, ..guest.header(Op::CreditUpdate, 5, PORT) };
             assert_eq!(guest.exchange(header, &bytes), []);
         }
@@ -196,7 +196,7 @@ fn what_follows_a_payload_does_not_count() {
 }
 
 #[test]
-fn a_byte_more_than_its_credit_ends_a_connection_and_what_came_before_can_be_read() {
+fn exceeding_the_credit_resets_the_connection_and_earlier_data_can_be_read() {
     for mut guest in guests() {
         let listener = listener(&guest);
         let stream = guest.connect(&listener, 5, PORT);
@@ -212,7 +212,7 @@ fn a_byte_more_than_its_credit_ends_a_connection_and_what_came_before_can_be_rea
         assert!(target == bytes);
         is_reset(&stream);
         assert_eq!(guest.check(), []);
-        // All at once.
+        // All in one packet.
         let stream = guest.connect(&listener, 6, PORT);
         let bytes = vec![0; (256 << 10) + 1];
         assert_eq!(guest.exchange(guest.data(6, PORT, bytes.len()), &bytes), [guest.answer(Op::Reset, 6, PORT)]);
@@ -223,7 +223,7 @@ fn a_byte_more_than_its_credit_ends_a_connection_and_what_came_before_can_be_rea
 }
 
 #[test]
-fn a_million_empty_packets_take_no_room() {
+fn a_million_empty_packets_take_no_memory() {
     let mut guest = Guest::new(Shape::default());
     let listener = listener(&guest);
     let stream = guest.connect(&listener, 5, PORT);
@@ -236,8 +236,8 @@ fn a_million_empty_packets_take_no_room() {
     assert_eq!((report.received, report.wrong), (1_000_002, 0));
     assert_eq!(guest.check(), []);
 
-    // Messages: there may be no more of them than bytes.
-    let messages = Listener::bind(&guest.host, PORT, Kind::SeqPacket).unwrap();
+    // There may be no more unread messages than the buffer has bytes.
+    let messages = Listener::bind(&guest.host, PORT, SocketType::SeqPacket).unwrap();
     guest.exchange(VsockHdr { kind: TYPE_SEQPACKET, ..guest.header(Op::Request, 6, PORT) }, &[]);
     let program = messages.accept_messages_within(Some(Duration::ZERO)).unwrap();
     let empty = VsockHdr { kind: TYPE_SEQPACKET, flags: SEQ_EOM, ..guest.data(6, PORT, 0) };
@@ -261,7 +261,7 @@ fn a_million_empty_packets_take_no_room() {
 }
 
 #[test]
-fn data_after_the_end_of_data_ends_the_connection() {
+fn data_after_a_shutdown_resets_the_connection() {
     for mut guest in guests() {
         let listener = listener(&guest);
         for len in [0, 1, 4000] {
@@ -269,7 +269,7 @@ fn data_after_the_end_of_data_ends_the_connection() {
             let end = VsockHdr { flags: SHUTDOWN_SEND, ..guest.header(Op::Shutdown, 5, PORT) };
             assert_eq!(guest.exchange(end, &[]), []);
             assert_eq!((&stream).read(&mut [0]).unwrap(), 0);
-            // To end it twice, or not at all, is no matter.
+            // A repeated shutdown, or one with unknown flags only, has no effect.
             assert_eq!(guest.exchange(end, &[]), []);
             assert_eq!(guest.exchange(VsockHdr { flags: !BOTH, ..end }, &[]), []);
             assert_eq!((&stream).write(b"answer").unwrap(), 6);
@@ -284,7 +284,7 @@ fn data_after_the_end_of_data_ends_the_connection() {
 }
 
 #[test]
-fn headers_and_payloads_may_be_cut_anywhere() {
+fn headers_and_payloads_may_be_split_anywhere() {
     for mut guest in guests() {
         let listener = listener(&guest);
         let stream = guest.connect(&listener, 5, PORT);
@@ -298,7 +298,7 @@ fn headers_and_payloads_may_be_cut_anywhere() {
             vec![20, 20, 10],
             vec![1; 44],
             vec![1; 60],
-            // As Linux sends a large packet: its header, and then pages.
+            // The way Linux sends a large packet: the header, then pages.
             [&[44][..], &[4096; 16]].concat(),
             [&[44, 100][..], &[4096; 15]].concat(),
         ];
@@ -326,7 +326,7 @@ fn headers_and_payloads_may_be_cut_anywhere() {
 }
 
 #[test]
-fn receive_buffers_may_be_cut_anywhere() {
+fn receive_buffers_may_be_split_anywhere() {
     for acked in [SPLIT, PACKED] {
         let cuts =
             [vec![45], vec![44, 1], vec![1; 45], vec![1; 50], vec![20, 20, 20, 20], vec![44, 4096], vec![70_000]];
@@ -342,7 +342,7 @@ fn receive_buffers_may_be_cut_anywhere() {
             let packets = guest.receive();
             assert_eq!(packets.iter().map(|packet| packet.header.len).collect::<Vec<_>>(), [most, most, most, 1]);
             assert!(packets.iter().flat_map(|packet| &packet.payload).eq(&bytes));
-            // The same, read by the host from elsewhere.
+            // The same bytes, read by the host from elsewhere.
             let key = guest.host.connections().iter().find(|one| one.key.port == PORT).unwrap().key;
             let mut left = &bytes[..];
             let read = &mut |spans: &[Span<'_>]| {
@@ -363,37 +363,37 @@ fn receive_buffers_may_be_cut_anywhere() {
 
 // --- descriptors ------------------------------------------------------------------------------------------------------
 
-/// The transmit queue stops with this fault; packets that came before it count, those after it do not.
+/// Checks that the transmit queue stops with this fault: packets before the bad chain are received, those after it are not.
 fn stops_receiving(acked: u64, bytes: usize, cuts: &[usize], writable: u32, fault: impl Fn(u16) -> Fault) {
     let mut guest = Guest::new(Shape { acked, queue_size: 2048, ..Shape::default() });
     let listener = listener(&guest);
     let stream = guest.connect(&listener, 5, PORT);
     guest.check();
     guest.send(guest.data(5, PORT, 6), b"before");
-    // In order, no chain of more than one descriptor has been there: this is its number.
+    // All chains so far had one descriptor each, so this is the id of the next chain.
     let id = guest.tx.next_id(0).unwrap();
     guest.send_chain(&vec![0; bytes], cuts, writable);
     guest.send(guest.data(5, PORT, 5), b"after");
     let packets = guest.receive();
     assert_eq!(packets, []);
-    assert_eq!(*guest.around.broken.lock(), [(Queue::In, Broken::Driver(fault(id)))]);
+    assert_eq!(*guest.env.broken.lock(), [(Queue::In, Broken::Driver(fault(id)))]);
     assert_eq!(guest.host.report().faults, 1);
     let mut target = [0; 20];
     assert_eq!((&stream).read(&mut target).unwrap(), 6);
     assert_eq!(&target[..6], b"before");
-    // The other direction goes on.
+    // The other direction still works.
     for _ in 0..100 {
         (&stream).write_all(b"still there").unwrap();
         assert_eq!(guest.receive().len(), 1);
     }
-    // A reset, and it works again.
+    // After a reset it works again.
     guest.host.reset();
     assert_eq!((&stream).read(&mut target).unwrap_err().kind(), ErrorKind::ConnectionReset);
     assert_eq!(guest.host.report().connections, 0);
 }
 
 #[test]
-fn a_chain_that_is_no_packet_stops_the_queue_that_it_is_in() {
+fn an_invalid_chain_stops_the_transmit_queue() {
     let needed = SIZE as u32;
     for acked in [SPLIT, PACKED] {
         for len in [1, 43] {
@@ -403,19 +403,20 @@ fn a_chain_that_is_no_packet_stops_the_queue_that_it_is_in() {
         stops_receiving(acked, 0, &[], 100, |id| Fault::Writable { id });
         stops_receiving(acked, 44, &[], 1, |id| Fault::Writable { id });
         stops_receiving(acked, 20, &[7], 44, |id| Fault::Writable { id });
-        // More pieces than a packet of 64 KiB has at worst.
+        // More pieces than a packet of 64 KiB needs in the worst case.
         stops_receiving(acked, 1100, &[1; 1100], 0, |id| Fault::Loop { index: id, size: 1024 });
     }
 }
 
-/// The receive queue stops with this fault, when its turn comes: all buffers before it are used, for data or for answers.
+/// Checks that the receive queue stops with this fault when it reaches the bad buffer: all buffers before it are used, for data
+/// or for answers.
 fn stops_sending(acked: u64, data: bool, spoil: impl Fn(&mut Guest), fault: impl Fn(u16) -> Fault) {
     for before in [2, 3, 5, 8, 9, 40] {
         let buffers = vec![vec![1000]; before];
         let mut guest = Guest::new(Shape { acked, queue_size: 2048, buffers, ..Shape::default() });
         let listener = listener(&guest);
         let stream = guest.connect(&listener, 5, PORT);
-        // Buffers that come back to the device come behind it.
+        // Buffers made available again are queued behind the bad one.
         let id = guest.rx.next_id(0).unwrap();
         spoil(&mut guest);
         let mut packets = 0;
@@ -429,10 +430,10 @@ fn stops_sending(acked: u64, data: bool, spoil: impl Fn(&mut Guest), fault: impl
             packets += guest.take().len();
         }
         assert_eq!(packets, before);
-        assert_eq!(*guest.around.broken.lock(), [(Queue::Out, Broken::Driver(fault(id)))]);
+        assert_eq!(*guest.env.broken.lock(), [(Queue::Out, Broken::Driver(fault(id)))]);
         assert_eq!(guest.host.report().faults, 1);
-        // We are still heard.
-        guest.send(guest.data(5, PORT, 5), b"heard");
+        // The transmit queue still works.
+        guest.send(guest.data(5, PORT, 5), b"hello");
         guest.host.work();
         let mut target = [0; 9];
         assert_eq!((&stream).read(&mut target).unwrap(), 5);
@@ -441,7 +442,7 @@ fn stops_sending(acked: u64, data: bool, spoil: impl Fn(&mut Guest), fault: impl
 }
 
 #[test]
-fn a_receive_buffer_that_is_none_stops_the_queue_that_it_is_in() {
+fn an_invalid_receive_buffer_stops_the_receive_queue() {
     let needed = SIZE as u32 + 1;
     for acked in [SPLIT, PACKED] {
         for len in [1, 43, 44] {
@@ -455,13 +456,13 @@ fn a_receive_buffer_that_is_none_stops_the_queue_that_it_is_in() {
         };
         stops_sending(acked, false, readable, |id| Fault::Readable { id });
         stops_sending(acked, false, |guest| guest.post(&[1; 1100]), |id| Fault::Loop { index: id, size: 1024 });
-        // Here the ring itself is wrong: nothing is left for answers that will never go out.
+        // Here the ring itself is broken: buffers ahead are not reserved for control packets, since the queue will stop.
         let outside = |guest: &mut Guest| {
             guest.rx.add(&[], &[Buffer { address: 0xdead, len: 100 }]).unwrap();
             guest.rx.publish();
         };
         for data in [false, true] {
-            // A descriptor's number is its buffer's as long as all have been used in order.
+            // A descriptor's index is its chain's id as long as all are used in order.
             let fault = |index| Fault::Outside { index, address: 0xdead, len: 100, regions: 1 };
             stops_sending(acked, data, outside, fault);
         }
@@ -469,7 +470,7 @@ fn a_receive_buffer_that_is_none_stops_the_queue_that_it_is_in() {
 }
 
 #[test]
-fn receive_buffers_of_very_many_descriptors_are_used_all_the_same() {
+fn receive_buffers_of_very_many_descriptors_are_used() {
     for acked in [SPLIT, PACKED] {
         for pieces in [17, 40, 113, 300, 600, 1024] {
             let buffers = vec![vec![20; pieces]; 8192 / pieces.max(64)];
@@ -497,9 +498,9 @@ fn receive_buffers_of_very_many_descriptors_are_used_all_the_same() {
     }
 }
 
-// --- a guest that takes nothing ---------------------------------------------------------------------------------------
+// --- a guest without receive buffers ----------------------------------------------------------------------------------
 
-/// What the device has kept for us, by connection, when it gets its buffers back at last.
+/// Makes buffers available at last; returns how many packets the device had queued, by port and operation.
 fn kept(guest: &mut Guest, lens: &[u32]) -> HashMap<(u32, u16), usize> {
     for _ in 0..32 {
         guest.post(lens);
@@ -511,13 +512,13 @@ fn kept(guest: &mut Guest, lens: &[u32]) -> HashMap<(u32, u16), usize> {
     kept
 }
 
-/// With two connections, the good one included.
+/// Returns a guest whose receive buffers are used up, with two connections including the well-behaved one.
 fn without_buffers(acked: u64) -> (Guest, Listener<Side>, Stream<Side>) {
     let shape = Shape { acked, buffers: vec![vec![200]; 2], ..Shape::default() };
     let mut guest = Guest::new(shape);
     let listener = listener(&guest);
     let stream = guest.connect(&listener, 5, PORT);
-    // They are used up.
+    // Use up the buffers.
     for _ in 0..2 {
         guest.send(guest.header(Op::CreditRequest, 5, PORT), &[]);
     }
@@ -527,11 +528,11 @@ fn without_buffers(acked: u64) -> (Guest, Listener<Side>, Stream<Side>) {
 }
 
 #[test]
-fn answers_that_nobody_takes_are_limited() {
+fn queued_answers_are_limited() {
     const COUNT: u32 = 100_000;
     let (reset, update) = (Op::Reset as u16, Op::CreditUpdate as u16);
     for acked in [SPLIT, PACKED] {
-        // To nobody.
+        // Packets of no connection.
         let (mut guest, _listener, _stream) = without_buffers(acked);
         for port in 0..COUNT {
             guest.send(guest.header(Op::CreditRequest, 100_000 + port, 6), &[]);
@@ -542,10 +543,10 @@ fn answers_that_nobody_takes_are_limited() {
         let kept = kept(&mut guest, &[4096]);
         let resets: usize = kept.values().sum();
         assert_eq!(resets, 1024 + 2);
-        assert!((100_000..101_024).all(|port| kept.get(&(port, reset)) == Some(&1)), "the first ones");
+        assert!((100_000..101_024).all(|port| kept.get(&(port, reset)) == Some(&1)), "the first answers are kept");
         assert_eq!(guest.check(), []);
 
-        // From a connection that is there: the last answer says it all.
+        // An open connection: one answer with the latest credit replaces all others.
         let (mut guest, _listener, stream) = without_buffers(acked);
         for _ in 0..COUNT {
             guest.send(guest.header(Op::CreditRequest, 5, PORT), &[]);
@@ -560,7 +561,7 @@ fn answers_that_nobody_takes_are_limited() {
         assert_eq!((last.op, last.fwd_cnt), (update, 1000));
         assert_eq!(guest.check(), []);
 
-        // Of connections that come and go.
+        // Connections that are opened and reset at once.
         let (mut guest, listener, _stream) = without_buffers(acked);
         for port in 0..COUNT {
             guest.send(guest.header(Op::Request, 100_000 + port % 7, PORT), &[]);
@@ -575,7 +576,7 @@ fn answers_that_nobody_takes_are_limited() {
         assert_eq!(self::kept(&mut guest, &[4096]), HashMap::from([((5, update), 2)]));
         assert_eq!(guest.check(), []);
 
-        // Of connections that we have to reset.
+        // Connections that the device has to reset.
         let (mut guest, listener, _stream) = without_buffers(acked);
         for port in 0..COUNT {
             guest.send(guest.header(Op::Request, 100_000 + port % 7, PORT), &[]);
@@ -595,14 +596,14 @@ fn answers_that_nobody_takes_are_limited() {
 }
 
 #[test]
-fn data_that_nobody_takes_are_limited() {
+fn queued_data_is_limited() {
     for acked in [SPLIT, PACKED] {
         for buffer in [1, 1000, 256 << 10] {
             for chunk in [1, 1000, MAX_PACKET, 1 << 20] {
                 let settings = Settings { buffer, ..Settings::default() };
                 let mut guest = Guest::bare(Shape { acked, settings, ..Shape::default() });
                 let listener = listener(&guest);
-                // Boundless credit, as far as it can be said.
+                // The largest credit a header can express.
                 let request = VsockHdr { buf_alloc: u32::MAX, ..guest.header(Op::Request, 5, PORT) };
                 guest.exchange(request, &[]);
                 let stream = listener.accept_within(Some(Duration::ZERO)).unwrap();
@@ -619,8 +620,8 @@ fn data_that_nobody_takes_are_limited() {
                 assert_eq!(error.kind(), ErrorKind::WouldBlock);
                 let report = guest.host.connections()[0];
                 assert_eq!(report.sent, sent);
-                assert_eq!(report.queued, (buffer as usize).max(MAX_PACKET), "as much as there may be");
-                // All of it arrives, when there is room again.
+                assert_eq!(report.queued, (buffer as usize).max(MAX_PACKET), "the limit of the outbox");
+                // All of it arrives once there are buffers again.
                 let mut received = 0;
                 for Packet { payload, .. } in guest.receive() {
                     let mut expected = vec![0; payload.len()];
@@ -638,7 +639,7 @@ fn data_that_nobody_takes_are_limited() {
 // --- credit -----------------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_guest_that_has_no_room_gets_nothing() {
+fn no_data_is_sent_without_credit() {
     for mut guest in guests() {
         let listener = listener(&guest);
         let cases = [(0, 0), (0, u32::MAX), (0, 1), (1000, 1), (1000, 1 << 31), (u32::MAX, 1)];
@@ -647,7 +648,7 @@ fn a_guest_that_has_no_room_gets_nothing() {
             let update = VsockHdr { buf_alloc, fwd_cnt, ..guest.header(Op::CreditUpdate, 5, PORT) };
             assert_eq!(guest.exchange(update, &[]), []);
             let credit = guest.host.connections().iter().find(|one| one.key.port == PORT).unwrap().credit;
-            // Ahead of what was sent, it counts as 2³² behind.
+            // A fwd_cnt ahead of what was sent counts as 2³² behind.
             let expected = buf_alloc.saturating_sub(0u32.wrapping_sub(fwd_cnt)) as usize;
             assert_eq!(credit, expected, "{buf_alloc}, {fwd_cnt}");
             let result = (&stream).write(&[1; 100]);
@@ -659,11 +660,11 @@ fn a_guest_that_has_no_room_gets_nothing() {
                 assert_eq!(guest.receive().len(), 1);
             }
             assert_eq!(guest.check(), []);
-            // It may change its mind.
+            // The peer may change its credit.
             assert_eq!(guest.exchange(VsockHdr { buf_alloc: 300, fwd_cnt: 0, ..update }, &[]), []);
             assert_eq!((&stream).write(&[1; 100]).unwrap(), 100);
             assert_eq!(guest.receive().len(), 1);
-            // Less room than is under way already.
+            // Less credit than is in flight already.
             assert_eq!(guest.exchange(VsockHdr { buf_alloc: 50, fwd_cnt: 0, ..update }, &[]), []);
             assert_eq!((&stream).write(&[1; 100]).unwrap_err().kind(), ErrorKind::WouldBlock);
             assert_eq!(guest.exchange(guest.header(Op::Reset, 5, PORT), &[]), []);
@@ -674,9 +675,9 @@ fn a_guest_that_has_no_room_gets_nothing() {
 }
 
 #[test]
-fn messages_need_room_for_all_of_them() {
+fn a_message_needs_credit_for_all_of_it() {
     let mut guest = Guest::new(Shape::default());
-    let listener = Listener::bind(&guest.host, PORT, Kind::SeqPacket).unwrap();
+    let listener = Listener::bind(&guest.host, PORT, SocketType::SeqPacket).unwrap();
     let request = VsockHdr { kind: TYPE_SEQPACKET, buf_alloc: 0, ..guest.header(Op::Request, 5, PORT) };
     guest.exchange(request, &[]);
     let program = listener.accept_messages_within(Some(Duration::ZERO)).unwrap();
@@ -684,7 +685,7 @@ fn messages_need_room_for_all_of_them() {
     assert_eq!(program.send(b"m", false).unwrap_err().kind(), ErrorKind::InvalidInput);
     program.send(b"", false).unwrap();
     assert_eq!(guest.receive().len(), 1);
-    // Only so much of what has boundless room waits here.
+    // However much credit the peer has, only a limited amount is queued.
     let update = VsockHdr { op: Op::CreditUpdate as u16, buf_alloc: u32::MAX, ..request };
     guest.exchange(update, &[]);
     assert_eq!(program.send(&vec![0; (256 << 10) + 1], false).unwrap_err().kind(), ErrorKind::WouldBlock);
@@ -713,23 +714,23 @@ fn connections_beyond_the_limits_are_refused() {
         };
         let streams: Vec<_> = (0..3).map(|from| answers(from, Op::Response)).collect();
         assert_eq!(streams.last().unwrap().connections, 4);
-        // The backlog.
+        // The backlog is full.
         let report = answers(3, Op::Reset);
         assert_eq!((report.connections, report.refused, report.opened), (4, 1, 4));
         let mut streams: Vec<_> = (0..3).map(|_| listener.accept_within(Some(Duration::ZERO)).unwrap()).collect();
         answers(3, Op::Response);
         assert_eq!(answers(4, Op::Response).connections, 6);
-        // All together.
+        // The limit for all connections.
         assert_eq!(answers(5, Op::Reset).refused, 2);
         let error = Stream::connect(&guest.host, Addr { cid: GUEST, port: 80 }).map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::QuotaExceeded);
         assert_eq!(guest.check(), []);
-        // One goes, another comes.
-        let gone = streams.remove(0);
+        // One is closed, another takes its place.
+        let closed = streams.remove(0);
         assert_eq!(guest.exchange(guest.header(Op::Reset, 0, PORT), &[]), []);
-        is_reset(&gone);
+        is_reset(&closed);
         assert_eq!(guest.exchange(guest.header(Op::Request, 5, PORT), &[]), [guest.answer(Op::Response, 5, PORT)]);
-        // A listener that goes away takes its backlog along.
+        // Dropping a listener resets the connections in its backlog.
         drop(listener);
         let resets = [3, 4, 5].map(|from| guest.answer(Op::Reset, from, PORT));
         assert_eq!(guest.receive(), resets);
@@ -739,7 +740,7 @@ fn connections_beyond_the_limits_are_refused() {
 }
 
 #[test]
-fn ten_thousand_connections_that_are_reset_at_once_leave_nothing() {
+fn ten_thousand_connections_reset_at_once_leave_no_state() {
     for mut guest in guests() {
         let listener = listener(&guest);
         for number in 0..10_000 {
@@ -752,7 +753,7 @@ fn ten_thousand_connections_that_are_reset_at_once_leave_nothing() {
                 guest.send(guest.header(Op::Request, from, PORT), &[]);
                 guest.send(guest.header(Op::Reset, from, PORT), &[]);
                 assert_eq!(guest.receive(), [guest.answer(Op::Response, from, PORT)]);
-                // It is accepted all the same, as with any socket.
+                // It can still be accepted, as with any socket.
                 is_reset(&listener.accept_within(Some(Duration::ZERO)).unwrap());
             }
         }
@@ -764,7 +765,7 @@ fn ten_thousand_connections_that_are_reset_at_once_leave_nothing() {
 }
 
 #[test]
-fn connections_that_programs_close_at_once_leave_nothing() {
+fn connections_closed_by_programs_at_once_leave_no_state() {
     let settings = Settings { memory: 16 << 30, ..Settings::default() };
     let mut guest = Guest::new(Shape { settings, ..Shape::default() });
     let listener = listener(&guest);
@@ -777,7 +778,7 @@ fn connections_that_programs_close_at_once_leave_nothing() {
         };
         assert_eq!(guest.receive(), [end]);
         if from % 2 == 0 {
-            // It hears no more of us: only the deadline ends it.
+            // The guest never closes its end: only the deadline ends the connection.
             continue;
         }
         let end = VsockHdr { flags: BOTH, ..guest.header(Op::Shutdown, from, PORT) };
@@ -790,7 +791,7 @@ fn connections_that_programs_close_at_once_leave_nothing() {
     while guest.host.tick(Instant::now() + Duration::from_secs(60)) {
         turns += 1;
     }
-    assert_eq!(turns, 5000 / 256 + 1, "so many at once");
+    assert_eq!(turns, 5000 / 256 + 1, "closed connections per tick");
     assert_eq!(guest.host.report().connections, 1);
     assert_eq!(guest.host.next_deadline(), None);
     let mut ports: Vec<_> = guest
@@ -807,7 +808,7 @@ fn connections_that_programs_close_at_once_leave_nothing() {
 }
 
 #[test]
-fn a_reset_of_the_guest_in_the_middle_of_everything() {
+fn a_reset_of_the_guest_under_load() {
     for mut guest in guests() {
         let listener = listener(&guest);
         let streams: Vec<_> = (0..20).map(|from| guest.connect(&listener, from, PORT)).collect();
@@ -824,7 +825,7 @@ fn a_reset_of_the_guest_in_the_middle_of_everything() {
         for (number, stream) in (0..).zip(&streams) {
             let mut target = [0; 1000];
             (&*stream).read_exact(&mut target).unwrap();
-            assert_eq!(target, [number; 1000], "what came before can still be read");
+            assert_eq!(target, [number; 1000], "received data can still be read");
             is_reset(stream);
         }
         assert_eq!(
@@ -833,22 +834,22 @@ fn a_reset_of_the_guest_in_the_middle_of_everything() {
         );
         guest.take();
         drop(streams);
-        assert_eq!(guest.receive(), [], "nobody is told of what nobody knows");
-        // The guest remembers nothing, and may use the same ports.
+        assert_eq!(guest.receive(), [], "no resets for connections the guest does not know");
+        // The guest has lost its state and may use the same ports.
         let stream = guest.connect(&listener, 0, PORT);
         assert_eq!(guest.exchange(guest.data(0, PORT, 3), b"new"), []);
         let mut target = [0; 9];
         assert_eq!((&stream).read(&mut target).unwrap(), 3);
         assert_eq!(guest.exchange(guest.data(1, PORT, 3), b"old"), [guest.answer(Op::Reset, 1, PORT)]);
-        assert_eq!(*guest.around.broken.lock(), []);
+        assert_eq!(*guest.env.broken.lock(), []);
     }
 }
 
-// --- guests among themselves ------------------------------------------------------------------------------------------
+// --- between guests ---------------------------------------------------------------------------------------------------
 
 const OTHER: u64 = 4;
 
-/// Two guests with these groups.
+/// Creates two guests in these groups.
 fn siblings(acked: u64, groups: [&str; 2], connections: usize) -> (Arc<Hub<Side>>, Guest, Guest) {
     let hub = Hub::new(connections);
     let [a, b] = [(GUEST, groups[0]), (OTHER, groups[1])].map(|(cid, groups)| {
@@ -859,7 +860,7 @@ fn siblings(acked: u64, groups: [&str; 2], connections: usize) -> (Arc<Hub<Side>
     (hub, a, b)
 }
 
-/// A header from a guest's port to one of the other guest's.
+/// Returns a header from a port of one guest to a port of the other.
 fn across(from: (&Guest, u32), op: Op, to: (&Guest, u32)) -> VsockHdr {
     VsockHdr { dst_cid: to.0.cid, ..from.0.header(op, from.1, to.1) }
 }
@@ -868,9 +869,9 @@ fn bare(header: VsockHdr) -> Packet {
     Packet { header, payload: vec![] }
 }
 
-/// Connects port 5 of one with port 6 of the other.
+/// Connects port 5 of `a` with port 6 of `b`.
 #[track_caller]
-fn meet(a: &mut Guest, b: &mut Guest, kind: u16) {
+fn connect_guests(a: &mut Guest, b: &mut Guest, kind: u16) {
     let request = VsockHdr { kind, ..across((a, 5), Op::Request, (b, 6)) };
     assert_eq!(a.exchange(request, &[]), []);
     assert_eq!(b.receive(), [bare(request)]);
@@ -879,9 +880,9 @@ fn meet(a: &mut Guest, b: &mut Guest, kind: u16) {
     assert_eq!(a.receive(), [bare(response)]);
 }
 
-/// Neither knows the connection any more, both were told once.
+/// Checks that both ends were reset exactly once, and that the connection is unknown to the hub.
 #[track_caller]
-fn parted(a: &mut Guest, b: &mut Guest, kind: u16) {
+fn both_reset(a: &mut Guest, b: &mut Guest, kind: u16) {
     let resets = [((&*b, 6), (&*a, 5)), ((&*a, 5), (&*b, 6))].map(|(from, to)| reset_of(across(to, Op::Data, from)));
     let resets = resets.map(|reset| bare(VsockHdr { kind, ..reset.header }));
     assert_eq!((a.receive(), b.receive()), (vec![resets[0].clone()], vec![resets[1].clone()]));
@@ -896,7 +897,7 @@ fn parted(a: &mut Guest, b: &mut Guest, kind: u16) {
 }
 
 #[test]
-fn guests_without_a_common_group_do_not_meet() {
+fn guests_without_a_common_group_cannot_connect() {
     for groups in [["", ""], ["x", "y"], ["x", ""], ["a b", "c d"]] {
         let (_hub, mut a, mut b) = siblings(SPLIT, groups, 10);
         for op in 0..9 {
@@ -910,10 +911,10 @@ fn guests_without_a_common_group_do_not_meet() {
 }
 
 #[test]
-fn a_guest_cannot_speak_for_another_one() {
+fn a_guest_cannot_forge_packets_of_another_one() {
     let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 10);
-    meet(&mut a, &mut b, TYPE_STREAM);
-    // To itself, to one that there is not, for one that it is not, and to a connection that there is not.
+    connect_guests(&mut a, &mut b, TYPE_STREAM);
+    // To the sender itself, to a CID that does not exist, with a forged source, and to a connection that does not exist.
     let forged = VsockHdr { src_cid: OTHER, dst_cid: OTHER, ..across((&a, 5), Op::Data, (&b, 6)) };
     let headers = [
         VsockHdr { dst_cid: GUEST, ..forged },
@@ -923,7 +924,7 @@ fn a_guest_cannot_speak_for_another_one() {
         across((&a, 5), Op::Data, (&b, 7)),
         across((&a, 5), Op::Response, (&b, 7)),
         VsockHdr { op: 0, ..across((&a, 5), Op::Data, (&b, 6)) },
-        // Less there than it says.
+        // The payload is shorter than the header says.
         VsockHdr { len: 2, ..across((&a, 5), Op::Data, (&b, 6)) },
         VsockHdr { len: u32::MAX, ..across((&a, 5), Op::Data, (&b, 6)) },
     ];
@@ -931,7 +932,7 @@ fn a_guest_cannot_speak_for_another_one() {
         assert_eq!(a.exchange(header, b"x"), [reset_of(header)], "{header:?}");
         assert_eq!(b.receive(), []);
     }
-    // The connection is still there.
+    // The connection still works.
     let data = VsockHdr { len: 1, ..across((&a, 5), Op::Data, (&b, 6)) };
     assert_eq!(a.exchange(data, b"x"), []);
     assert_eq!(b.receive(), [Packet { header: data, payload: b"x".to_vec() }]);
@@ -939,13 +940,13 @@ fn a_guest_cannot_speak_for_another_one() {
 }
 
 #[test]
-fn who_sends_another_guest_too_much_is_parted_from_it() {
+fn exceeding_the_credit_of_another_guest_resets_the_connection() {
     for acked in [SPLIT, PACKED] {
         for kind in [TYPE_STREAM, TYPE_SEQPACKET] {
             let (_hub, mut a, mut b) = siblings(acked, ["x y", "z y"], 10);
             let data = VsockHdr { kind, ..across((&a, 5), Op::Data, (&b, 6)) };
             for (announced, credit) in [((1000, 0), 1000), ((0, 0), 0), ((1000, 1), 0), ((u32::MAX, 0), 1 << 20)] {
-                meet(&mut a, &mut b, kind);
+                connect_guests(&mut a, &mut b, kind);
                 let (buf_alloc, fwd_cnt) = announced;
                 let update = VsockHdr { kind, buf_alloc, fwd_cnt, ..across((&b, 6), Op::CreditUpdate, (&a, 5)) };
                 assert_eq!(b.exchange(update, &[]), []);
@@ -957,7 +958,7 @@ fn who_sends_another_guest_too_much_is_parted_from_it() {
                     assert_eq!(got, credit as usize);
                 }
                 a.send(VsockHdr { len: 1, ..data }, &[1]);
-                parted(&mut a, &mut b, kind);
+                both_reset(&mut a, &mut b, kind);
             }
             assert_eq!((a.host.report().wrong, b.host.report().wrong), (4 + 4, 4));
         }
@@ -965,26 +966,26 @@ fn who_sends_another_guest_too_much_is_parted_from_it() {
 }
 
 #[test]
-fn a_second_request_parts_two_guests() {
+fn a_second_request_resets_a_connection_between_guests() {
     let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 10);
     for _ in 0..2 {
-        meet(&mut a, &mut b, TYPE_STREAM);
+        connect_guests(&mut a, &mut b, TYPE_STREAM);
         a.send(across((&a, 5), Op::Request, (&b, 6)), &[]);
-        parted(&mut a, &mut b, TYPE_STREAM);
-        // From the other end, as well.
-        meet(&mut a, &mut b, TYPE_STREAM);
+        both_reset(&mut a, &mut b, TYPE_STREAM);
+        // The same from the other end.
+        connect_guests(&mut a, &mut b, TYPE_STREAM);
         b.send(across((&b, 6), Op::Request, (&a, 5)), &[]);
         b.host.work();
-        parted(&mut a, &mut b, TYPE_STREAM);
+        both_reset(&mut a, &mut b, TYPE_STREAM);
     }
 }
 
 #[test]
-fn the_reset_of_a_guest_is_told_to_the_other() {
+fn the_reset_of_a_guest_resets_its_connections_at_others() {
     for kind in [TYPE_STREAM, TYPE_SEQPACKET] {
         let (_hub, mut a, mut b) = siblings(PACKED, ["x", "x"], 10);
-        meet(&mut a, &mut b, kind);
-        // What it has not taken yet is lost.
+        connect_guests(&mut a, &mut b, kind);
+        // Data it has not received yet is lost.
         for _ in 0..100 {
             let data = VsockHdr { kind, len: 1000, ..across((&b, 6), Op::Data, (&a, 5)) };
             b.send(data, &[0; 1000]);
@@ -996,16 +997,16 @@ fn the_reset_of_a_guest_is_told_to_the_other() {
         let reset = reset_of(across((&b, 6), Op::Data, (&a, 5)));
         assert_eq!(b.receive(), [bare(VsockHdr { kind, ..reset.header })]);
         assert_eq!(b.check(), []);
-        meet(&mut a, &mut b, kind);
+        connect_guests(&mut a, &mut b, kind);
     }
 }
 
 #[test]
-fn packets_of_guests_arrive_in_order_however_late() {
+fn queued_packets_between_guests_arrive_in_order() {
     for acked in [SPLIT, PACKED] {
         for kind in [TYPE_STREAM, TYPE_SEQPACKET] {
             let (_hub, mut a, mut b) = siblings(acked, ["x", "x"], 10);
-            meet(&mut a, &mut b, kind);
+            connect_guests(&mut a, &mut b, kind);
             let mut bytes = vec![0; 100 * 2000];
             pattern(9, 0, &mut bytes);
             for part in bytes.chunks(2000) {
@@ -1020,7 +1021,7 @@ fn packets_of_guests_arrive_in_order_however_late() {
             assert_eq!(packets.pop(), Some(bare(end)));
             assert!(packets.iter().flat_map(|packet| &packet.payload).eq(&bytes));
             if kind == TYPE_SEQPACKET {
-                // A message may come in parts, of which the last one ends it.
+                // A message may be split; only the last part carries the flag.
                 let mut len = 0;
                 for Packet { header, payload } in packets {
                     len += payload.len();
@@ -1034,15 +1035,15 @@ fn packets_of_guests_arrive_in_order_however_late() {
 }
 
 #[test]
-fn two_guests_cannot_fill_our_memory_together() {
+fn two_guests_together_cannot_exhaust_memory() {
     let (reset, many) = (Op::Reset as u16, 200_000);
     for kind in [TYPE_STREAM, TYPE_SEQPACKET] {
-        // One takes nothing, and says that it has taken all.
+        // One guest takes nothing, and claims to have consumed everything.
         for len in [1, 1000, 60_000] {
             let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 10);
-            meet(&mut a, &mut b, kind);
-            let (mut sent, mut told) = (0u32, 0);
-            while told == 0 {
+            connect_guests(&mut a, &mut b, kind);
+            let (mut sent, mut resets) = (0u32, 0);
+            while resets == 0 {
                 let data = VsockHdr { kind, flags: SEQ_EOM, len, ..across((&a, 5), Op::Data, (&b, 6)) };
                 a.send(data, &vec![0; len as usize]);
                 a.host.work();
@@ -1051,22 +1052,22 @@ fn two_guests_cannot_fill_our_memory_together() {
                     VsockHdr { kind, buf_alloc: u32::MAX, fwd_cnt: sent, ..across((&b, 6), Op::CreditUpdate, (&a, 5)) };
                 b.send(update, &[]);
                 b.host.work();
-                told = a.take().iter().filter(|packet| packet.header.op == reset).count();
-                // What was there before, what may wait, and what is too much.
+                resets = a.take().iter().filter(|packet| packet.header.op == reset).count();
+                // What fits into the buffers, what may be queued, and the packet beyond that.
                 assert!(sent <= 32 * 4096 + (1 << 20) + len, "{sent} bytes");
             }
             let packets = b.receive();
             assert_eq!(
                 packets.iter().filter(|packet| packet.header.op == reset).count(),
                 2,
-                "to this, and to its update"
+                "one for the violation, one for the update after it"
             );
             a.receive();
             assert_eq!((a.check(), b.check()), (vec![], vec![]));
         }
-        // Packets of nothing.
+        // Packets without data.
         let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 10);
-        meet(&mut a, &mut b, kind);
+        connect_guests(&mut a, &mut b, kind);
         let ops = [Op::CreditRequest, Op::CreditUpdate, Op::Shutdown, Op::Response];
         for number in 0..many {
             let op = ops[number % 4];
@@ -1083,7 +1084,7 @@ fn two_guests_cannot_fill_our_memory_together() {
         assert!(count <= 65536 + 32, "{count}");
         assert_eq!((a.check(), b.check()), (vec![], vec![]));
     }
-    // Connections that come and go.
+    // Connections that are opened and reset at once.
     let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 10);
     for _ in 0..many {
         a.send(across((&a, 5), Op::Request, (&b, 6)), &[]);
@@ -1093,11 +1094,11 @@ fn two_guests_cannot_fill_our_memory_together() {
     let count = b.receive().len();
     assert!(count <= 65536 + 32, "{count}");
     assert_eq!((a.check(), b.check()), (vec![], vec![]));
-    meet(&mut a, &mut b, TYPE_STREAM);
+    connect_guests(&mut a, &mut b, TYPE_STREAM);
 }
 
 #[test]
-fn a_guest_asks_others_for_so_many_connections_and_no_more() {
+fn the_connections_a_guest_requests_from_others_are_limited() {
     let (_hub, mut a, mut b) = siblings(SPLIT, ["x", "x"], 3);
     for port in 0..5 {
         let request = across((&a, port), Op::Request, (&b, 6));
@@ -1105,7 +1106,7 @@ fn a_guest_asks_others_for_so_many_connections_and_no_more() {
         assert_eq!(a.exchange(request, &[]), expected);
     }
     assert_eq!(b.receive().len(), 3);
-    // Which is not at the cost of the other one.
+    // Connections requested by the other guest are counted separately.
     for port in 0..3 {
         assert_eq!(b.exchange(across((&b, 20 + port), Op::Request, (&a, 5)), &[]), []);
     }
@@ -1122,35 +1123,35 @@ fn a_guest_asks_others_for_so_many_connections_and_no_more() {
     assert_eq!((a.check(), b.receive().len()), (vec![], 1));
 }
 
-// --- a device that does wrong -----------------------------------------------------------------------------------------
+// --- a hostile device -------------------------------------------------------------------------------------------------
 
-/// A device without any rules, by packets; and the memory of its driver, whose stack is good.
-struct Device {
+/// A device that obeys no rules, with the memory of its driver, whose stack is well-behaved.
+struct HostileDevice {
     guest: Arc<common::GuestStack>,
-    around: Around,
+    env: TestHost,
     region: Arc<Region>,
-    /// Where the driver's rings are.
+    /// Addresses of the driver's rings.
     at: [Addresses; 2],
     rx: RxQueue,
     tx: TxQueue,
 }
 
-impl Device {
-    fn new(acked: u64) -> Device {
+impl HostileDevice {
+    fn new(acked: u64) -> HostileDevice {
         let config = DriverConfig { acked, queue_size: 64, receive: 4096 };
         let Driver { region, file, rx, tx, .. } = Driver::new(config).unwrap();
         let mapped = Region::map(&file, 0, region.len() as u64, region.guest(), region.user()).unwrap();
         let memory = Arc::new(Table::default().with(mapped).unwrap());
         let at = [rx.addresses(), tx.addresses()];
-        let around = around();
+        let env = env();
         let guest =
-            Arc::new(Stack::<DriverSide>::new("guest", GUEST, None, Settings::default(), Box::new(around.clone())));
+            Arc::new(Stack::<DriverSide>::new("guest", GUEST, None, Settings::default(), Box::new(env.clone())));
         guest.set_link(Some(tx));
         guest.set_inlet(Some(rx));
-        guest.set_kinds(kinds(acked));
+        guest.set_socket_types(socket_types(acked));
         let rx = RxQueue::start(memory.clone(), acked, 64, at[0], base(acked)).unwrap();
         let tx = TxQueue::start(memory, acked, 64, at[1], base(acked)).unwrap();
-        Device { guest, around, region, at, rx, tx }
+        HostileDevice { guest, env, region, at, rx, tx }
     }
 
     fn exchange(&mut self, header: VsockHdr, payload: &[u8]) -> Vec<Packet> {
@@ -1183,12 +1184,12 @@ impl Device {
         }
     }
 
-    /// Writes where the rings are.
+    /// Writes to the rings.
     fn write(&self, user: u64, bytes: &[u8]) {
         self.region.span((user - self.region.user()) as usize, bytes.len()).unwrap().write(bytes);
     }
 
-    /// Says that a buffer is used (split ring).
+    /// Marks a buffer as used (split ring).
     fn used(&self, queue: usize, index: u16, id: u32, len: u32) {
         let at = self.at[queue].device;
         self.write(at + 4 + 8 * u64::from(index), &[id.to_le_bytes(), len.to_le_bytes()].concat());
@@ -1197,10 +1198,10 @@ impl Device {
 }
 
 #[test]
-fn a_driver_answers_packets_of_no_sense_in_the_same_way() {
+fn a_driver_answers_invalid_packets_the_same_way() {
     for acked in [SPLIT, PACKED] {
-        let mut device = Device::new(acked);
-        let listener = Listener::bind(&device.guest, PORT, Kind::Stream).unwrap();
+        let mut device = HostileDevice::new(acked);
+        let listener = Listener::bind(&device.guest, PORT, SocketType::Stream).unwrap();
         let (request, plain) = (device.header(Op::Request), device.header(Op::CreditRequest));
         let mut bad = Vec::new();
         bad.extend([0, 8, 65535].map(|op| VsockHdr { op, ..plain }));
@@ -1218,29 +1219,29 @@ fn a_driver_answers_packets_of_no_sense_in_the_same_way() {
             assert_eq!(device.exchange(header, &[]), [reset_of(header)]);
         }
         assert_eq!(device.guest.report().connections, 0);
-        assert_eq!(*device.around.broken.lock(), []);
+        assert_eq!(*device.env.broken.lock(), []);
     }
 }
 
 #[test]
-fn a_driver_passes_over_packets_without_a_header() {
-    let device = Device::new(SPLIT);
+fn a_driver_skips_packets_without_a_header() {
+    let device = HostileDevice::new(SPLIT);
     for index in 0..44 {
         device.used(0, index, u32::from(index), index.into());
     }
     device.guest.work();
     assert_eq!((device.guest.report().received, device.guest.report().wrong), (44, 0));
-    assert_eq!(device.guest.report().ways.direct, 0, "no answers");
-    assert_eq!(*device.around.broken.lock(), []);
+    assert_eq!(device.guest.report().ways.direct, 0, "no answers may be sent");
+    assert_eq!(*device.env.broken.lock(), []);
 }
 
 #[test]
-fn a_driver_does_not_believe_in_payload_that_is_not_there() {
-    let mut device = Device::new(SPLIT);
-    let listener = Listener::bind(&device.guest, PORT, Kind::Stream).unwrap();
+fn a_driver_rejects_a_payload_shorter_than_its_header_says() {
+    let mut device = HostileDevice::new(SPLIT);
+    let listener = Listener::bind(&device.guest, PORT, SocketType::Stream).unwrap();
     device.exchange(device.header(Op::Request), &[]);
     let stream = listener.accept_within(Some(Duration::ZERO)).unwrap();
-    // The second buffer: its header is written by hand, and it says that there are 10 bytes more than there are.
+    // The header is written by hand into the second buffer, and claims 10 bytes more than there are.
     let data = VsockHdr { len: 15, ..device.header(Op::Data) };
     let (mut address, mut len) = ([0; 8], 0);
     let descriptor = device.at[0].descriptor - device.region.user() + 16;
@@ -1254,11 +1255,11 @@ fn a_driver_does_not_believe_in_payload_that_is_not_there() {
     device.guest.work();
     assert_eq!((&stream).read(&mut [0; 20]).unwrap_err().kind(), ErrorKind::ConnectionReset);
     assert_eq!(device.guest.report().wrong, 1);
-    assert_eq!(*device.around.broken.lock(), []);
+    assert_eq!(*device.env.broken.lock(), []);
 }
 
 #[test]
-fn a_device_that_lies_about_buffers_is_not_used_any_more() {
+fn a_device_that_returns_invalid_used_buffers_is_stopped() {
     let room = 4096 + SIZE as u32;
     let (jump, outstanding) = (DriverFault::UsedJump { index: 101, next: 0, ahead: 101, outstanding: 64 }, 64);
     let lies = [
@@ -1269,17 +1270,17 @@ fn a_device_that_lies_about_buffers_is_not_used_any_more() {
         (100, 0, SIZE as u32, jump),
     ];
     for (index, id, len, fault) in lies {
-        let device = Device::new(SPLIT);
+        let device = HostileDevice::new(SPLIT);
         device.used(0, index, id, len);
         device.guest.work();
-        assert_eq!(*device.around.broken.lock(), [(Queue::In, Broken::Device(fault))]);
+        assert_eq!(*device.env.broken.lock(), [(Queue::In, Broken::Device(fault))]);
         assert_eq!(device.guest.report().faults, 1);
     }
-    // The queue that we send with is looked at when there is no room any more. Its first buffer has been used.
+    // The transmit queue is polled when it has run out of room. Its first buffer has been used already.
     let lies = [(1, 64, DriverFault::Id { id: 64 }), (1, 0, DriverFault::Id { id: 0 }), (100, 0, jump)];
     for (index, id, fault) in lies {
-        let mut device = Device::new(SPLIT);
-        let listener = Listener::bind(&device.guest, PORT, Kind::Stream).unwrap();
+        let mut device = HostileDevice::new(SPLIT);
+        let listener = Listener::bind(&device.guest, PORT, SocketType::Stream).unwrap();
         device.exchange(VsockHdr { buf_alloc: u32::MAX, ..device.header(Op::Request) }, &[]);
         let stream = listener.accept_within(Some(Duration::ZERO)).unwrap();
         stream.set_nonblocking(true);
@@ -1288,53 +1289,53 @@ fn a_device_that_lies_about_buffers_is_not_used_any_more() {
             let _ = (&stream).write(&[0; 100]);
             device.guest.work();
         }
-        let broken = device.around.broken.lock().clone();
+        let broken = device.env.broken.lock().clone();
         let [(Queue::Out, Broken::Device(mut got))] = broken[..] else { panic!("{broken:?}") };
         if let DriverFault::UsedJump { outstanding: under_way, .. } = &mut got {
-            // Some are left for control.
+            // Some are reserved for control packets.
             assert!((60..=64).contains(under_way));
             *under_way = outstanding;
         }
         assert_eq!(got, fault);
         assert_eq!(device.guest.report().faults, 1);
-        // It still hears.
+        // The receive queue still works.
         let data = VsockHdr { len: 5, ..device.header(Op::Data) };
-        device.rx.put(&data, &mut Payload::bytes(b"heard"));
+        device.rx.put(&data, &mut Payload::bytes(b"hello"));
         device.rx.publish();
         device.guest.work();
         assert_eq!((&stream).read(&mut [0; 9]).unwrap(), 5);
     }
 }
 
-// --- anything ---------------------------------------------------------------------------------------------------------
+// --- random steps -----------------------------------------------------------------------------------------------------
 
 const MESSAGES: u32 = 1001;
 
-/// What a guest or a program may do next. Numbers of sockets count from the oldest one and begin anew.
+/// A step of a guest or a program. Socket numbers count from the oldest one, modulo their number.
 #[derive(Clone, Debug)]
 enum Step {
-    /// A packet from the guest, in descriptors of this length, with so much payload.
+    /// A packet from the guest with `there` bytes of payload, in descriptors of `cut` bytes.
     Send {
         header: VsockHdr,
         there: usize,
         cut: usize,
     },
-    /// The guest takes what came, and gives the buffers back.
+    /// The guest takes packets and makes the buffers available again.
     Take,
-    /// The device works.
+    /// The device's worker runs.
     Work,
     Accept,
-    /// To a port that answers with this operation.
+    /// A program connects to a port that answers with this operation.
     Connect {
         port: u32,
-        kind: Kind,
+        kind: SocketType,
         op: u16,
     },
     Write(usize, usize),
     Read(usize, usize),
     Shut(usize, bool, bool),
     Close(usize),
-    /// So many milliseconds pass.
+    /// Time passes, in milliseconds.
     Tick(u64),
     Sweep,
     Reset,
@@ -1361,7 +1362,7 @@ fn headers() -> impl Strategy<Value = VsockHdr> {
     let credit = || prop_oneof![4 => Just(0), 4 => 0..20_000u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
     (cids(), cids(), from, to, kind, op, (len, flags, credit(), credit())).prop_map(
         |(src_cid, dst_cid, src_port, dst_port, kind, op, (len, flags, buf_alloc, fwd_cnt))| {
-            // 0 stands for the right one.
+            // 0 stands for the correct CID.
             let src_cid = if src_cid == 0 { GUEST } else { src_cid };
             let dst_cid = if dst_cid == 0 { HOST } else { dst_cid };
             VsockHdr { src_cid, dst_cid, src_port, dst_port, len, kind, op, flags, buf_alloc, fwd_cnt }
@@ -1382,7 +1383,7 @@ fn steps() -> impl Strategy<Value = Step> {
         8 => Just(Step::Work),
         6 => Just(Step::Accept),
         4 => (0..4u32, any::<bool>(), prop_oneof![8 => Just(2), 1 => 1..8u16]).prop_map(|(port, stream, op)| {
-            Step::Connect { port, kind: if stream { Kind::Stream } else { Kind::SeqPacket }, op }
+            Step::Connect { port, kind: if stream { SocketType::Stream } else { SocketType::SeqPacket }, op }
         }),
         8 => (socket(), 0..20_000usize).prop_map(|(socket, len)| Step::Write(socket, len)),
         8 => (socket(), 0..20_000usize).prop_map(|(socket, len)| Step::Read(socket, len)),
@@ -1399,8 +1400,8 @@ enum Program {
     Messages(SeqPacket<Side>),
 }
 
-/// What a program may be told by a call that fails.
-fn is_told(result: std::io::Result<usize>) {
+/// Checks that a failed call returned one of the expected errors.
+fn check_error(result: std::io::Result<usize>) {
     use ErrorKind::*;
     if let Err(error) = result {
         let known = [WouldBlock, ConnectionReset, ConnectionRefused, TimedOut, BrokenPipe, InvalidInput, QuotaExceeded];
@@ -1408,7 +1409,7 @@ fn is_told(result: std::io::Result<usize>) {
     }
 }
 
-fn go(guest: &mut Guest, listeners: &[Listener<Side>; 2], programs: &mut Vec<Program>, next: &mut u32, step: Step) {
+fn step(guest: &mut Guest, listeners: &[Listener<Side>; 2], programs: &mut Vec<Program>, next: &mut u32, step: Step) {
     let which = |programs: &Vec<Program>, number: usize| number.checked_rem(programs.len());
     match step {
         Step::Send { header, there, cut } => {
@@ -1433,15 +1434,15 @@ fn go(guest: &mut Guest, listeners: &[Listener<Side>; 2], programs: &mut Vec<Pro
             if guest.host.report().connections >= 6 {
                 return;
             }
-            // The answer is in the ring before the question is asked: nobody waits. Only one that the ring's other packets
-            // bring to the same end comes too late, and then there is an end.
+            // The answer is put into the ring before the request is sent, so that nobody has to wait. It comes too late only if
+            // earlier packets in the ring have already ended the connection, which ends the wait as well.
             guest.host.work();
             let answer = VsockHdr { kind: kind.number(), op, ..guest.header(Op::Request, port, *next) };
             guest.send(answer, &[]);
             let peer = Addr { cid: GUEST, port };
             let result = match kind {
-                Kind::Stream => Stream::connect(&guest.host, peer).map(Program::Stream),
-                Kind::SeqPacket => SeqPacket::connect(&guest.host, peer).map(Program::Messages),
+                SocketType::Stream => Stream::connect(&guest.host, peer).map(Program::Stream),
+                SocketType::SeqPacket => SeqPacket::connect(&guest.host, peer).map(Program::Messages),
             };
             *next += 1;
             match result {
@@ -1455,18 +1456,18 @@ fn go(guest: &mut Guest, listeners: &[Listener<Side>; 2], programs: &mut Vec<Pro
                 }
                 Err(error) => {
                     assert_ne!(op, Op::Response as u16, "{error}");
-                    is_told(Err(error));
+                    check_error(Err(error));
                 }
             }
         }
         Step::Write(number, len) => match which(programs, number).map(|index| &programs[index]) {
-            Some(Program::Stream(stream)) => is_told((&*stream).write(&vec![1; len])),
-            Some(Program::Messages(messages)) => is_told(messages.send(&vec![1; len], len % 2 == 0).map(|()| 0)),
+            Some(Program::Stream(stream)) => check_error((&*stream).write(&vec![1; len])),
+            Some(Program::Messages(messages)) => check_error(messages.send(&vec![1; len], len % 2 == 0).map(|()| 0)),
             None => {}
         },
         Step::Read(number, len) => match which(programs, number).map(|index| &programs[index]) {
-            Some(Program::Stream(stream)) => is_told((&*stream).read(&mut vec![0; len])),
-            Some(Program::Messages(messages)) => is_told(messages.receive(&mut vec![0; len]).map(|_| 0)),
+            Some(Program::Stream(stream)) => check_error((&*stream).read(&mut vec![0; len])),
+            Some(Program::Messages(messages)) => check_error(messages.receive(&mut vec![0; len]).map(|_| 0)),
             None => {}
         },
         Step::Shut(number, receiving, sending) => {
@@ -1492,30 +1493,30 @@ fn go(guest: &mut Guest, listeners: &[Listener<Side>; 2], programs: &mut Vec<Pro
     }
 }
 
-fn anything(acked: u64, direct: bool, steps: Vec<Step>) {
+fn run_steps(acked: u64, direct: bool, steps: Vec<Step>) {
     let settings = Settings { direct, buffer: 8192, connections: 8, backlog: 3, ..Settings::default() };
     let buffers = vec![vec![1000, 500]; 16];
     let mut guest = Guest::bare(Shape { acked, buffers, settings, ..Shape::default() });
-    let listeners = [(PORT, Kind::Stream), (MESSAGES, Kind::SeqPacket)]
+    let listeners = [(PORT, SocketType::Stream), (MESSAGES, SocketType::SeqPacket)]
         .map(|(port, kind)| Listener::bind(&guest.host, port, kind).unwrap());
     let (mut programs, mut next) = (Vec::new(), FIRST_PORT);
     for step in steps {
-        go(&mut guest, &listeners, &mut programs, &mut next, step);
+        self::step(&mut guest, &listeners, &mut programs, &mut next, step);
         for connection in guest.host.connections() {
             assert!(connection.unread <= 8192 && connection.queued <= MAX_PACKET, "{connection:?}");
         }
         assert!(guest.host.report().connections <= 8);
-        assert_eq!(*guest.around.broken.lock(), []);
+        assert_eq!(*guest.env.broken.lock(), []);
     }
     guest.receive();
     assert!(!guest.host.is_waiting());
-    // A fresh connection, which loses nothing, beside all the others that there may be.
+    // Finally a new connection must work without loss, whatever state the others are in.
     drop(programs);
     guest.host.tick(Instant::now() + Duration::from_secs(60));
     guest.receive();
-    let fresh = Listener::bind(&guest.host, GOOD, Kind::Stream).unwrap();
+    let fresh = Listener::bind(&guest.host, GOOD, SocketType::Stream).unwrap();
     let backlogs = guest.host.report().connections;
-    assert!(backlogs <= 6, "those that wait to be accepted: {backlogs}");
+    assert!(backlogs <= 6, "connections in the backlogs: {backlogs}");
     let request = guest.header(Op::Request, GOOD, GOOD);
     let answers = guest.exchange(request, &[]);
     let [Packet { header, .. }] = &answers[..] else { panic!("{answers:?}") };
@@ -1532,18 +1533,18 @@ fn anything(acked: u64, direct: bool, steps: Vec<Step>) {
     assert_eq!(guest.host.report().connections, 0);
     assert_eq!(guest.host.next_deadline(), None);
     assert!(!guest.host.is_waiting());
-    assert_eq!(*guest.around.broken.lock(), []);
+    assert_eq!(*guest.env.broken.lock(), []);
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, max_shrink_iters: 2000, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_comes_the_device_goes_on(
+    fn random_steps_never_break_the_device(
         packed in any::<bool>(),
         direct in any::<bool>(),
         steps in proptest::collection::vec(steps(), 1..200),
     ) {
-        anything(if packed { PACKED } else { SPLIT }, direct, steps);
+        run_steps(if packed { PACKED } else { SPLIT }, direct, steps);
     }
 }

@@ -1,12 +1,12 @@
-//! Senders, the worker and the peer meeting at a [`Sender`], in every order that loom finds. Run with
+//! Model checking of [`Sender`]: sending threads, the worker and the peer, in every order that loom explores. Run with
 //! `RUSTFLAGS="--cfg loom" cargo test -p ringroad-vsock --test loom --release`.
 //!
-//! The ring is a list of packets that has room for so many and can be asked to tell of room. The worker does what it really
-//! does: it is woken by a bell, which whoever is told to (`Effect::wake`) rings, and the peer, if it was asked for that. When
-//! all threads are done, it goes on only as long as somebody rings: what waits then, though nobody will, is found at once.
+//! The ring is a list of packets with limited room that can be asked to report room. The worker behaves like the real one: it
+//! runs when its bell is rung, by a sender that got `Effect::wake`, or by the peer if it was asked to. Once all threads are done,
+//! the worker runs only while the bell is rung, so packets that wait with nobody to wake the worker are detected.
 //!
-//! What threads do between two accesses to loom's locks and atomics happens at one time, so that the list may be a usual one,
-//! and says what happened before what.
+//! What a thread does between two accesses to loom's locks and atomics is one atomic step. So the list can use an ordinary lock,
+//! and its order is the order of events.
 #![cfg(loom)]
 
 use loom::{
@@ -31,37 +31,37 @@ use std::{
     },
 };
 
-/// A packet in the ring. Data are one byte, which is their serial number.
+/// A packet in the ring. Data packets carry one byte, their serial number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Packet {
     conn: u32,
     serial: u32,
     control: bool,
-    told: u32,
+    advertised: u32,
 }
 
-/// What was put into the ring, and how much of it the peer was shown.
+/// The packets put into the ring, and how many of them have been published.
 #[derive(Default)]
 struct List {
     packets: Vec<Packet>,
-    shown: usize,
+    published: usize,
 }
 
 const AWAITED: usize = 1;
 const ONE: usize = 2;
 
-/// A ring.
+/// A ring with limited room.
 #[derive(Clone)]
 struct Ring(StdArc<RingState>);
 
 struct RingState {
-    /// Room for so many packets, times two, and whether the peer was asked to tell of more.
+    /// Number of packets there is room for, times two, plus `AWAITED` if the peer was asked to report room.
     room: AtomicUsize,
-    /// What data leave for control.
+    /// Room that data packets leave for control packets.
     reserve: usize,
-    /// Loom tries other orders of accesses that depend on each other, but does not see that it matters when a lock is released,
-    /// and of a location it remembers the last access only. All threads touch this one, which synchronizes nothing, before a
-    /// packet and while they have the ring.
+    /// Loom explores other orders of dependent accesses only. It does not regard the time at which a lock is released as such,
+    /// and remembers just the last access to a location. All threads access this location, which synchronizes nothing, before
+    /// sending a packet and while they hold the ring, so that these orders are explored too.
     turn: AtomicUsize,
     list: StdMutex<List>,
 }
@@ -80,7 +80,7 @@ impl Ring {
         self.0.list.lock().unwrap().packets.clone()
     }
 
-    /// The serial numbers of a connection's data, as they stand in the ring.
+    /// Returns the serial numbers of a connection's data packets, in ring order.
     fn data(&self, conn: u32) -> Vec<u32> {
         let list = self.list();
         list.iter().filter(|packet| packet.conn == conn && !packet.control).map(|packet| packet.serial).collect()
@@ -94,7 +94,7 @@ impl Link for Ring {
     }
 
     fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
-        assert!(self.0.room.fetch_sub(ONE, AcqRel) >= ONE, "no room was left");
+        assert!(self.0.room.fetch_sub(ONE, AcqRel) >= ONE, "put without room");
         self.turn();
         let control = header.op != Op::Data as u16;
         let bytes = payload.take(header.len as usize);
@@ -103,8 +103,8 @@ impl Link for Ring {
             [serial] if !control => u32::from(serial),
             _ => panic!("{header:?} with {} bytes", bytes.len()),
         };
-        let (conn, told) = (header.src_port, header.fwd_cnt);
-        self.0.list.lock().unwrap().packets.push(Packet { conn, serial, control, told });
+        let (conn, advertised) = (header.src_port, header.fwd_cnt);
+        self.0.list.lock().unwrap().packets.push(Packet { conn, serial, control, advertised });
     }
 
     fn fill(
@@ -125,7 +125,7 @@ impl Link for Ring {
 
     fn publish(&mut self) -> bool {
         let mut list = self.0.list.lock().unwrap();
-        list.shown = list.packets.len();
+        list.published = list.packets.len();
         true
     }
 
@@ -141,17 +141,17 @@ struct Conn(StdArc<ConnState>);
 struct ConnState {
     id: u32,
     queued: AtomicUsize,
-    /// The room that its packets tell of, where a model asks for that.
-    told: Option<AtomicU32>,
+    /// The credit that its packets carry, in models that need it.
+    advertised: Option<AtomicU32>,
 }
 
 impl Conn {
     fn new(id: u32) -> Conn {
-        Conn(StdArc::new(ConnState { id, queued: AtomicUsize::new(0), told: None }))
+        Conn(StdArc::new(ConnState { id, queued: AtomicUsize::new(0), advertised: None }))
     }
 
-    fn telling(id: u32) -> Conn {
-        Conn(StdArc::new(ConnState { id, queued: AtomicUsize::new(0), told: Some(AtomicU32::new(0)) }))
+    fn with_credit(id: u32) -> Conn {
+        Conn(StdArc::new(ConnState { id, queued: AtomicUsize::new(0), advertised: Some(AtomicU32::new(0)) }))
     }
 
     fn header(&self, serial: u32, op: Op) -> VsockHdr {
@@ -165,8 +165,8 @@ impl Owner for Conn {
     }
 
     fn stamp(&self, header: &mut VsockHdr) {
-        if let Some(told) = &self.0.told {
-            header.fwd_cnt = told.load(Acquire);
+        if let Some(advertised) = &self.0.advertised {
+            header.fwd_cnt = advertised.load(Acquire);
         }
     }
 
@@ -175,7 +175,7 @@ impl Owner for Conn {
     }
 }
 
-/// All that threads share.
+/// State shared by all threads.
 #[derive(Clone)]
 struct World(StdArc<Shared>);
 
@@ -202,11 +202,11 @@ impl World {
     }
 
     fn wake(&self) {
-        // Loom orders read-modify-writes with each other, but not with stores.
+        // Loom orders read-modify-write operations with each other, but not with stores.
         self.0.bell.swap(true, AcqRel);
     }
 
-    /// A program sends a packet.
+    /// A program sends one packet.
     fn send(&self, conn: &Conn, serial: u8) {
         self.send_all(conn, &[serial]);
     }
@@ -222,7 +222,7 @@ impl World {
         }
     }
 
-    /// A packet from a socket of the host.
+    /// Sends a packet read from a host socket.
     fn fill(&self, conn: &Conn, serial: u8) {
         self.ring().turn();
         let header = conn.header(u32::from(serial), Op::Data);
@@ -246,7 +246,7 @@ impl World {
         }
     }
 
-    /// The worker, which may also be awake for another reason.
+    /// One run of the worker, which may also have been woken for another reason.
     fn work(&self) {
         self.0.bell.swap(false, AcqRel);
         self.flush();
@@ -257,7 +257,7 @@ impl World {
         assert!(effect.broken.is_none());
     }
 
-    /// The peer has taken so many packets, and tells if it was asked to.
+    /// The peer takes `count` packets, and wakes the worker if it was asked to.
     fn give(&self, count: usize) {
         self.ring().0.room.fetch_add(count * ONE, AcqRel);
         if self.ring().0.room.fetch_and(!AWAITED, AcqRel) & AWAITED != 0 {
@@ -265,36 +265,37 @@ impl World {
         }
     }
 
-    /// The worker, as long as it is woken.
+    /// Runs the worker as long as it is woken.
     fn run(&self) {
         while self.0.bell.swap(false, AcqRel) {
             self.flush();
         }
     }
 
-    /// When all threads are done: the worker goes on as long as it is woken, the peer gives room as long as it is asked to.
-    fn settle(&self, conns: &[&Conn]) {
+    /// Called when all threads are done: the worker runs as long as it is woken, and the peer makes room as long as it is asked
+    /// to.
+    fn finish(&self, conns: &[&Conn]) {
         loop {
             self.run();
             if !self.0.sender.is_waiting() {
                 break;
             }
             let room = self.ring().0.room.load(Acquire);
-            assert!(room & AWAITED != 0, "something waits, and nobody will wake the worker");
-            assert!(room / ONE <= self.ring().0.reserve, "something waits, and there is room");
+            assert!(room & AWAITED != 0, "packets wait, and nobody will wake the worker");
+            assert!(room / ONE <= self.ring().0.reserve, "packets wait although there is room");
             self.give(1);
         }
         let list = self.ring().0.list.lock().unwrap();
-        assert_eq!(list.shown, list.packets.len(), "the peer was not shown all");
+        assert_eq!(list.published, list.packets.len(), "not all packets were published");
         let ways = self.0.sender.ways();
         assert_eq!((ways.direct + ways.queued, ways.dropped), (list.packets.len() as u64, 0));
         for conn in conns {
-            assert_eq!(conn.0.queued.load(Acquire), 0, "bytes that wait");
+            assert_eq!(conn.0.queued.load(Acquire), 0, "bytes still counted as queued");
         }
     }
 }
 
-/// Numbers that came up in some order of things.
+/// Values observed in any of the explored orders.
 #[derive(Clone, Default)]
 struct Seen(StdArc<StdAtomicU32>);
 
@@ -303,22 +304,25 @@ impl Seen {
         self.0.fetch_or(1 << number, SeqCst);
     }
 
-    /// Each of these did, and perhaps others.
+    /// Asserts that each of these was observed; others are allowed.
     fn assert(&self, numbers: &[u32]) {
         let seen: Vec<_> = (0..32).filter(|number| self.0.load(SeqCst) & 1 << number != 0).collect();
-        assert!(numbers.iter().all(|number| seen.contains(number)), "not all of it was tried: {seen:?} of {numbers:?}");
+        assert!(
+            numbers.iter().all(|number| seen.contains(number)),
+            "not all outcomes were observed: {seen:?} of {numbers:?}"
+        );
     }
 }
 
-/// `preemptions`: how often at most a thread is interrupted though it could go on; `None`: as often as there is a difference.
+/// `preemptions`: how often a thread is interrupted at most although it could continue; `None`: no limit.
 fn check(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = preemptions;
     builder.check(model);
 }
 
-/// Two connections send two packets each, one of them what it reads from a socket, while the worker flushes and the peer takes
-/// packets. `queued`: how many have gone through the outbox, in some order of things.
+/// Two connections send two packets each, one of them read from a host socket, while the worker flushes and the peer takes
+/// packets. `queued`: numbers of packets sent through the outbox that must be observed.
 fn all_arrive(direct: bool, room: usize, given: usize, preemptions: usize, queued: &[u32]) {
     let seen = Seen::default();
     let seen_in = seen.clone();
@@ -335,7 +339,7 @@ fn all_arrive(direct: bool, room: usize, given: usize, preemptions: usize, queue
         }
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        world.settle(&[&conns[0], &conns[1]]);
+        world.finish(&[&conns[0], &conns[1]]);
         assert_eq!((world.ring().data(1), world.ring().data(2)), (vec![0, 1], vec![0, 1]));
         seen_in.add(world.0.sender.ways().queued as u32);
     });
@@ -343,7 +347,7 @@ fn all_arrive(direct: bool, room: usize, given: usize, preemptions: usize, queue
 }
 
 #[test]
-fn all_arrive_where_there_is_room() {
+fn all_arrive_with_enough_room() {
     all_arrive(true, 4, 0, 4, &[0, 1, 2, 3]);
 }
 
@@ -353,12 +357,12 @@ fn all_arrive_through_the_outbox() {
 }
 
 #[test]
-fn all_arrive_though_the_ring_is_full_after_one() {
+fn all_arrive_with_room_for_one() {
     all_arrive(true, 1, 0, 3, &[3]);
 }
 
 #[test]
-fn all_arrive_though_the_ring_is_full_after_two() {
+fn all_arrive_with_room_for_two() {
     all_arrive(true, 2, 0, 3, &[2, 3]);
 }
 
@@ -367,7 +371,7 @@ fn all_arrive_while_the_peer_makes_room() {
     all_arrive(true, 1, 2, 2, &[1, 2, 3]);
 }
 
-/// A connection's first packet waits behind another one's, or does not, and the second one could go directly.
+/// The first packet of a connection is queued behind another connection's, or not; the second one could be sent directly.
 #[test]
 fn a_connection_does_not_overtake_itself() {
     let seen = Seen::default();
@@ -383,17 +387,17 @@ fn a_connection_does_not_overtake_itself() {
         };
         world.work();
         thread.join().unwrap();
-        world.settle(&[&one, &other]);
+        world.finish(&[&one, &other]);
         assert_eq!((world.ring().data(1), world.ring().data(2)), (vec![0, 1], vec![0]));
         seen_in.add(world.0.sender.ways().queued as u32);
     });
-    // One goes directly only if the worker has been there before it.
+    // A packet is sent directly only if the worker has emptied the outbox before.
     seen.assert(&[1, 2, 3]);
 }
 
-/// What does not fit goes into the outbox while more comes, and the peer takes packets.
+/// What does not fit is queued while more is sent and the peer takes packets.
 #[test]
-fn packets_in_parts_keep_their_order() {
+fn split_packets_keep_their_order() {
     let seen = Seen::default();
     let seen_in = seen.clone();
     check(Some(3), move || {
@@ -417,16 +421,16 @@ fn packets_in_parts_keep_their_order() {
         ];
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        world.settle(&[&conns[0], &conns[1]]);
+        world.finish(&[&conns[0], &conns[1]]);
         assert_eq!((world.ring().data(1), world.ring().data(2)), (vec![0, 1, 2, 3], vec![0, 1]));
         seen_in.add(world.0.sender.ways().direct as u32);
     });
     seen.assert(&[1, 2]);
 }
 
-/// Two threads send packets of one connection in turn, as those of a program may.
+/// Two threads take turns sending packets of one connection, as threads of a program may.
 #[test]
-fn a_connection_of_two_threads_does_not_overtake_itself() {
+fn two_threads_of_a_connection_do_not_overtake_each_other() {
     let seen = Seen::default();
     let seen_in = seen.clone();
     check(Some(3), move || {
@@ -447,16 +451,16 @@ fn a_connection_of_two_threads_does_not_overtake_itself() {
             .collect();
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        world.settle(&[&one, &other]);
+        world.finish(&[&one, &other]);
         assert_eq!((world.ring().data(1), world.ring().data(2)), (vec![0, 1], vec![0]));
         seen_in.add(world.0.sender.ways().queued as u32);
     });
     seen.assert(&[1, 2, 3]);
 }
 
-/// Control that is in the outbox goes before the data there, all but the packet whose turn it is.
+/// A queued control packet is sent before the queued data, except for the packet being moved at the time.
 #[test]
-fn control_goes_before_data() {
+fn control_packets_are_sent_before_data() {
     let seen = Seen::default();
     let seen_in = seen.clone();
     check(None, move || {
@@ -473,19 +477,19 @@ fn control_goes_before_data() {
         };
         world.work();
         let before = thread.join().unwrap();
-        world.settle(&[&conn]);
+        world.finish(&[&conn]);
         let list = world.ring().list();
-        let at = list.iter().position(|packet| packet.control).expect("control is lost");
-        assert!(at <= before + 1, "{} packets went before control though only {before} had when it was sent", at);
+        let at = list.iter().position(|packet| packet.control).expect("the control packet was lost");
+        assert!(at <= before + 1, "{} data packets before the control packet, but only {before} when it was sent", at);
         assert_eq!((list.len(), world.ring().data(1)), (4, vec![0, 1, 2]));
         seen_in.add(at as u32);
     });
     seen.assert(&[0, 1, 2, 3]);
 }
 
-/// Control that a connection has waiting is not said twice, also when the worker brings it back and another one has come.
+/// A control packet is not queued twice, even if the worker puts one back after another was queued.
 #[test]
-fn control_is_said_once() {
+fn a_control_packet_is_queued_once() {
     let seen = Seen::default();
     let seen_in = seen.clone();
     check(None, move || {
@@ -501,18 +505,18 @@ fn control_is_said_once() {
         };
         world.work();
         thread.join().unwrap();
-        world.settle(&[&conn]);
+        world.finish(&[&conn]);
         let list = world.ring().list();
         assert_eq!(list.len(), 1, "{list:?}");
         seen_in.add(list[0].serial);
     });
-    // The second one stays only if it came while the worker had the first one.
+    // The second one is kept only if it was queued while the worker held the first.
     seen.assert(&[0, 1]);
 }
 
-/// Data leave the last buffer for control, which does not wait for more of them.
+/// Data packets leave the last buffer to control packets, which do not wait for more buffers.
 #[test]
-fn control_has_room_of_its_own() {
+fn control_packets_have_reserved_buffers() {
     let seen = Seen::default();
     let seen_in = seen.clone();
     check(Some(3), move || {
@@ -528,23 +532,23 @@ fn control_has_room_of_its_own() {
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         world.run();
-        assert_eq!(world.ring().list(), [Packet { conn: 0, serial: 7, control: true, told: 0 }]);
+        assert_eq!(world.ring().list(), [Packet { conn: 0, serial: 7, control: true, advertised: 0 }]);
         seen_in.add(world.0.sender.ways().direct as u32);
-        world.settle(&[&conn]);
+        world.finish(&[&conn]);
         assert_eq!(world.ring().data(1), [0]);
     });
     seen.assert(&[0, 1]);
 }
 
-/// Room that is told goes up and up in the ring, whoever puts the packets there.
+/// Advertised credit never decreases in ring order, whichever thread puts the packets there.
 #[test]
-fn room_told_never_goes_down() {
+fn advertised_credit_never_decreases() {
     let seen = Seen::default();
     let seen_in = seen.clone();
     check(Some(4), move || {
         let world = World::new(true, 3, 0);
-        let conn = Conn::telling(1);
-        let read = |conn: &Conn| conn.0.told.as_ref().unwrap().fetch_add(1, Release);
+        let conn = Conn::with_credit(1);
+        let read = |conn: &Conn| conn.0.advertised.as_ref().unwrap().fetch_add(1, Release);
         let threads = [
             {
                 let conn = conn.clone();
@@ -555,7 +559,7 @@ fn room_told_never_goes_down() {
             },
             {
                 let conn = conn.clone();
-                // A program that reads, and tells so.
+                // A program that reads, and sends credit updates.
                 world.spawn(move |world| {
                     read(&conn);
                     world.send_control(Some(&conn), 0);
@@ -565,19 +569,19 @@ fn room_told_never_goes_down() {
         ];
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        world.settle(&[&conn]);
+        world.finish(&[&conn]);
         let list = world.ring().list();
-        assert!(list.is_sorted_by_key(|packet| packet.told), "{list:?}");
-        let update = list.iter().find(|packet| packet.control).expect("control is lost");
-        assert!(update.told > 0, "it was sent when there was room");
-        seen_in.add(list[0].told);
-        seen_in.add(3 + list[2].told - list[0].told);
+        assert!(list.is_sorted_by_key(|packet| packet.advertised), "{list:?}");
+        let update = list.iter().find(|packet| packet.control).expect("the control packet was lost");
+        assert!(update.advertised > 0, "it was sent after the first read");
+        seen_in.add(list[0].advertised);
+        seen_in.add(3 + list[2].advertised - list[0].advertised);
     });
     seen.assert(&[0, 1, 2, 3, 4, 5]);
 }
 
-/// A connection is over while the worker moves its packets, and perhaps somebody sends another one of it: those of others
-/// survive.
+/// A connection is removed while the worker moves its packets and, if `sends`, another thread sends on it: packets of other
+/// connections survive.
 fn forget(room: usize, sends: bool, preemptions: Option<usize>) {
     let seen = Seen::default();
     let seen_in = seen.clone();
@@ -605,7 +609,7 @@ fn forget(room: usize, sends: bool, preemptions: Option<usize>) {
         }
         world.work();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        world.settle(&[&other]);
+        world.finish(&[&other]);
         assert_eq!(world.ring().data(2), [0]);
         let data = world.ring().data(1);
         assert!(data.is_sorted_by(|a, b| a < b) && !data.starts_with(&[1]), "{data:?}");
@@ -615,17 +619,17 @@ fn forget(room: usize, sends: bool, preemptions: Option<usize>) {
 }
 
 #[test]
-fn a_connection_is_forgotten_while_there_is_room() {
+fn a_connection_is_forgotten_while_the_ring_has_room() {
     forget(5, false, None);
 }
 
 #[test]
-fn a_connection_is_forgotten_that_still_sends() {
+fn a_connection_is_forgotten_while_it_sends() {
     forget(5, true, Some(3));
 }
 
 #[test]
-fn a_connection_is_forgotten_in_a_full_ring() {
+fn a_connection_is_forgotten_while_the_ring_is_full() {
     check(None, move || {
         let world = World::new(true, 0, 0);
         let (one, other) = (Conn::new(1), Conn::new(2));
@@ -638,17 +642,17 @@ fn a_connection_is_forgotten_in_a_full_ring() {
                 world.0.sender.forget(&one);
             })
         };
-        // It takes the packet out, finds no room, and brings it back.
+        // The worker takes the packet out, finds no room, and puts it back.
         world.work();
         thread.join().unwrap();
-        world.settle(&[&other]);
+        world.finish(&[&other]);
         assert_eq!(world.ring().data(2), [0]);
-        // It was forgotten in the outbox, or while the worker had it, which brought nothing back then.
+        // The packet was removed from the outbox, or the worker held it and did not put it back.
         assert_eq!(world.ring().data(1), []);
     });
 }
 
-/// All is dropped while the worker moves packets; what is sent later arrives.
+/// The outbox is cleared while the worker moves packets; packets sent later arrive.
 fn clear(room: usize) {
     let seen = Seen::default();
     let seen_in = seen.clone();
@@ -676,26 +680,26 @@ fn clear(room: usize) {
         world.work();
         let before = clears.join().unwrap();
         sends.join().unwrap();
-        world.settle(&[&other]);
+        world.finish(&[&other]);
         assert_eq!(world.ring().data(2), [0]);
         let later = world.ring().list().split_off(before);
-        assert!(later.iter().all(|packet| packet.conn >= 2), "not dropped: {later:?}");
+        assert!(later.iter().all(|packet| packet.conn >= 2), "should have been dropped: {later:?}");
         let data = world.ring().data(1);
         assert!([0, 1].starts_with(&data), "{data:?}");
         assert!(world.ring().data(3).len() <= 1);
         seen_in.add(data.len() as u32);
         seen_in.add(3 + world.ring().data(3).len() as u32);
     });
-    // The lock is kept for a whole flush.
+    // All data packets or none: the worker holds the ring's lock for a whole flush.
     seen.assert(if room == 1 { &[0, 3, 4] } else { &[0, 2, 3, 4] });
 }
 
 #[test]
-fn all_is_dropped_while_there_is_room() {
+fn the_outbox_is_cleared_while_the_ring_has_room() {
     clear(5);
 }
 
 #[test]
-fn all_is_dropped_in_a_full_ring() {
+fn the_outbox_is_cleared_while_the_ring_is_full() {
     clear(1);
 }

@@ -1,5 +1,4 @@
-//! A guest that changes its rings behind the device's back, after the device has looked: each time there is one fault at most,
-//! and the stack goes on.
+//! A guest that changes its rings after the device has read them: at most one fault is reported, and the stack keeps working.
 #![cfg(not(loom))]
 
 mod common;
@@ -13,17 +12,17 @@ use ringroad_vsock::{Broken, Hub, Link, Listener, Payload, Queue, RxQueue, Strea
 use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{io::Write, time::Duration};
 
-/// Receive buffers, of which all but those that data leave for control are used before anything is changed.
+/// Number of receive buffers. All but those reserved for control packets are used before the ring is changed.
 const BUFFERS: usize = 40;
 const USED: usize = 36;
-/// Where a split ring of 64 has its available index; a packed one its `n`th descriptor.
+/// Offset of the available index in a split ring of 64 entries. A descriptor is at 16 times its index in both layouts.
 const AVAILABLE: usize = 64 * 16 + 2;
 
 fn guest(acked: u64) -> Guest {
     Guest::bare(Shape { acked, buffers: vec![vec![45]; BUFFERS], ..Shape::default() })
 }
 
-/// What a guest does to its receive ring, and the fault that this is.
+/// Changes the receive ring; returns the fault this is reported as, if any.
 type Spoil = fn(&Guest) -> Option<Fault>;
 
 fn jump(guest: &Guest) -> Option<Fault> {
@@ -33,14 +32,14 @@ fn jump(guest: &Guest) -> Option<Fault> {
     Some(Fault::AvailableJump { index, next: USED as u16, ahead: 1000 + (BUFFERS - USED) as u16, size: 64 })
 }
 
-/// The available index goes back: what was taken was never there.
-fn back(guest: &Guest) -> Option<Fault> {
+/// Moves the available index back: withdraws the chains already taken.
+fn move_back(guest: &Guest) -> Option<Fault> {
     let span = guest.region.span(AVAILABLE, 2).unwrap();
     span.write(&(USED as u16).to_le_bytes());
     None
 }
 
-/// Descriptors that were taken point nowhere.
+/// Points descriptors already taken outside the guest's memory.
 fn outside(guest: &Guest) -> Option<Fault> {
     for index in USED..BUFFERS {
         guest.region.span(index * 16, 8).unwrap().write(&0xdead_u64.to_le_bytes());
@@ -48,7 +47,7 @@ fn outside(guest: &Guest) -> Option<Fault> {
     Some(Fault::Outside { index: USED as u16, address: 0xdead, len: 45, regions: 1 })
 }
 
-/// They have no bytes any more.
+/// Sets the length of descriptors already taken to zero.
 fn empty(guest: &Guest) -> Option<Fault> {
     for index in USED..BUFFERS {
         guest.region.span(index * 16 + 8, 4).unwrap().write(&[0; 4]);
@@ -56,8 +55,8 @@ fn empty(guest: &Guest) -> Option<Fault> {
     Some(Fault::ZeroLength { index: USED as u16 })
 }
 
-/// They are not available any more.
-fn gone(guest: &Guest) -> Option<Fault> {
+/// Makes descriptors already taken unavailable.
+fn unavailable(guest: &Guest) -> Option<Fault> {
     for index in USED..BUFFERS {
         guest.region.span(index * 16 + 14, 2).unwrap().write(&[0; 2]);
     }
@@ -66,26 +65,27 @@ fn gone(guest: &Guest) -> Option<Fault> {
 
 const SPOILS: [(u64, Spoil); 7] = [
     (SPLIT, jump),
-    (SPLIT, back),
+    (SPLIT, move_back),
     (SPLIT, outside),
     (SPLIT, empty),
     (PACKED, outside),
     (PACKED, empty),
-    (PACKED, gone),
+    (PACKED, unavailable),
 ];
 
-/// The ring is as it was left, or stopped by the fault that fits; the device hears the guest, and starts anew.
+/// Checks that the ring is unaffected or was stopped by the expected fault, and that the device still receives packets and can be
+/// reset.
 #[track_caller]
-fn goes_on(guest: &mut Guest, listener: &Listener<Side>, fault: Option<Fault>) {
+fn keeps_working(guest: &mut Guest, listener: &Listener<Side>, fault: Option<Fault>) {
     let expected: Vec<_> = fault.map(|fault| (Queue::Out, Broken::Driver(fault))).into_iter().collect();
-    assert_eq!(*guest.around.broken.lock(), expected);
+    assert_eq!(*guest.env.broken.lock(), expected);
     guest.send(guest.header(Op::Request, 99, PORT), &[]);
     guest.host.work();
-    let mut heard = 0;
+    let mut accepted = 0;
     while listener.accept_within(Some(Duration::ZERO)).is_ok() {
-        heard += 1;
+        accepted += 1;
     }
-    assert_eq!(heard, 1);
+    assert_eq!(accepted, 1);
     guest.host.reset();
     assert_eq!(guest.host.report().connections, 0);
 }
@@ -99,12 +99,12 @@ fn accept(guest: &mut Guest, listener: &Listener<Side>) -> Stream<Side> {
 }
 
 #[test]
-fn rings_that_change_after_they_were_read_stop_at_most() {
+fn rings_changed_after_being_read_cause_at_most_one_fault() {
     for (acked, spoil) in SPOILS {
         let mut guest = guest(acked);
         let listener = listener(&guest);
         let stream = accept(&mut guest, &listener);
-        // The response was the first one.
+        // The response used the first buffer.
         for _ in 1..USED {
             guest.send(guest.header(Op::CreditRequest, 5, PORT), &[]);
             guest.host.work();
@@ -112,12 +112,12 @@ fn rings_that_change_after_they_were_read_stop_at_most() {
         let fault = spoil(&guest);
         let _ = (&stream).write(&[1]);
         guest.host.work();
-        goes_on(&mut guest, &listener, fault);
+        keeps_working(&mut guest, &listener, fault);
     }
 }
 
 #[test]
-fn rings_that_change_under_packets_of_a_guest_to_itself_stop_at_most() {
+fn rings_changed_under_packets_of_a_guest_to_itself_cause_at_most_one_fault() {
     for (acked, spoil) in SPOILS {
         let mut guest = guest(acked);
         let listener = listener(&guest);
@@ -136,13 +136,13 @@ fn rings_that_change_under_packets_of_a_guest_to_itself_stop_at_most() {
         let fault = spoil(&guest);
         guest.send(VsockHdr { len: 1, ..data }, &[1]);
         guest.host.work();
-        goes_on(&mut guest, &listener, fault);
+        keeps_working(&mut guest, &listener, fault);
     }
 }
 
-/// The same for a socket of the host that is read straight into receive buffers.
+/// The same for a host socket that is read straight into receive buffers.
 #[test]
-fn rings_that_change_before_they_are_filled_stop_at_most() {
+fn rings_changed_before_being_filled_cause_at_most_one_fault() {
     for (acked, spoil) in SPOILS {
         let guest = guest(acked);
         let mut queue: RxQueue = guest.host.set_link(None).unwrap();

@@ -14,7 +14,7 @@ use ringroad_host::{
     pin_current_thread,
     vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker},
 };
-use ringroad_vsock::{Addr, DriverSide, Features, Kind, Listener, Settings, Side, Stack, Stream};
+use ringroad_vsock::{Addr, DriverSide, Features, Listener, Settings, Side, SocketType, Stack, Stream};
 use serde_json::{Value, json};
 use std::{
     io::{Read, Write},
@@ -160,7 +160,7 @@ fn ping(setup: &Setup, folder: &Folder, direct: bool, poll: Duration, size: usiz
     let (host, guest) = (both.server.stack(), both.client.stack());
     let Common { driver_cpu, device_cpu, seconds, .. } = setup.common;
     let times = thread::scope(|scope| {
-        let listener = Listener::bind(guest, PORT, Kind::Stream).map_err(io)?;
+        let listener = Listener::bind(guest, PORT, SocketType::Stream).map_err(io)?;
         let echo = scope.spawn(move || {
             on(driver_cpu, || {
                 let mut stream = listener.accept_within(Some(Duration::from_secs(5))).map_err(io)?;
@@ -308,7 +308,7 @@ fn run<A: Side, B: Side>(
     size: usize,
     seconds: f64,
 ) -> Result<f64, String> {
-    let listener = Listener::bind(to, PORT, Kind::Stream).map_err(io)?;
+    let listener = Listener::bind(to, PORT, SocketType::Stream).map_err(io)?;
     let received = AtomicU64::new(0);
     let received = &received;
     let peer = Addr { cid: to.cid(), port: PORT };

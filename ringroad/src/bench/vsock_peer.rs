@@ -16,7 +16,7 @@ use ringroad_host::{
     pin_current_thread,
     vsock::{VsockClient, VsockConnector},
 };
-use ringroad_vsock::{Addr, Features, Kind, Listener, Settings, Stream};
+use ringroad_vsock::{Addr, Features, Listener, Settings, SocketType, Stream};
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -62,7 +62,7 @@ pub struct Args {
 }
 
 /// A device with its sockets, held still unless it is measured.
-struct Device {
+struct MeasuredDevice {
     name: String,
     program: Program,
     socket: PathBuf,
@@ -94,7 +94,7 @@ fn io(error: std::io::Error) -> String {
 }
 
 impl Args {
-    fn ours(&self, folder: &Folder) -> Result<Device, String> {
+    fn ours(&self, folder: &Folder) -> Result<MeasuredDevice, String> {
         poll(&self.device_poll)?;
         let file = |name: &str| folder.file(name);
         let (socket, host) = (file("ours.sock"), file("ours.host"));
@@ -119,11 +119,11 @@ impl Args {
         }
         program.hold(true);
         let name = format!("ringroad {}", env!("CARGO_PKG_VERSION"));
-        Ok(Device { name, program, socket, host, sibling: Some((sibling, sibling_host)) })
+        Ok(MeasuredDevice { name, program, socket, host, sibling: Some((sibling, sibling_host)) })
     }
 
     /// rust-vmm's device, if it is there.
-    fn peer(&self, folder: &Folder) -> Result<Option<Device>, String> {
+    fn peer(&self, folder: &Folder) -> Result<Option<MeasuredDevice>, String> {
         if self.alone {
             return Ok(None);
         }
@@ -154,7 +154,7 @@ impl Args {
             program.wait_for(path, Duration::from_secs(5), &log)?;
         }
         program.hold(true);
-        Ok(Some(Device { name, program, socket, host, sibling: None }))
+        Ok(Some(MeasuredDevice { name, program, socket, host, sibling: None }))
     }
 
     /// Our driver on a device.
@@ -187,7 +187,7 @@ impl Args {
     /// Does something with a device, which is let go for it, on the driver's CPU.
     fn with<T: Send>(
         &self,
-        device: &Device,
+        device: &MeasuredDevice,
         work: impl FnOnce(&VsockClient) -> Result<T, String> + Send,
     ) -> Result<T, String> {
         device.program.hold(false);
@@ -199,7 +199,7 @@ impl Args {
     }
 
     /// Round trips through the host's program that echoes, in microseconds: mean, 1st and 99th percentile.
-    fn round_trip(&self, device: &Device, size: u64) -> Result<[f64; 3], String> {
+    fn round_trip(&self, device: &MeasuredDevice, size: u64) -> Result<[f64; 3], String> {
         self.with(device, |client| {
             let stream = Stream::connect(client.stack(), Addr { cid: 2, port: ECHO }).map_err(io)?;
             round_trips(&stream, size as usize, Duration::from_secs_f64(0.1)).map_err(io)?;
@@ -224,7 +224,7 @@ impl Args {
     }
 
     /// A stream to the host's program that counts.
-    fn to_host(&self, device: &Device, count: &Count) -> Result<f64, String> {
+    fn to_host(&self, device: &MeasuredDevice, count: &Count) -> Result<f64, String> {
         let bytes = vec![0x5a; self.write as usize];
         self.with(device, |client| {
             let mut stream = Stream::connect(client.stack(), Addr { cid: 2, port: SINK }).map_err(io)?;
@@ -234,10 +234,10 @@ impl Args {
     }
 
     /// A stream from the host's program.
-    fn to_guest(&self, device: &Device) -> Result<f64, String> {
+    fn to_guest(&self, device: &MeasuredDevice) -> Result<f64, String> {
         let size = self.write as usize;
         self.with(device, |client| {
-            let listener = Listener::bind(client.stack(), GUEST, Kind::Stream).map_err(io)?;
+            let listener = Listener::bind(client.stack(), GUEST, SocketType::Stream).map_err(io)?;
             let host = device.host.clone();
             let cpu = self.common.device_cpu;
             let program = thread::spawn(move || {
@@ -259,14 +259,14 @@ impl Args {
     }
 
     /// A stream from one guest to another one of the same device, from ring to ring or through the program that copies.
-    fn to_sibling(&self, device: &Device, to: Addr) -> Result<f64, String> {
+    fn to_sibling(&self, device: &MeasuredDevice, to: Addr) -> Result<f64, String> {
         let Some((sibling, _)) = &device.sibling else { return Err("there is no second guest".into()) };
         let bytes = vec![0x5a; self.write as usize];
         self.with(device, |client| {
             // It has the other CPU, together with the host.
             let cpu = self.common.device_cpu;
             let other = self.connect(sibling, cpu)?;
-            let listener = Listener::bind(other.stack(), GUEST, Kind::Stream).map_err(io)?;
+            let listener = Listener::bind(other.stack(), GUEST, SocketType::Stream).map_err(io)?;
             let count = Count::default();
             let reader = {
                 let count = count.clone();
@@ -372,7 +372,7 @@ pub fn run(args: Args) -> Outcome {
     let ours = args.ours(&folder)?;
     let peer = args.peer(&folder)?;
     let counts = [Count::default(), Count::default()];
-    let devices: Vec<&Device> = std::iter::once(&ours).chain(&peer).collect();
+    let devices: Vec<&MeasuredDevice> = std::iter::once(&ours).chain(&peer).collect();
     for (device, count) in devices.iter().zip(&counts) {
         host_program(&device.host, count)?;
     }

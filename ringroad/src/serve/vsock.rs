@@ -11,18 +11,18 @@ use ringroad_host::{
     vsock::{VsockConfig, VsockServer, VsockWorker},
 };
 use ringroad_switch::Poll;
-use ringroad_vsock::{Kind, Settings};
+use ringroad_vsock::{Settings, SocketType};
 use std::time::Duration;
 
 /// The devices and the worker that serves them.
 pub struct Vsocks {
     // Declared before the worker, so that they are dropped first.
-    pub devices: Vec<Device>,
+    pub devices: Vec<ServedDevice>,
     pub worker: Option<VsockWorker>,
 }
 
 /// A running device; dropping it removes it.
-pub struct Device {
+pub struct ServedDevice {
     pub config: config::Vsock,
     server: VsockServer,
 }
@@ -92,7 +92,7 @@ impl Vsocks {
         let server = VsockServer::start(vsock_config(vsock, config.workers.poll), worker)?;
         let made = (vsock.role == Role::Server).then_some(&vsock.socket);
         made.into_iter().chain(&vsock.host).for_each(|path| progress.made(path));
-        self.devices.push(Device { config: vsock.clone(), server });
+        self.devices.push(ServedDevice { config: vsock.clone(), server });
         Ok(())
     }
 
@@ -161,7 +161,7 @@ impl Vsocks {
             ("packets", &["received", "sent direct", "sent queued", "dropped"]),
             ("errors", &["protocol", "faults"]),
         ];
-        let rows = self.devices.iter().map(|Device { config, server }| {
+        let rows = self.devices.iter().map(|ServedDevice { config, server }| {
             let report = server.stack().report();
             let numbers = [
                 report.connections as u64,
@@ -186,11 +186,11 @@ impl Vsocks {
     pub fn connections(&self) -> String {
         let header = ["guest (cid:port)", "host port", "kind", "bytes sent", "received", "credit", "queued", "unread"];
         let mut rows: Vec<Vec<String>> = Vec::new();
-        for Device { server, .. } in &self.devices {
+        for ServedDevice { server, .. } in &self.devices {
             for connection in server.stack().connections() {
                 let kind = match connection.kind {
-                    Kind::Stream => "stream",
-                    Kind::SeqPacket => "seqpacket",
+                    SocketType::Stream => "stream",
+                    SocketType::SeqPacket => "seqpacket",
                 };
                 let numbers = [
                     connection.sent,
@@ -208,7 +208,7 @@ impl Vsocks {
 
     /// Returns the counters as JSON.
     pub fn json(&self) -> serde_json::Value {
-        let device = |Device { config, server }: &Device| {
+        let device = |ServedDevice { config, server }: &ServedDevice| {
             let report = server.stack().report();
             let sockets = server.sockets();
             serde_json::json!({

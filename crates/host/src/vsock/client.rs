@@ -8,8 +8,8 @@ use crate::{
 use log::Level;
 use ringroad_mem::Region;
 use ringroad_vsock::{
-    Broken, Door, Driver, DriverConfig, DriverEvents, DriverRx, DriverSide, DriverTx, Host, Key, Kind, NoRelay, Queue,
-    Settings, Stack, kinds,
+    Broken, Driver, DriverConfig, DriverEvents, DriverRx, DriverSide, DriverTx, Host, Key, NoRelay, OpenResult, Queue,
+    Settings, SocketType, Stack, socket_types,
 };
 use std::{
     fs::File,
@@ -91,8 +91,8 @@ impl Host<NoRelay> for Handle {
         self.0.lines.say(Level::Error, format_args!("vsock driver queue {queue:?}: {why}; queue stopped"));
     }
 
-    fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
-        Door::Shut
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+        OpenResult::Refused
     }
 
     fn room(&self, _: Key) {}
@@ -154,7 +154,7 @@ impl VsockConnector {
         handshake.enable(VRINGS)?;
         // Some devices wait for the first kick before they process a queue.
         [&context.rx, &context.tx, &context.event].into_iter().for_each(Notifier::kick);
-        stack.set_kinds(kinds(acked));
+        stack.set_socket_types(socket_types(acked));
         let _ = events.transport_reset();
         let thread = {
             let (stack, context) = (stack.clone(), context.clone());
@@ -258,7 +258,7 @@ impl Recovery {
     /// Resets all connections and reconnects to the device that replaces the disconnected one. Returns `None` if there is
     /// none in time, or if the client is being dropped.
     fn recover(&self, stack: &Stack<DriverSide>, context: &Context, events: &mut DriverEvents) -> Option<Handshake> {
-        stack.set_kinds(&[]);
+        stack.set_socket_types(&[]);
         let (tx, rx) = (stack.set_link(None), stack.set_inlet(None));
         stack.reset();
         let (patience, tx, rx) = (self.connector.reconnect?, tx?, rx?);
@@ -270,7 +270,7 @@ impl Recovery {
                     let _ = events.transport_reset();
                     stack.set_link(Some(tx));
                     stack.set_inlet(Some(rx));
-                    stack.set_kinds(kinds(self.acked));
+                    stack.set_socket_types(socket_types(self.acked));
                     log::info!(
                         "vsock driver: the device at {} is back after {:.1} ms",
                         handshake.path.display(),
@@ -306,7 +306,7 @@ fn work(
 ) {
     let mut ready = [EpollEvent::default(); 5];
     'running: while !context.stop.load(Ordering::Acquire) {
-        if stack.work() || stack.rest() {
+        if stack.work() || stack.enable_notification() {
             continue;
         }
         let now = Instant::now();
@@ -342,7 +342,7 @@ fn work(
             }
         }
     }
-    stack.set_kinds(&[]);
+    stack.set_socket_types(&[]);
     handshake.stop(VRINGS).for_each(drop);
     stack.set_link(None);
     stack.set_inlet(None);

@@ -18,7 +18,8 @@ use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::bits;
 use ringroad_vsock::{
-    Broken, Config, Door, Events, Features, Host, Hub, Key, Kind, Queue, RxQueue, Settings, Stack, TxQueue, kinds,
+    Broken, Config, Events, Features, Host, Hub, Key, OpenResult, Queue, RxQueue, Settings, SocketType, Stack, TxQueue,
+    socket_types,
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
@@ -265,7 +266,7 @@ impl StackHost {
         Some(Target::Unix(path.into()))
     }
 
-    fn refuse(&self, key: Key) -> Door<HostRelay> {
+    fn refuse(&self, key: Key) -> OpenResult<HostRelay> {
         let StackHost { name, lines, .. } = self;
         lines.say(
             Level::Warn,
@@ -274,7 +275,7 @@ impl StackHost {
                 key.port
             ),
         );
-        Door::Shut
+        OpenResult::Refused
     }
 }
 
@@ -305,18 +306,18 @@ impl Host<HostRelay> for StackHost {
         self.notifiers.err(vring);
     }
 
-    fn open(&self, key: Key, kind: Kind) -> Door<HostRelay> {
-        if kind != Kind::Stream {
-            return Door::Shut;
+    fn open(&self, key: Key, kind: SocketType) -> OpenResult<HostRelay> {
+        if kind != SocketType::Stream {
+            return OpenResult::Refused;
         }
-        let Some(target) = self.target(key.port) else { return Door::Shut };
+        let Some(target) = self.target(key.port) else { return OpenResult::Refused };
         let Some(place) = self.budget.admit_request() else { return self.refuse(key) };
         let wire = Arc::new(Wire::new(&self.mail, place, matches!(target, Target::Tcp(_))));
         let relay = HostRelay { wire: wire.clone(), awaits_ok: false };
         if self.mail.shared.is_worker_thread() {
             // Called while the guest's packets are processed: connected later in its turn, within the limits of the turn.
             self.mail.send(Command::Open(key, wire, Some(target), false));
-            return Door::Later(relay);
+            return OpenResult::Pending(relay);
         }
         // A thread of this program processes the guest's packets itself: it connects right away, at its own expense.
         self.budget.end_wait();
@@ -332,11 +333,11 @@ impl Host<HostRelay> for StackHost {
                     Level::Debug,
                     format_args!("{name}: cannot connect to port {} of the host: {error}", key.port),
                 );
-                return Door::Shut;
+                return OpenResult::Refused;
             }
         };
         self.mail.send(Command::Open(key, wire, None, connected));
-        if connected { Door::Open(relay) } else { Door::Later(relay) }
+        if connected { OpenResult::Connected(relay) } else { OpenResult::Pending(relay) }
     }
 
     fn room(&self, key: Key) {
@@ -543,7 +544,7 @@ impl Device for VsockDevice {
             RX => RxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_link(Some(queue));
-                guest.stack.set_kinds(kinds(acked));
+                guest.stack.set_socket_types(socket_types(acked));
                 (base, how)
             }),
             TX => TxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
@@ -638,7 +639,7 @@ impl Device for VsockDevice {
     }
 
     fn reset(&self) {
-        self.guest.stack.set_kinds(&[]);
+        self.guest.stack.set_socket_types(&[]);
         self.guest.stack.reset();
         *self.guest.vrings.lock() = Vrings::default();
         let _before = std::mem::take(&mut *self.guest.memory.lock());

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::sys;
 use log::Level;
-use ringroad_vsock::{Addr, Key, Kind, MAX_PACKET};
+use ringroad_vsock::{Addr, Key, MAX_PACKET, SocketType};
 use socket2::Socket;
 use std::{
     cell::RefCell,
@@ -151,7 +151,7 @@ impl Member {
     /// Starts to poll its rings.
     pub(super) fn activate(&mut self) {
         if self.active_since.is_none() {
-            self.guest.stack.awake();
+            self.guest.stack.disable_notification();
         }
         self.active_since = Some(Instant::now());
     }
@@ -187,7 +187,7 @@ impl Member {
         if let Some(since) = &mut self.active_since {
             if any {
                 *since = start;
-            } else if start.duration_since(*since) > poll.max(QUIET) && !self.guest.stack.rest() {
+            } else if start.duration_since(*since) > poll.max(QUIET) && !self.guest.stack.enable_notification() {
                 self.active_since = None;
             }
         }
@@ -198,7 +198,7 @@ impl Member {
     /// Stops polling its rings if it has been idle for long enough. Returns `false` if it still needs turns.
     pub(super) fn deactivate(&mut self, poll: Duration) -> bool {
         if let Some(since) = self.active_since {
-            if since.elapsed() < poll || self.guest.stack.rest() {
+            if since.elapsed() < poll || self.guest.stack.enable_notification() {
                 return false;
             }
             self.active_since = None;
@@ -268,7 +268,7 @@ impl Member {
                         && !wire.has_ended()
                     {
                         let stack = &self.guest.stack;
-                        if reset { stack.reset_relay(*key) } else { stack.deafen_relay(*key) }
+                        if reset { stack.reset_relay(*key) } else { stack.shut_relay_read(*key) }
                     }
                 }
                 Command::Grown(slot) => self.grown.push_back(slot),
@@ -351,7 +351,7 @@ impl Member {
     /// Completes a pending connect.
     fn complete_connect(&self, wire: &Wire, key: Key, there: bool) {
         if !wire.has_ended() {
-            self.guest.stack.settle(key, there);
+            self.guest.stack.finish_open(key, there);
         }
     }
 
@@ -562,7 +562,7 @@ impl Member {
         let _ = io::Read::read(&mut { socket }, line.get_mut(..len).unwrap_or_default());
         let relay = HostRelay { wire: entry.wire.clone(), awaits_ok: true };
         let peer = Addr { cid: self.guest.cid, port };
-        match self.guest.stack.connect_relay(peer, Kind::Stream, relay) {
+        match self.guest.stack.connect_relay(peer, SocketType::Stream, relay) {
             Ok(key) => {
                 self.programs.remove(slot);
                 self.slots.insert(key, slot);

@@ -188,7 +188,7 @@ impl Relay for HostRelay {
         while !payload.is_empty() {
             let private = payload.private();
             let sent = if private.is_empty() {
-                sys::send_spans(socket.as_fd(), payload.rest())
+                sys::send_spans(socket.as_fd(), payload.remaining_spans())
             } else {
                 socket.send_with_flags(private, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
             };

@@ -1,4 +1,4 @@
-//! The connections of a stack: how they begin, what they send, when they are given up, how they end.
+//! The connections of a stack: opening, sending, timeouts, closing.
 
 use super::*;
 
@@ -18,11 +18,11 @@ impl<S: Side> Stack<S> {
                 table.deadlines.remove(&timer);
             }
         }
-        let _ = self.sender.forget(&Who::Conn(conn.clone()));
+        let _ = self.sender.forget(&PacketOwner::Conn(conn.clone()));
     }
 
-    pub(super) fn request(&self, key: Key, kind: Kind, header: &VsockHdr) {
-        if !self.may_ask() {
+    pub(super) fn request(&self, key: Key, kind: SocketType, header: &VsockHdr) {
+        if !self.may_request() {
             return self.refuse(header);
         }
         let listener = {
@@ -33,14 +33,14 @@ impl<S: Side> Stack<S> {
             }
             table.listeners.get(&(key.port, kind)).cloned()
         };
-        // A socket of the host has no messages.
-        if listener.is_none() && kind == Kind::SeqPacket {
+        // Host sockets carry streams only.
+        if listener.is_none() && kind == SocketType::SeqPacket {
             return self.refuse(header);
         }
         let Some(opened) = self.account.open() else { return self.refuse(header) };
         let phase = if listener.is_some() { Phase::Open } else { Phase::Accepting };
         let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, phase, opened));
-        // What the request says of the peer's room.
+        // The request carries the peer's credit.
         conn.announce(&mut conn.lock(), header);
         if let Some(listener) = listener {
             let mut waiting = listener.waiting.lock();
@@ -56,7 +56,7 @@ impl<S: Side> Stack<S> {
         }
         self.table.lock().insert(&conn);
         match self.host.open(key, kind) {
-            Door::Open(relay) => {
+            OpenResult::Connected(relay) => {
                 {
                     let mut inner = conn.lock();
                     inner.relay = Some(relay);
@@ -65,11 +65,11 @@ impl<S: Side> Stack<S> {
                 self.opened(&conn);
                 self.host.room(key);
             }
-            Door::Later(relay) => {
+            OpenResult::Pending(relay) => {
                 conn.lock().relay = Some(relay);
                 self.give_time(&conn, self.settings().connect);
             }
-            Door::Shut => {
+            OpenResult::Refused => {
                 self.remove(&conn);
                 self.refuse(header);
             }
@@ -81,8 +81,8 @@ impl<S: Side> Stack<S> {
         self.send_control(conn, Op::Response);
     }
 
-    /// Whether the peer may ask for a connection now.
-    pub(crate) fn may_ask(&self) -> bool {
+    /// Returns whether the peer may request a connection now; counts the request as limited if not.
+    pub(crate) fn may_request(&self) -> bool {
         let may = self.host.admit();
         if !may {
             self.counters.limited.fetch_add(1, Ordering::Relaxed);
@@ -95,20 +95,20 @@ impl<S: Side> Stack<S> {
         self.answer(header, Op::Reset);
     }
 
-    /// A connection that was opened [`Door::Later`] is there now, or will never be.
-    pub fn settle(&self, key: Key, there: bool) {
+    /// Completes an [`OpenResult::Pending`]: the connection is accepted if `connected`, else refused.
+    pub fn finish_open(&self, key: Key, connected: bool) {
         let Some(conn) = self.find(key) else { return };
         let mut inner = conn.lock();
         if inner.phase != Phase::Accepting {
             return;
         }
-        if there {
+        if connected {
             (inner.phase, inner.deadline) = (Phase::Open, None);
             drop(inner);
             self.opened(&conn);
             return self.host.room(key);
         }
-        let verdict = conn.end(&mut inner, Over::Refused);
+        let verdict = conn.end(&mut inner, CloseReason::Refused);
         drop(inner);
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         self.carry_out(&conn, Verdict { reply: Some(Op::Reset), ..verdict });
@@ -118,14 +118,14 @@ impl<S: Side> Stack<S> {
         self.table.lock().conns.get(&key).map(|slot| slot.conn.clone())
     }
 
-    /// Something has to happen to a connection until then.
+    /// Sets a connection's deadline; an earlier one is replaced.
     pub(super) fn give_time(&self, conn: &Arc<Conn<S::Relay>>, time: Duration) {
         let until = Instant::now() + time;
         conn.lock().deadline = Some(until);
         let table = &mut *self.table.lock();
         table.serial += 1;
         let timer = (until, table.serial);
-        // One that is over already has none.
+        // Skip a connection that has left the table.
         if let Some(slot) = table.conns.get_mut(&conn.key)
             && Arc::ptr_eq(&slot.conn, conn)
         {
@@ -136,12 +136,12 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// When [`Stack::tick`] should be called next.
+    /// Returns when [`Stack::tick`] should be called next.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.table.lock().deadlines.first_key_value().map(|(&(time, _), _)| time)
     }
 
-    /// Gives up what has taken too long, so many at once. `true`: there is more, for the next turn.
+    /// Closes connections whose deadline has passed, up to a limit per call. Returns `true` if more are due.
     pub fn tick(&self, now: Instant) -> bool {
         let mut due = Vec::new();
         let more = {
@@ -165,7 +165,7 @@ impl<S: Side> Stack<S> {
             if inner.deadline.is_none_or(|deadline| deadline > now) {
                 continue;
             }
-            let how = if inner.phase == Phase::Open { Over::Done } else { Over::TimedOut };
+            let how = if inner.phase == Phase::Open { CloseReason::Done } else { CloseReason::TimedOut };
             let verdict = conn.end(&mut inner, how);
             drop(inner);
             self.carry_out(conn, Verdict { reply: Some(Op::Reset), ..verdict });
@@ -173,8 +173,8 @@ impl<S: Side> Stack<S> {
         more
     }
 
-    /// Once a second or so, if anything has happened: lets memory go that connections do not need now, and allows new log
-    /// lines. Looks at so many connections at once; at the others the next time.
+    /// To be called about once a second while there is activity: releases memory of idle connections and resets the log limit.
+    /// Checks a limited number of connections per call, the others in later calls.
     pub fn sweep(&self) {
         self.lines.store(LINES, Ordering::Relaxed);
         let mut holders: Vec<_> = {
@@ -185,8 +185,8 @@ impl<S: Side> Stack<S> {
         holders.retain(|conn| {
             let Some(conn) = conn.upgrade() else { return false };
             let mut inner = conn.lock();
-            if std::mem::replace(&mut inner.resting, true) {
-                inner.inbox.rest();
+            if std::mem::replace(&mut inner.idle, true) {
+                inner.inbox.release_unused();
             }
             inner.listed = inner.inbox.has_memory();
             inner.listed
@@ -194,43 +194,50 @@ impl<S: Side> Stack<S> {
         self.table.lock().holders.extend(holders);
     }
 
-    /// A connection has memory for what nobody has read yet.
+    /// Registers a connection whose inbox holds memory, for [`Stack::sweep`].
     pub(super) fn hold(&self, conn: &Arc<Conn<S::Relay>>) {
         let table = &mut *self.table.lock();
         if table.holders.len() > 2 * table.conns.len() + 1024 {
-            // Of connections that are over.
+            // Drop entries of closed connections.
             table.holders.retain(|conn| conn.strong_count() > 0);
         }
         table.holders.push_back(Arc::downgrade(conn));
     }
 
-    /// Asks a peer for a connection; its phase tells what came of it. `relay`: the socket of the host that it is for.
+    /// Sends a connection request to a peer; the connection's phase shows the outcome. `relay`: the host socket that requested
+    /// it, if any.
     pub(crate) fn request_connection(
         &self,
         peer: Addr,
-        kind: Kind,
+        kind: SocketType,
         relay: Option<S::Relay>,
     ) -> io::Result<Arc<Conn<S::Relay>>> {
         if !self.is_running() {
-            return Err(io::Error::new(io::ErrorKind::NotConnected, "the other end of the vsock device is not there"));
+            return Err(io::Error::new(
+                io::ErrorKind::NotConnected,
+                "the other end of the vsock device is not connected",
+            ));
         }
         if !self.has(kind) {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, "the peer does not have this kind of socket"));
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this socket type was not negotiated with the peer",
+            ));
         }
-        if relay.is_some() && kind != Kind::Stream {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, "a socket of the host carries a stream only"));
+        if relay.is_some() && kind != SocketType::Stream {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "host sockets support streams only"));
         }
         let conn = {
             let mut table = self.table.lock();
             if table.conns.len() >= self.settings().connections {
-                let why = format!("there are {} connections already", table.conns.len());
+                let why = format!("limit of {} connections reached", table.conns.len());
                 return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
             }
             let Some(opened) = self.account.open() else {
-                let why = "what may be kept for the peer is in use";
+                let why = "memory limit for the peer reached";
                 return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
             };
-            // As there are fewer connections than ports, one is free.
+            // There are fewer connections than ports, so one is free.
             let port = loop {
                 let port = table.next_port;
                 table.next_port = if port >= u32::MAX - 1 { FIRST_PORT } else { port + 1 };
@@ -248,36 +255,36 @@ impl<S: Side> Stack<S> {
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
         self.give_time(&conn, self.settings().connect);
         self.send_control(&conn, Op::Request);
-        // The worker has a new deadline.
+        // The worker has to take the new deadline into account.
         self.host.wake();
         Ok(conn)
     }
 
-    pub(crate) fn add_listener(&self, port: u32, kind: Kind) -> io::Result<Arc<Backlog<S::Relay>>> {
+    pub(crate) fn add_listener(&self, port: u32, kind: SocketType) -> io::Result<Arc<Backlog<S::Relay>>> {
         let mut table = self.table.lock();
         if table.listeners.contains_key(&(port, kind)) {
-            return Err(io::Error::new(io::ErrorKind::AddrInUse, format!("port {port} has a listener already")));
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, format!("port {port} already has a listener")));
         }
         let backlog = Arc::new(Backlog { waiting: Mutex::default(), changed: Condvar::new() });
         table.listeners.insert((port, kind), backlog.clone());
         Ok(backlog)
     }
 
-    pub(crate) fn remove_listener(&self, port: u32, kind: Kind, backlog: &Backlog<S::Relay>) {
+    pub(crate) fn remove_listener(&self, port: u32, kind: SocketType, backlog: &Backlog<S::Relay>) {
         self.table.lock().listeners.remove(&(port, kind));
         let waiting = std::mem::take(&mut *backlog.waiting.lock());
         waiting.iter().for_each(|conn| self.abort(conn));
     }
 
-    /// Ends a connection at once.
+    /// Closes a connection at once with a reset.
     pub(crate) fn abort(&self, conn: &Arc<Conn<S::Relay>>) {
-        let verdict = conn.end(&mut conn.lock(), Over::Reset);
-        if verdict.over {
+        let verdict = conn.end(&mut conn.lock(), CloseReason::Reset);
+        if verdict.closed {
             self.carry_out(conn, Verdict { reply: Some(Op::Reset), ..verdict });
         }
     }
 
-    /// We send no more, or receive no more, or neither.
+    /// Shuts down sending, receiving or both.
     pub(crate) fn shut(&self, conn: &Arc<Conn<S::Relay>>, sending: bool, receiving: bool) {
         let mut inner = conn.lock();
         match inner.phase {
@@ -291,29 +298,29 @@ impl<S: Side> Stack<S> {
                 return;
             }
         }
-        let news = sending && !inner.done || receiving && !inner.deaf;
-        inner.done |= sending;
-        inner.deaf |= receiving;
-        let flags =
-            if inner.deaf { wire::SHUTDOWN_RECEIVE } else { 0 } | if inner.done { wire::SHUTDOWN_SEND } else { 0 };
-        let both = inner.done && inner.deaf;
-        if inner.deaf {
+        let news = sending && !inner.send_shut || receiving && !inner.recv_shut;
+        inner.send_shut |= sending;
+        inner.recv_shut |= receiving;
+        let flags = if inner.recv_shut { wire::SHUTDOWN_RECEIVE } else { 0 }
+            | if inner.send_shut { wire::SHUTDOWN_SEND } else { 0 };
+        let both = inner.send_shut && inner.recv_shut;
+        if inner.recv_shut {
             inner.inbox.clear();
         }
-        let verdict = conn.maybe_over(&mut inner);
-        // Whoever is in the middle of sending gives up now.
+        let verdict = conn.close_if_done(&mut inner);
+        // Wakes a blocked sender so that it gives up.
         conn.wake(&inner);
         drop(inner);
-        if verdict.over {
+        if verdict.closed {
             return self.carry_out(conn, verdict);
         }
         if news {
             let header = VsockHdr { flags, ..conn.header(Op::Shutdown) };
-            let who = Who::Conn(conn.clone());
+            let owner = PacketOwner::Conn(conn.clone());
             let effect = {
-                // After what was sent before.
+                // The shutdown follows all data sent before.
                 let _sending = conn.sending.lock();
-                self.sender.send(&who, header, &mut Payload::empty(), 0).1
+                self.sender.send(&owner, header, &mut Payload::empty(), 0).1
             };
             if both {
                 self.give_time(conn, self.settings().linger);
@@ -323,8 +330,8 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// Sends bytes of a program, as many as there is credit for, of which `room` may wait in the outbox; says how many.
-    /// `flags` go with the last of them. The caller holds the connection's `sending`.
+    /// Sends bytes of a program, as far as there is credit; up to `room` of them may wait in the outbox. Returns how many were
+    /// accepted. `flags` go with the last byte. The caller holds the connection's `sending` lock.
     pub(crate) fn send(&self, conn: &Arc<Conn<S::Relay>>, bytes: &[u8], flags: u32, room: usize) -> io::Result<usize> {
         let len = {
             let mut inner = conn.lock();
@@ -338,9 +345,9 @@ impl<S: Side> Stack<S> {
         }
         let flags = if len == bytes.len() { flags } else { 0 };
         let header = VsockHdr { flags, ..conn.header(Op::Data) };
-        let who = Who::Conn(conn.clone());
+        let owner = PacketOwner::Conn(conn.clone());
         let (sent, effect) =
-            self.sender.send(&who, header, &mut Payload::bytes(bytes.get(..len).unwrap_or(bytes)), room);
+            self.sender.send(&owner, header, &mut Payload::bytes(bytes.get(..len).unwrap_or(bytes)), room);
         if sent < len {
             conn.take_back(&mut conn.lock(), len - sent);
         }
@@ -348,21 +355,21 @@ impl<S: Side> Stack<S> {
         Ok(sent)
     }
 
-    /// How many more bytes of a connection may wait in the outbox.
+    /// Returns how many more bytes of a connection may wait in the outbox.
     pub(crate) fn room(&self, conn: &Conn<S::Relay>) -> usize {
         let most = (conn.buf_alloc as usize).max(MAX_PACKET).min(conn.allowance());
         most.saturating_sub(conn.waiting())
     }
 
-    /// Whether one more message may wait in the outbox, however short.
+    /// Returns whether one more message may wait in the outbox, however short.
     pub(crate) fn has_room(&self, conn: &Arc<Conn<S::Relay>>) -> bool {
-        self.sender.packets(&Who::Conn(conn.clone())) < MESSAGES
+        self.sender.packets(&PacketOwner::Conn(conn.clone())) < MESSAGES
     }
 
     pub(crate) fn may_send(&self, inner: &crate::connection::Inner<S::Relay>) -> io::Result<()> {
         match inner.phase {
             Phase::Closed(over) => Err(over.error()),
-            _ if inner.done || inner.peer_deaf => Err(io::ErrorKind::BrokenPipe.into()),
+            _ if inner.send_shut || inner.peer_recv_shut => Err(io::ErrorKind::BrokenPipe.into()),
             Phase::Open => Ok(()),
             Phase::Connecting | Phase::Accepting => Err(io::ErrorKind::NotConnected.into()),
         }
@@ -374,44 +381,41 @@ mod tests {
     use super::*;
     use crate::{DeviceSide, NoRelay};
 
-    struct Nobody;
+    struct NullHost;
 
-    impl Host<NoRelay> for Nobody {
+    impl Host<NoRelay> for NullHost {
         fn notify(&self, _: Queue) {}
 
         fn wake(&self) {}
 
         fn broken(&self, _: Queue, _: Broken) {}
 
-        fn open(&self, _: Key, _: Kind) -> Door<NoRelay> {
-            Door::Shut
+        fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+            OpenResult::Refused
         }
 
         fn room(&self, _: Key) {}
     }
 
     #[test]
-    fn ports_begin_anew_where_they_end_and_those_in_use_are_passed_over() {
+    fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
         let settings = Settings { connections: 8, ..Settings::default() };
-        let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(Nobody));
-        stack.set_kinds(&[Kind::Stream]);
-        let ask =
-            |peer| stack.request_connection(Addr { cid: 3, port: peer }, Kind::Stream, None).map(|conn| conn.key.port);
+        let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(NullHost));
+        stack.set_socket_types(&[SocketType::Stream]);
+        let ask = |peer| {
+            stack.request_connection(Addr { cid: 3, port: peer }, SocketType::Stream, None).map(|conn| conn.key.port)
+        };
         let last = || stack.table.lock().next_port = u32::MAX - 2;
-        let _listener = stack.add_listener(FIRST_PORT, Kind::Stream).unwrap();
+        let _listener = stack.add_listener(FIRST_PORT, SocketType::Stream).unwrap();
         last();
-        // The last number is no port, the first one has a listener.
+        // `u32::MAX` is not a valid port, and the first one has a listener.
         let ports: Vec<_> = (0..4).map(|_| ask(80).unwrap()).collect();
         assert_eq!(ports, [u32::MAX - 2, u32::MAX - 1, FIRST_PORT + 1, FIRST_PORT + 2]);
         last();
-        assert_eq!(ask(80).unwrap(), FIRST_PORT + 3, "all before are in use");
+        assert_eq!(ask(80).unwrap(), FIRST_PORT + 3, "the ports before it are in use");
         last();
-        assert_eq!(ask(81).unwrap(), u32::MAX - 2, "not for another peer's port");
+        assert_eq!(ask(81).unwrap(), u32::MAX - 2, "free for another peer port");
         assert_eq!((ask(80).unwrap(), ask(80).unwrap()), (FIRST_PORT + 4, FIRST_PORT + 5));
-        assert_eq!(
-            ask(80).unwrap_err().kind(),
-            io::ErrorKind::QuotaExceeded,
-            "there are no more connections than that"
-        );
+        assert_eq!(ask(80).unwrap_err().kind(), io::ErrorKind::QuotaExceeded, "the connection limit is reached");
     }
 }

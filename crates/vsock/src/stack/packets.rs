@@ -1,27 +1,27 @@
-//! What becomes of a packet that comes, and answers to those that belong to no connection.
+//! Receiving packets: finds the connection of each packet, and answers those that belong to none.
 
 use super::*;
 
 impl<S: Side> Stack<S> {
-    /// A packet from the peer. Nothing in it is known to be right.
+    /// Handles a packet from the peer. Nothing in it has been checked yet.
     pub(super) fn receive(&self, header: &VsockHdr, mut payload: Payload<'_>, wanted: Option<&mut Wanted<'_>>) {
-        let there = payload.len();
+        let actual = payload.len();
         payload.truncate(header.len as usize);
         if self.peer.is_some_and(|peer| peer != header.src_cid) {
-            return self.reject(header, format_args!("source context identifier {}", header.src_cid));
+            return self.reject(header, format_args!("source CID {} is not the peer's", header.src_cid));
         }
         if header.dst_cid != self.cid {
             if let Some(hub) = self.hub.get()
-                && there >= header.len as usize
+                && actual >= header.len as usize
                 && hub.carry(header, &mut payload)
             {
                 return;
             }
-            return self.reject(header, format_args!("no way to context identifier {}", header.dst_cid));
+            return self.reject(header, format_args!("no route or no connection to CID {}", header.dst_cid));
         }
         let key = Key { port: header.dst_port, peer: Addr { cid: header.src_cid, port: header.src_port } };
         let conn = self.find(key);
-        let Some(kind) = Kind::new(header.kind).filter(|&kind| self.has(kind)) else {
+        let Some(kind) = SocketType::new(header.kind).filter(|&kind| self.has(kind)) else {
             return self.fail(conn, header, Wrong::Type { kind: header.kind });
         };
         let Some(op) = Op::new(header.op) else {
@@ -30,17 +30,17 @@ impl<S: Side> Stack<S> {
         let Some(conn) = conn else {
             return match op {
                 Op::Request => self.request(key, kind, header),
-                // The last word about a connection that is not there any more.
+                // A reset for a connection that no longer exists needs no answer.
                 Op::Reset => {}
-                // So are those that were under way when it ended.
+                // Other packets may have been in flight when the connection was closed.
                 _ => self.answer(header, Op::Reset),
             };
         };
         if kind != conn.kind {
             return self.fail(Some(conn), header, Wrong::Type { kind: header.kind });
         }
-        if op == Op::Data && there < header.len as usize {
-            return self.fail(Some(conn), header, Wrong::Short { len: header.len, there });
+        if op == Op::Data && actual < header.len as usize {
+            return self.fail(Some(conn), header, Wrong::Short { len: header.len, actual });
         }
         let (verdict, holds) = {
             let mut inner = conn.lock();
@@ -53,7 +53,7 @@ impl<S: Side> Stack<S> {
         self.carry_out(&conn, verdict);
     }
 
-    /// Does what a connection has decided.
+    /// Performs the actions that a connection has decided on.
     pub(crate) fn carry_out(&self, conn: &Arc<Conn<S::Relay>>, verdict: Verdict) {
         if verdict == Verdict::default() {
             return;
@@ -61,26 +61,26 @@ impl<S: Side> Stack<S> {
         if let Some(wrong) = verdict.wrong {
             self.count_wrong(&conn.key, wrong);
         }
-        if verdict.over {
+        if verdict.closed {
             self.remove(conn);
         }
         if let Some(op) = verdict.reply {
             self.send_control(conn, op);
         }
-        if verdict.room && !verdict.over {
+        if verdict.room && !verdict.closed {
             self.host.room(conn.key);
         }
     }
 
-    /// A packet that breaks the rules: its connection is over, if it has one.
+    /// Handles a packet that violates the protocol: resets its connection if there is one.
     pub(super) fn fail(&self, conn: Option<Arc<Conn<S::Relay>>>, header: &VsockHdr, wrong: Wrong) {
         let Some(conn) = conn else {
             return self.reject(header, format_args!("{wrong}"));
         };
-        let _ = conn.end(&mut conn.lock(), Over::Reset);
-        // A reset is never answered with one.
+        let _ = conn.end(&mut conn.lock(), CloseReason::Reset);
+        // A reset is never answered with a reset.
         let reply = (header.op != Op::Reset as u16).then_some(Op::Reset);
-        let verdict = Verdict { reply, over: true, wrong: Some(wrong), room: false };
+        let verdict = Verdict { reply, closed: true, wrong: Some(wrong), room: false };
         self.carry_out(&conn, verdict);
     }
 
@@ -96,7 +96,7 @@ impl<S: Side> Stack<S> {
         if self.may_log() {
             let VsockHdr { src_cid, src_port, dst_cid, dst_port, .. } = header;
             log::warn!(
-                "{}: a packet from {src_cid}:{src_port} to {dst_cid}:{dst_port}: {why}; answered with a reset",
+                "{}: packet from {src_cid}:{src_port} to {dst_cid}:{dst_port}: {why}; answered with a reset",
                 self.name
             );
         }
@@ -124,7 +124,7 @@ impl<S: Side> Stack<S> {
     }
 
     pub(crate) fn send_control(&self, conn: &Arc<Conn<S::Relay>>, op: Op) {
-        let who = Who::Conn(conn.clone());
-        self.effect(self.sender.send_control(Some(&who), conn.header(op)));
+        let owner = PacketOwner::Conn(conn.clone());
+        self.effect(self.sender.send_control(Some(&owner), conn.header(op)));
     }
 }

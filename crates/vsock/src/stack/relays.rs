@@ -1,22 +1,22 @@
-//! Connections whose end is a socket of the host: what `host` does with them.
+//! Connections with a host socket at this end; called by `host`.
 
 use super::*;
 
 impl<S: Side> Stack<S> {
-    /// Connects a socket of the host to a peer. [`Relay::finish`] and [`Relay::close`] tell its fate, and [`Host::room`] when it
-    /// is connected.
-    pub fn connect_relay(&self, peer: Addr, kind: Kind, relay: S::Relay) -> io::Result<Key> {
+    /// Requests a connection to a peer for a host socket. [`Host::room`] reports that it is connected, [`Relay::finish`] and
+    /// [`Relay::close`] report its end.
+    pub fn connect_relay(&self, peer: Addr, kind: SocketType, relay: S::Relay) -> io::Result<Key> {
         Ok(self.request_connection(peer, kind, Some(relay))?.key)
     }
 
-    /// Whether a connection is there, both ends.
+    /// Returns whether a connection is open at both ends.
     pub fn is_open(&self, key: Key) -> bool {
         self.find(key).is_some_and(|conn| conn.lock().phase == Phase::Open)
     }
 
-    /// Sends what `read` gets from a connection's relay straight into the peer's buffers, up to `most` bytes. `read` is called
-    /// once at most, with room for at least a byte. `Ok(None)`: not now, there is no credit or no room; [`Host::room`] tells
-    /// when. `Ok(Some(0))`: `read` said that there is no more.
+    /// Sends data of a relay straight into the peer's buffers, up to `most` bytes, by calling `read` at most once, with room for
+    /// at least one byte. Returns `Ok(None)` if there is no credit or no room now ([`Host::room`] reports when there is), and
+    /// `Ok(Some(0))` at the end of the data. If the ring cannot be used directly, `copy` reads the data into the outbox instead.
     pub fn send_from(
         &self,
         key: Key,
@@ -37,8 +37,8 @@ impl<S: Side> Stack<S> {
         if len == 0 {
             return Ok(None);
         }
-        let who = Who::Conn(conn.clone());
-        let (result, effect) = self.sender.fill(&who, conn.header(Op::Data), len, read, copy);
+        let owner = PacketOwner::Conn(conn.clone());
+        let (result, effect) = self.sender.fill(&owner, conn.header(Op::Data), len, read, copy);
         let sent = result.as_ref().map_or(0, |&sent| sent.unwrap_or(0));
         if sent < len {
             conn.take_back(&mut conn.lock(), len - sent);
@@ -47,7 +47,7 @@ impl<S: Side> Stack<S> {
         result
     }
 
-    /// A relay can take more now.
+    /// A relay can take more data now.
     pub fn drain(&self, key: Key) {
         if let Some(conn) = self.find(key) {
             let verdict = conn.drain(&mut conn.lock());
@@ -55,15 +55,15 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// A relay's program sends no more, or is gone altogether.
-    pub fn shut_relay(&self, key: Key, gone: bool) {
+    /// A relay's program has shut down sending; `closed`: it has closed its socket.
+    pub fn shut_relay(&self, key: Key, closed: bool) {
         if let Some(conn) = self.find(key) {
-            self.shut(&conn, true, gone);
+            self.shut(&conn, true, closed);
         }
     }
 
-    /// A relay's program reads no more: the peer is told.
-    pub fn deafen_relay(&self, key: Key) {
+    /// A relay's program reads no more: sends the peer a shutdown.
+    pub fn shut_relay_read(&self, key: Key) {
         if let Some(conn) = self.find(key) {
             self.shut(&conn, false, true);
         }

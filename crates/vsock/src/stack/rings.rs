@@ -1,76 +1,76 @@
-//! What a stack does with its rings, and who looks at them: the worker, programs that poll, one that waits.
+//! How a stack uses its rings, and who serves them: the worker, programs that poll, or one program that waits for packets in the
+//! worker's place (the leader).
 
 use super::*;
 
 impl<S: Side> Stack<S> {
-    /// Starts or stops the ring that packets go to. Connections go on when there is one again, unless [`Stack::reset`] ends
-    /// them.
+    /// Sets or removes the ring that carries packets to the peer. Connections survive and continue with the next ring, unless
+    /// [`Stack::reset`] ends them.
     pub fn set_link(&self, link: Option<S::Link>) -> Option<S::Link> {
         self.sender.replace(link)
     }
 
-    /// Starts or stops the ring that packets come from.
+    /// Sets or removes the ring that carries packets from the peer.
     pub fn set_inlet(&self, inlet: Option<S::Inlet>) -> Option<S::Inlet> {
         let mut incoming = self.incoming.lock();
         std::mem::replace(&mut incoming.inlet, inlet)
     }
 
-    /// Kinds of sockets that were negotiated; none: nothing can be connected.
-    pub fn set_kinds(&self, kinds: &[Kind]) {
-        self.kinds.store(kinds.iter().fold(0, |all, kind| all | 1 << kind.number()), Ordering::Release);
+    /// Sets the negotiated socket types; with none, nothing can be connected.
+    pub fn set_socket_types(&self, types: &[SocketType]) {
+        self.socket_types.store(types.iter().fold(0, |all, kind| all | 1 << kind.number()), Ordering::Release);
     }
 
-    pub(super) fn has(&self, kind: Kind) -> bool {
-        self.kinds.load(Ordering::Acquire) & 1 << kind.number() != 0
+    pub(super) fn has(&self, kind: SocketType) -> bool {
+        self.socket_types.load(Ordering::Acquire) & 1 << kind.number() != 0
     }
 
-    /// Whether peers can be connected to.
+    /// Returns whether connections can be opened.
     pub fn is_running(&self) -> bool {
-        self.kinds.load(Ordering::Acquire) != 0
+        self.socket_types.load(Ordering::Acquire) != 0
     }
 
-    /// The peer is gone, or has lost its state: all connections are over.
+    /// The peer has disconnected or lost its state: closes all connections.
     pub fn reset(&self) {
-        // In one step; what takes time is done when the table is free again.
+        // Take the table's contents under the lock, and close the connections after releasing it.
         let (conns, deadlines) = {
             let mut table = self.table.lock();
             (std::mem::take(&mut table.conns), std::mem::take(&mut table.deadlines))
         };
         drop(deadlines);
         for Slot { conn, .. } in conns.into_values() {
-            let _ = conn.end(&mut conn.lock(), Over::Reset);
+            let _ = conn.end(&mut conn.lock(), CloseReason::Reset);
         }
         self.sender.clear();
         if let Some(hub) = self.hub.get() {
-            hub.left(self.peer.unwrap_or_default());
+            hub.disconnected(self.peer.unwrap_or_default());
         }
     }
 
-    /// This end goes away: peers hear that all connections are over, and there are no new ones.
+    /// This end is shutting down: resets all connections and allows no new ones.
     pub fn close(&self) {
-        self.set_kinds(&[]);
+        self.set_socket_types(&[]);
         let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         conns.iter().for_each(|conn| self.abort(conn));
-        // As long as there is room, but not for ever.
+        // Flush while there is room, but not without limit.
         let _ = (0..LAST_TURNS).find(|_| !self.flush());
     }
 
-    /// Whether connections that are closed at this end wait for the peer to close them too.
+    /// Returns whether connections closed at this end still wait for the peer to close them.
     pub fn is_lingering(&self) -> bool {
         let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         conns.iter().any(|conn| {
             let inner = conn.lock();
-            inner.done && inner.deaf
+            inner.send_shut && inner.recv_shut
         })
     }
 
-    /// Does what there is to do: packets that came, packets that wait. For the worker, when it is woken. Says whether it
-    /// found anything.
+    /// Called by the worker when it is woken: receives and sends some packets. Returns whether there were any.
     pub fn work(&self) -> bool {
         let mut any = false;
         if !self.led.load(Ordering::SeqCst) {
             let mut incoming = self.incoming.lock();
-            // Not all that a peer may send: others want to be served too.
+            // Bounded, so that other peers are served too.
             let mut bytes = 0;
             for _ in 0..BURSTS {
                 let taken = self.take(&mut incoming, None);
@@ -84,8 +84,8 @@ impl<S: Side> Stack<S> {
         any | self.flush()
     }
 
-    /// Turns notifications on. `true`: there is more to do already.
-    pub fn rest(&self) -> bool {
+    /// Turns notifications on. Returns `true` if packets have arrived already.
+    pub fn enable_notification(&self) -> bool {
         !self.led.load(Ordering::SeqCst) && self.enable()
     }
 
@@ -99,10 +99,10 @@ impl<S: Side> Stack<S> {
         true
     }
 
-    /// Turns notifications off: the worker looks by itself.
-    pub fn awake(&self) {
+    /// Turns notifications off: the worker polls.
+    pub fn disable_notification(&self) {
         let mut incoming = self.incoming.lock();
-        // A program that waits by itself turns them on under the same lock.
+        // A leader turns notifications on under the same lock.
         if !self.led.load(Ordering::SeqCst)
             && let Some(inlet) = &mut incoming.inlet
         {
@@ -110,13 +110,13 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// Moves what waits in the outbox, so much at once. Says whether there was anything, or is more.
+    /// Moves a limited number of packets from the outbox to the ring. Returns whether any were moved, or more could be.
     pub fn flush(&self) -> bool {
         if !self.sender.is_waiting() {
             return false;
         }
-        let mut effect = self.sender.flush(|who| match who {
-            Who::Conn(conn) => {
+        let mut effect = self.sender.flush(|owner| match owner {
+            PacketOwner::Conn(conn) => {
                 let inner = conn.lock();
                 conn.wake(&inner);
                 let relay = inner.relay.is_some();
@@ -125,7 +125,7 @@ impl<S: Side> Stack<S> {
                     self.host.room(conn.key);
                 }
             }
-            Who::Crossing(crossing) => {
+            PacketOwner::Crossing(crossing) => {
                 if let Some(hub) = self.hub.get() {
                     hub.moved(&crossing);
                 }
@@ -137,28 +137,28 @@ impl<S: Side> Stack<S> {
         moved
     }
 
-    /// Whether packets wait for room.
+    /// Returns whether packets wait in the outbox.
     pub fn is_waiting(&self) -> bool {
         self.sender.is_waiting()
     }
 
-    /// Looks at the ring, if nobody else does. Says how many packets there were.
+    /// Polls the ring, unless another thread is using it. Returns the number of packets received.
     pub(crate) fn pump(&self, wanted: Option<&mut Wanted<'_>>) -> usize {
         self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted).packets)
     }
 
-    /// A program will wait for packets itself, if no other one does.
+    /// Makes the caller the leader, which waits for packets itself. Returns `None` if there is one already.
     pub(crate) fn lead(&self) -> Option<Leader<'_, S>> {
         if !self.host.can_wait() {
             return None;
         }
         self.led.compare_exchange(false, true, Ordering::SeqCst, Ordering::Relaxed).ok()?;
-        // Before anybody is told to end the wait.
+        // Discard old notifications before others learn that they have to end the wait.
         self.host.clear();
         Some(Leader(self))
     }
 
-    /// A program will look at the ring by itself for a while: no notifications.
+    /// Registers a program that polls the ring, which turns notifications off.
     pub(crate) fn poll(&self) -> Poller<'_, S> {
         let mut incoming = self.incoming.lock();
         incoming.pollers += 1;
@@ -204,11 +204,11 @@ impl<S: Side> Stack<S> {
     }
 }
 
-/// A program that waits for packets itself, and takes them. When it stops, the worker does.
+/// A program that waits for packets itself and receives them. When dropped, the worker takes over.
 pub(crate) struct Leader<'a, S: Side>(&'a Stack<S>);
 
 impl<S: Side> Leader<'_, S> {
-    /// Waits, unless there is a packet already.
+    /// Blocks until there are packets, unless there are some already.
     pub(crate) fn wait(&self, until: Option<Instant>) {
         if !self.0.enable() {
             self.0.host.wait(until);
@@ -218,7 +218,7 @@ impl<S: Side> Leader<'_, S> {
 
 impl<S: Side> Drop for Leader<'_, S> {
     fn drop(&mut self) {
-        // The worker has seen this, or what it has left alone is seen here.
+        // Either the worker sees the store, or `enable` below finds the packets that it has left alone.
         self.0.led.store(false, Ordering::SeqCst);
         if self.0.enable() {
             self.0.host.wake();
@@ -226,7 +226,7 @@ impl<S: Side> Drop for Leader<'_, S> {
     }
 }
 
-/// A program that looks at the ring by itself. When the last one stops, notifications are on again.
+/// A program that polls the ring. When the last one is dropped, notifications are turned on again.
 pub(crate) struct Poller<'a, S: Side>(&'a Stack<S>);
 
 impl<S: Side> Drop for Poller<'_, S> {
@@ -237,7 +237,7 @@ impl<S: Side> Drop for Poller<'_, S> {
             incoming.pollers == 0 && incoming.inlet.as_mut().is_some_and(Inlet::enable_notification)
         };
         if more {
-            // The worker takes what came in between; or who waits in its place, without a notification so far.
+            // The worker receives packets that arrived in between. A leader has had no notification of them either.
             self.0.host.wake();
             if self.0.led.load(Ordering::SeqCst) {
                 self.0.host.unwait();

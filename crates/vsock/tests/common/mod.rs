@@ -1,5 +1,5 @@
-//! Both ends of a vsock device in one process: their rings in the same memory, a worker thread for each, and notifications
-//! that are sent only if they are asked for, so that a missed one is a test that hangs.
+//! Test fixture: both ends of a vsock device in one process, with their rings in shared memory and a worker thread each.
+//! Notifications are sent only when asked for, so that a missing one makes a test hang.
 #![allow(dead_code, reason = "each test uses some of it")]
 
 pub mod raw;
@@ -7,8 +7,8 @@ pub mod raw;
 use parking_lot::{Condvar, Mutex};
 use ringroad_mem::{Region, Table};
 use ringroad_vsock::{
-    Broken, DeviceSide, Door, Driver, DriverConfig, DriverSide, Host, Key, Kind, NoRelay, Queue, RxQueue, Settings,
-    Side, Stack, TxQueue, kinds,
+    Broken, DeviceSide, Driver, DriverConfig, DriverSide, Host, Key, NoRelay, OpenResult, Queue, RxQueue, Settings,
+    Side, SocketType, Stack, TxQueue, socket_types,
 };
 use std::{
     sync::{
@@ -22,7 +22,7 @@ use std::{
 pub const GUEST: u64 = 3;
 pub const HOST: u64 = 2;
 
-/// What a worker sleeps on.
+/// What a worker or a leader sleeps on.
 #[derive(Default)]
 pub struct Bell {
     rung: Mutex<bool>,
@@ -48,11 +48,11 @@ impl Bell {
     }
 }
 
-/// The surroundings of one end.
+/// The `Host` of one end.
 #[derive(Clone)]
-pub struct Around {
+pub struct TestHost {
     pub own: Arc<Bell>,
-    /// What a program that waits by itself sleeps on; `None`: none may.
+    /// What the leader sleeps on; `None`: no leader is allowed.
     pub lead: Option<Arc<Bell>>,
     pub other: Arc<Bell>,
     pub other_lead: Option<Arc<Bell>>,
@@ -60,7 +60,7 @@ pub struct Around {
     pub notified: Arc<AtomicU64>,
 }
 
-impl<R> Host<R> for Around {
+impl<R> Host<R> for TestHost {
     fn notify(&self, _: Queue) {
         self.notified.fetch_add(1, Ordering::Relaxed);
         self.other.ring();
@@ -77,8 +77,8 @@ impl<R> Host<R> for Around {
         self.broken.lock().push((queue, why));
     }
 
-    fn open(&self, _: Key, _: Kind) -> Door<R> {
-        Door::Shut
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<R> {
+        OpenResult::Refused
     }
 
     fn room(&self, _: Key) {}
@@ -101,7 +101,7 @@ impl<R> Host<R> for Around {
     }
 }
 
-/// A thread that does a stack's work.
+/// A stack's worker thread.
 pub struct Worker {
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
@@ -115,7 +115,7 @@ impl Worker {
             let (stack, bell, stop) = (stack.clone(), bell.clone(), stop.clone());
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    if stack.work() || stack.rest() {
+                    if stack.work() || stack.enable_notification() {
                         continue;
                     }
                     let now = Instant::now();
@@ -140,14 +140,14 @@ impl Drop for Worker {
 pub type HostStack = Stack<DeviceSide<NoRelay>>;
 pub type GuestStack = Stack<DriverSide>;
 
-/// How a pair is set up.
+/// Configuration of a pair.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     pub acked: u64,
     pub queue_size: u32,
     pub receive: usize,
     pub settings: Settings,
-    /// Whether a program may wait for packets itself, in place of the worker.
+    /// Whether a program may be the leader: wait for packets itself, in place of the worker.
     pub leads: bool,
 }
 
@@ -158,12 +158,12 @@ impl Default for Setup {
     }
 }
 
-/// Both ends.
+/// Both ends of a device.
 pub struct Pair {
     pub host: Arc<HostStack>,
     pub guest: Arc<GuestStack>,
-    pub host_around: Around,
-    pub guest_around: Around,
+    pub host_env: TestHost,
+    pub guest_env: TestHost,
     pub memory: Arc<Table>,
     workers: Vec<Worker>,
 }
@@ -172,7 +172,7 @@ impl Pair {
     pub fn new(setup: Setup) -> Pair {
         let Setup { acked, queue_size, receive, settings, leads } = setup;
         let Driver { region, file, rx, tx, .. } = Driver::new(DriverConfig { acked, queue_size, receive }).unwrap();
-        // The device has a mapping of its own.
+        // The device has its own mapping of the memory.
         let mapped = Region::map(&file, 0, region.len() as u64, region.guest(), region.user()).unwrap();
         let memory = Arc::new(Table::default().with(mapped).unwrap());
         let base = if acked & ringroad_vsock::bits::RING_PACKED != 0 { 0x8000_8000 } else { 0 };
@@ -181,8 +181,8 @@ impl Pair {
         let (ours, theirs) = (Arc::<Bell>::default(), Arc::<Bell>::default());
         let lead = || leads.then(Arc::<Bell>::default);
         let (our_lead, their_lead) = (lead(), lead());
-        let around =
-            |own: &Arc<Bell>, lead: &Option<Arc<Bell>>, other: &Arc<Bell>, other_lead: &Option<Arc<Bell>>| Around {
+        let env =
+            |own: &Arc<Bell>, lead: &Option<Arc<Bell>>, other: &Arc<Bell>, other_lead: &Option<Arc<Bell>>| TestHost {
                 own: own.clone(),
                 lead: lead.clone(),
                 other: other.clone(),
@@ -190,29 +190,29 @@ impl Pair {
                 broken: Arc::default(),
                 notified: Arc::default(),
             };
-        let host_around = around(&ours, &our_lead, &theirs, &their_lead);
-        let guest_around = around(&theirs, &their_lead, &ours, &our_lead);
-        let host = Arc::new(Stack::new("host", HOST, Some(GUEST), settings, Box::new(host_around.clone())));
-        let guest = Arc::new(Stack::new("guest", GUEST, None, settings, Box::new(guest_around.clone())));
+        let host_env = env(&ours, &our_lead, &theirs, &their_lead);
+        let guest_env = env(&theirs, &their_lead, &ours, &our_lead);
+        let host = Arc::new(Stack::new("host", HOST, Some(GUEST), settings, Box::new(host_env.clone())));
+        let guest = Arc::new(Stack::new("guest", GUEST, None, settings, Box::new(guest_env.clone())));
         host.set_link(Some(receive));
         host.set_inlet(Some(transmit));
         guest.set_link(Some(tx));
         guest.set_inlet(Some(rx));
-        host.set_kinds(kinds(acked));
-        guest.set_kinds(kinds(acked));
+        host.set_socket_types(socket_types(acked));
+        guest.set_socket_types(socket_types(acked));
         let workers = vec![Worker::start(&host, &ours), Worker::start(&guest, &theirs)];
-        Pair { host, guest, host_around, guest_around, memory, workers }
+        Pair { host, guest, host_env, guest_env, memory, workers }
     }
 
-    /// No queue was broken.
+    /// Asserts that no queue was broken and no packet violated the protocol.
     pub fn assert_whole(&self) {
-        assert_eq!(*self.host_around.broken.lock(), []);
-        assert_eq!(*self.guest_around.broken.lock(), []);
+        assert_eq!(*self.host_env.broken.lock(), []);
+        assert_eq!(*self.guest_env.broken.lock(), []);
         assert_eq!((self.host.report().wrong, self.guest.report().wrong), (0, 0));
     }
 }
 
-/// Bytes that follow from where they are in a stream.
+/// Fills `target` with bytes that depend on the seed and their offset in the stream.
 pub fn pattern(seed: u64, offset: u64, target: &mut [u8]) {
     for (index, byte) in target.iter_mut().enumerate() {
         let at = offset + index as u64;

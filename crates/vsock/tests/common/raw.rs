@@ -1,10 +1,10 @@
-//! A guest without any rules, packet by packet and descriptor by descriptor: rings that a test writes as it likes, with a
-//! device's stack at their other end. All in one thread that never sleeps.
+//! A guest that obeys no rules: a test writes its rings packet by packet and descriptor by descriptor, with a device's stack at
+//! the other end. Single-threaded, and nothing sleeps.
 
-use super::{Around, GUEST, HOST, HostStack, pattern};
+use super::{GUEST, HOST, HostStack, TestHost, pattern};
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features as RingFeatures, Used, packed, split};
-use ringroad_vsock::{Addr, Kind, Listener, RxQueue, Settings, Stack, Stream, TxQueue, bits, kinds};
+use ringroad_vsock::{Addr, Listener, RxQueue, Settings, SocketType, Stack, Stream, TxQueue, bits, socket_types};
 use ringroad_wire::vsock_hdr::{Op, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SIZE, TYPE_STREAM, VsockHdr};
 use std::{
     collections::HashMap,
@@ -15,26 +15,26 @@ use std::{
 
 pub type Side = ringroad_vsock::DeviceSide<ringroad_vsock::NoRelay>;
 
-/// Guest address of a raw guest's memory.
+/// Guest address of the guest's memory.
 pub const BASE: u64 = 0x10_0000_0000;
-/// Its bytes for packets to send, which are used over and over.
+/// Size in bytes of the area for outgoing packets, which is reused cyclically.
 pub const ARENA: usize = 24 << 20;
-/// Where a good connection of each guest is, at both ends.
+/// Port of the well-behaved connection of each guest, at both ends.
 pub const GOOD: u32 = 7777;
-/// Where programs of the host listen in most tests.
+/// Port that programs of the host listen on in most tests.
 pub const PORT: u32 = 1000;
-/// The first port that a program gets which does not care.
+/// First ephemeral port.
 pub const FIRST_PORT: u32 = 1 << 20;
 pub const BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 pub const SPLIT: u64 = bits::VERSION_1 | bits::VSOCK_F_STREAM | bits::VSOCK_F_SEQPACKET;
 pub const PACKED: u64 = SPLIT | bits::RING_PACKED;
 
-/// How a raw guest is set up.
+/// Configuration of a raw guest.
 pub struct Shape {
     pub cid: u64,
     pub acked: u64,
     pub queue_size: u32,
-    /// Receive buffers, each a list of descriptors' lengths.
+    /// Receive buffers, each given as the lengths of its descriptors.
     pub buffers: Vec<Vec<u32>>,
     pub settings: Settings,
 }
@@ -52,24 +52,24 @@ pub struct Packet {
     pub payload: Vec<u8>,
 }
 
-/// A guest without any rules: rings, and nothing else. At the other end of them is a device's stack.
+/// A guest that obeys no rules: just rings, with a device's stack at the other end.
 pub struct Guest {
     pub cid: u64,
     pub host: Arc<HostStack>,
-    pub around: Around,
+    pub env: TestHost,
     pub region: Arc<Region>,
     pub rx: DriverRing,
     pub tx: DriverRing,
-    /// Receive buffers that the device has.
+    /// Receive buffers the device holds, by id.
     pub posted: HashMap<u16, Vec<Buffer>>,
-    /// Where the next receive buffer and the next packet go.
+    /// Addresses of the next receive buffer, of the packet area, and of the next packet in it.
     pub free: u64,
     pub arena: u64,
     pub next: u64,
     pub good: Option<Good>,
 }
 
-/// A connection that keeps to all rules.
+/// A connection that obeys all rules.
 pub struct Good {
     pub program: Stream<Side>,
     pub sent: u64,
@@ -87,8 +87,8 @@ pub fn ring(region: &Arc<Region>, offset: usize, size: u32, acked: u64) -> (Driv
     }
 }
 
-pub fn around() -> Around {
-    Around {
+pub fn env() -> TestHost {
+    TestHost {
         own: Arc::default(),
         lead: None,
         other: Arc::default(),
@@ -103,10 +103,10 @@ pub fn base(acked: u64) -> u32 {
 }
 
 impl Guest {
-    /// With one good connection.
+    /// Creates a guest with a well-behaved connection.
     pub fn new(shape: Shape) -> Guest {
         let mut guest = Guest::bare(shape);
-        let listener = Listener::bind(&guest.host, GOOD, Kind::Stream).unwrap();
+        let listener = Listener::bind(&guest.host, GOOD, SocketType::Stream).unwrap();
         assert_eq!(
             guest.exchange(guest.header(Op::Request, GOOD, GOOD), &[]),
             [guest.answer(Op::Response, GOOD, GOOD)]
@@ -127,14 +127,14 @@ impl Guest {
         let (tx, tx_at) = ring(&region, ring_len, queue_size, acked);
         let mapped = Region::map(&file, 0, region.len() as u64, BASE, region.user()).unwrap();
         let memory = Arc::new(Table::default().with(mapped).unwrap());
-        let around = around();
-        let host = Arc::new(Stack::new("host", HOST, Some(cid), settings, Box::new(around.clone())));
+        let env = env();
+        let host = Arc::new(Stack::new("host", HOST, Some(cid), settings, Box::new(env.clone())));
         host.set_link(Some(RxQueue::start(memory.clone(), acked, queue_size, rx_at, base(acked)).unwrap()));
         host.set_inlet(Some(TxQueue::start(memory, acked, queue_size, tx_at, base(acked)).unwrap()));
-        host.set_kinds(kinds(acked));
+        host.set_socket_types(socket_types(acked));
         let (free, arena) = (BASE + 2 * ring_len as u64, BASE + arena as u64);
         let (posted, next, good) = (HashMap::new(), arena, None);
-        let mut guest = Guest { cid, host, around, region, rx, tx, posted, free, arena, next, good };
+        let mut guest = Guest { cid, host, env, region, rx, tx, posted, free, arena, next, good };
         buffers.iter().for_each(|lens| guest.post(lens));
         guest
     }
@@ -143,7 +143,7 @@ impl Guest {
         self.region.span((buffer.address - BASE) as usize, buffer.len as usize).unwrap()
     }
 
-    /// Makes a receive buffer available, of descriptors of these lengths.
+    /// Makes a receive buffer available, with descriptors of these lengths.
     pub fn post(&mut self, lens: &[u32]) {
         let mut free = self.free;
         let buffer = |&len: &u32| {
@@ -157,7 +157,7 @@ impl Guest {
         self.posted.insert(id, chain);
     }
 
-    /// From us to a port of the host.
+    /// Returns a header from a port of the guest to a port of the host.
     pub fn header(&self, op: Op, from: u32, to: u32) -> VsockHdr {
         VsockHdr {
             src_cid: self.cid,
@@ -171,12 +171,12 @@ impl Guest {
         }
     }
 
-    /// A packet of data.
+    /// Returns the header of a data packet.
     pub fn data(&self, from: u32, to: u32, len: usize) -> VsockHdr {
         VsockHdr { len: len as u32, ..self.header(Op::Data, from, to) }
     }
 
-    /// What the host's port answers with, without credit if it is a reset.
+    /// Returns the answer expected from the host's port; a reset carries no credit.
     pub fn answer(&self, op: Op, from: u32, to: u32) -> Packet {
         let header = VsockHdr {
             src_cid: HOST,
@@ -193,7 +193,8 @@ impl Guest {
         Settings::default().buffer
     }
 
-    /// Makes a chain available: these bytes, over descriptors of these lengths and one with the rest, and then one to write to.
+    /// Makes a chain available: `bytes` split into readable descriptors of the lengths in `cuts` and one for the rest, and then a
+    /// writable one of `writable` bytes.
     pub fn send_chain(&mut self, bytes: &[u8], cuts: &[usize], writable: u32) {
         if self.next + (bytes.len() as u64) + u64::from(writable) > BASE + self.region.len() as u64 {
             self.next = self.arena;
@@ -226,7 +227,7 @@ impl Guest {
         self.send_chain(&[&header.to_bytes(), payload].concat(), &[], 0);
     }
 
-    /// What the device has sent so far; its buffers go back to it.
+    /// Returns the packets the device has sent so far, and makes their buffers available again.
     pub fn take(&mut self) -> Vec<Packet> {
         let (mut packets, mut used) = (Vec::new(), [Used::default(); 64]);
         loop {
@@ -245,7 +246,7 @@ impl Guest {
                 bytes.truncate(used.len as usize);
                 let mut header = VsockHdr::from_bytes(bytes[..SIZE].try_into().unwrap());
                 if header.op == Op::Reset as u16 {
-                    // What it says of credit means nothing.
+                    // The credit fields of a reset mean nothing.
                     (header.buf_alloc, header.fwd_cnt) = (0, 0);
                 }
                 assert_eq!(header.len as usize, bytes.len() - SIZE, "{header:?}");
@@ -257,7 +258,7 @@ impl Guest {
         }
     }
 
-    /// All that the device has to say.
+    /// Lets the device work until it sends nothing more; returns its packets.
     pub fn receive(&mut self) -> Vec<Packet> {
         let mut packets = Vec::new();
         loop {
@@ -270,13 +271,13 @@ impl Guest {
         }
     }
 
-    /// Sends a packet; returns all that comes back.
+    /// Sends a packet; returns all packets that come back.
     pub fn exchange(&mut self, header: VsockHdr, payload: &[u8]) -> Vec<Packet> {
         self.send(header, payload);
         self.receive()
     }
 
-    /// A connection from this port of ours to a program of the host.
+    /// Connects from a port of the guest to a program of the host.
     pub fn connect(&mut self, listener: &Listener<Side>, from: u32, to: u32) -> Stream<Side> {
         assert_eq!(self.exchange(self.header(Op::Request, from, to), &[]), [self.answer(Op::Response, from, to)]);
         let stream = listener.accept_within(Some(Duration::ZERO)).unwrap();
@@ -285,7 +286,7 @@ impl Guest {
         stream
     }
 
-    /// The good connection goes on: 5000 bytes each way. Returns what else the device had to say.
+    /// Checks that the well-behaved connection still works, with 5000 bytes each way. Returns other packets the device sent.
     #[track_caller]
     pub fn check(&mut self) -> Vec<Packet> {
         const LEN: usize = 5000;
@@ -309,13 +310,13 @@ impl Guest {
         }
         assert!(got == bytes, "{} bytes", got.len());
         received += LEN as u64;
-        assert_eq!(*self.around.broken.lock(), []);
+        assert_eq!(*self.env.broken.lock(), []);
         self.good = Some(Good { program, sent, received });
         others
     }
 }
 
-/// A test's guests: both ring layouts.
+/// The guests of a test: one for each ring layout.
 pub fn guests() -> impl Iterator<Item = Guest> {
     [SPLIT, PACKED].map(|acked| Guest::new(Shape { acked, ..Shape::default() })).into_iter()
 }
@@ -328,7 +329,7 @@ pub fn is_reset(stream: &Stream<Side>) {
 }
 
 pub fn listener(guest: &Guest) -> Listener<Side> {
-    Listener::bind(&guest.host, PORT, Kind::Stream).unwrap()
+    Listener::bind(&guest.host, PORT, SocketType::Stream).unwrap()
 }
 
 pub fn reset_of(header: VsockHdr) -> Packet {
