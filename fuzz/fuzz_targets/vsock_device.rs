@@ -7,8 +7,8 @@ use input::Input;
 use ringroad_mem::{Region, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
-    Broken, DeviceSide, OpenResult, Host, Key, SocketType, Listener, MAX_PACKET, NoRelay, Queue, RxQueue, SeqPacket, Settings,
-    Stack, Stream, TxQueue, bits, socket_types,
+    Broken, DeviceSide, Host, Key, Listener, MAX_PACKET, NoRelay, OpenResult, Queue, RxQueue, SeqPacket, Settings,
+    SocketType, Stack, Stream, TxQueue, bits, socket_types,
 };
 use ringroad_wire::vsock_hdr::VsockHdr;
 use std::{

@@ -8,8 +8,8 @@ use input::Input;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
 use ringroad_vsock::{
-    Addr, Broken, DeviceSide, OpenResult, Host, Hub, Key, SocketType, Payload, Queue, Relay, RxQueue, Settings, Stack, TxQueue,
-    bits, socket_types,
+    Addr, Broken, DeviceSide, Host, Hub, Key, OpenResult, Payload, Queue, Relay, RxQueue, Settings, SocketType, Stack,
+    TxQueue, bits, socket_types,
 };
 use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{
