@@ -52,7 +52,9 @@ fn is_lower(from: &str, to: &str) -> bool {
 fn imports_run_one_way() {
     for (room, folder) in rooms() {
         let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
-        for line in manifest.lines().filter_map(|line| line.strip_prefix("ringroad-")) {
+        // Tests may use what lies higher.
+        let product = manifest.split("[dev-dependencies]").next().unwrap();
+        for line in product.lines().filter_map(|line| line.strip_prefix("ringroad-")) {
             let to = line.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap();
             assert!(is_lower(&room, to), "{room}/Cargo.toml imports {to}, which is not below it");
         }

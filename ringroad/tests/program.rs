@@ -1067,7 +1067,7 @@ fn the_device_disconnects() {
     let mut command = ringroad();
     command.args(["blast", text(&folder.file("a.sock")), "--seconds", "30", "--rate", "1000", "--event-driven"]);
     let mut blast = Program::start(command);
-    serve.logs("queue 1 runs");
+    serve.logs("queue 1: started");
     serve.stop("TERM");
     let status = blast.ends(Duration::from_secs(5));
     assert_eq!(status.code(), Some(1), "{}", blast.out());

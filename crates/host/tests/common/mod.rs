@@ -585,10 +585,15 @@ impl Guest {
         (added > 0).then_some(sequence)
     }
 
-    /// Sends a frame.
+    /// Sends a frame. Waits for a free buffer: a frame arrives a moment before its buffer is returned.
     #[track_caller]
     pub fn send_to(&mut self, to: MacAddr) -> u64 {
-        let sequence = self.add(to).expect("the transmit queue is full");
+        let mut sequence = None;
+        within(PATIENCE, || {
+            sequence = self.add(to);
+            sequence.is_some()
+        });
+        let sequence = sequence.expect("the transmit queue stays full");
         let _ = self.vrings[1].kick.write(1);
         sequence
     }
