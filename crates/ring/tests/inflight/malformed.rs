@@ -61,7 +61,7 @@ fn invalid_values_are_rejected() {
         check("version", features, &|_, region| region.set_u16(8, 2));
         check("number of entries", features, &|_, region| region.set_u16(10, 15));
         check("number of entries", features, &|_, region| region.set_u16(10, 17));
-        check("inflight field", features, &|_, region| region.set_u8(entry(features, 5), 7));
+        check("`inflight` field", features, &|_, region| region.set_u8(entry(features, 5), 7));
     }
     // All entries in flight, with the same counter.
     check("number of chains in flight", SPLIT, &|_, region| {
