@@ -718,7 +718,7 @@ fn a_reload_changes_in_place_what_it_can() {
 #[test]
 fn a_reload_keeps_interfaces() {
     let folder = Folder::new("keeps");
-    let tap = |more: &str| format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"rrtest0\"\n{more}");
+    let tap = |more: &str| format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"rrtest2\"\n{more}");
     let config = folder.write(&tap(""));
     // In a network namespace, so that the interface name is free.
     let mut command = unshared("--net");
@@ -735,7 +735,7 @@ fn a_reload_keeps_interfaces() {
         assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };
-    ip("addr add 10.99.0.1/24 dev rrtest0");
+    ip("addr add 10.99.0.1/24 dev rrtest2");
     let mut done = 0;
     let mut reload = |text: String| {
         let before = serve.err().len();
@@ -756,12 +756,12 @@ fn a_reload_keeps_interfaces() {
     ] {
         let log = reload(text.clone());
         assert!(log.contains(": in place") && !log.contains("recreates"), "{log}");
-        assert!(ip("-o addr show dev rrtest0").contains(address), "{text}");
+        assert!(ip("-o addr show dev rrtest2").contains(address), "{text}");
     }
-    assert!(ip("-o link show dev rrtest0").contains("mtu 1400"), "changed in place");
+    assert!(ip("-o link show dev rrtest2").contains("mtu 1400"), "changed in place");
     let log = reload(tap("queues = 2"));
     assert!(log.contains("[WARN ] reload: port host: key `port.queues`: recreates the interface"), "{log}");
-    assert!(!ip("-o addr show dev rrtest0").contains(address), "the interface was recreated");
+    assert!(!ip("-o addr show dev rrtest2").contains(address), "the interface was recreated");
     serve.stop("TERM");
 }
 
