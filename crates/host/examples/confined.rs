@@ -1,6 +1,9 @@
 //! Confines itself like the daemon and then attempts one action, to see whether it is refused. `confined [--free] [--folder
 //! F] [--tcp PORT] ACT [ARGUMENT]`; with `--free` it does not confine itself. Prints `done` or `refused: <why>`; some actions
 //! end it by SIGSYS. Run by ringroad/tests/sandbox.rs.
+//!
+//! The raw system calls here are the attacker's, which no library offers: hence unsafe code outside `mem` and `host/sys`, in a program
+//! that is no part of the product.
 
 use ringroad_host::sandbox::{Confinement, confine};
 use std::{
