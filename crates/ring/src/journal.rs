@@ -74,6 +74,19 @@ pub(crate) struct Record {
     pub word: u64,
     /// `None`: no batch was ever staged.
     pub progress: Option<Progress>,
+    /// The frontend's bases.
+    pub frontend: Frontend,
+}
+
+/// What the frontend has told about a packed ring.
+#[cfg(not(loom))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Frontend {
+    /// Its last base.
+    pub base: u16,
+    /// Position from which the frontend used descriptors itself, up to its base, while no device was connected. Equal to
+    /// the base if it used none, or the device has passed them.
+    pub from: u16,
 }
 
 /// How far the used descriptors of a packed ring are written, and where the deferred batch begins.
@@ -103,6 +116,17 @@ impl Staged {
     }
 }
 
+#[cfg(not(loom))]
+impl Frontend {
+    fn to_word(self) -> u64 {
+        u64::from(self.base) | u64::from(self.from) << 16
+    }
+
+    fn from_word(word: u64) -> Frontend {
+        Frontend { base: word as u16, from: (word >> 16) as u16 }
+    }
+}
+
 /// Flag in the `taken` word: it holds a position.
 #[cfg(not(loom))]
 const TAKEN: u64 = 1 << 16;
@@ -128,7 +152,7 @@ impl Progress {
 const LINES: usize = 2;
 /// First word of a valid journal.
 #[cfg(not(loom))]
-const MAGIC: u64 = u64::from_le_bytes(*b"rrjrnl01");
+const MAGIC: u64 = u64::from_le_bytes(*b"rrjrnl02");
 
 /// The journal of one ring.
 #[derive(Default)]
@@ -211,6 +235,13 @@ impl Journal {
         }
     }
 
+    /// Records the frontend's bases.
+    pub(crate) fn record_frontend(&self, frontend: Frontend) {
+        if let Some((_, [_, _, _, _, _, _, word, ..])) = self.lines() {
+            Self::record(word, frontend.to_word());
+        }
+    }
+
     /// Returns what a former process recorded about the ring with this key; `None` if there is no record of it.
     pub(crate) fn read(&self, key: &JournalKey) -> Option<Record> {
         let (known, hot) = self.lines()?;
@@ -219,7 +250,7 @@ impl Journal {
         if load(magic) != MAGIC || words.iter().zip(key.0).any(|(known, word)| load(known) != word) {
             return None;
         }
-        let [published, staged, taken, progress, first, second, ..] = hot.each_ref().map(load);
+        let [published, staged, taken, progress, first, second, frontend, ..] = hot.each_ref().map(load);
         let staged = Staged::from_word(staged);
         Some(Record {
             published: published as u16,
@@ -227,18 +258,27 @@ impl Journal {
             taken: (taken & TAKEN != 0).then_some(taken as u16),
             word: if staged.second_word { second } else { first },
             progress: Progress::from_word(progress),
+            frontend: Frontend::from_word(frontend),
         })
     }
 
     /// Starts a new record for the ring with this key.
     pub(crate) fn start(&self, key: &JournalKey, position: u16) {
-        let Some(([magic, words @ .., _], [_, _, taken, progress, ..])) = self.lines() else { return };
+        let Some(([_, words @ .., _], _)) = self.lines() else { return };
+        self.end();
+        words.iter().zip(key.0).for_each(|(known, word)| Self::record(known, word));
+        self.restart(position);
+    }
+
+    /// Starts a new record for the same ring, at another position.
+    pub(crate) fn restart(&self, position: u16) {
+        let Some(([magic, ..], [_, _, taken, progress, ..])) = self.lines() else { return };
         self.end();
         Self::record(taken, 0);
         Self::record(progress, 0);
         self.record_published(position);
         self.record_staged(Staged { position, all_written: true, ..Staged::default() });
-        words.iter().zip(key.0).for_each(|(known, word)| Self::record(known, word));
+        self.record_frontend(Frontend { base: position, from: position });
         Self::record(magic, MAGIC);
     }
 

@@ -12,7 +12,7 @@ use crate::{
     packed::layout::{AVAILABLE, LINE, USED},
 };
 #[cfg(not(loom))]
-use crate::{Inflight, JournalKey, Resumed, SetupError, inflight};
+use crate::{Inflight, JournalKey, Resumed, SetupError, inflight, journal::Frontend};
 use ringroad_mem::{
     Hit, Table,
     sync::{Ordering, fence},
@@ -57,6 +57,9 @@ pub struct Device {
     consumed: Option<Position>,
     /// Each descriptor was written when it was used, so far.
     all_written: bool,
+    /// Descriptors ahead that the frontend has used itself.
+    #[cfg(not(loom))]
+    foreign: Option<recover::Foreign>,
     pub(super) journal: Journal,
     /// Records what is in flight in the frontend's inflight region, for any back end that succeeds this one.
     #[cfg(not(loom))]
@@ -88,6 +91,8 @@ impl Device {
             second_word: false,
             consumed: None,
             all_written: true,
+            #[cfg(not(loom))]
+            foreign: None,
             journal: Journal::NONE,
             #[cfg(not(loom))]
             track: None,
@@ -146,6 +151,9 @@ impl Device {
         device.journal.record_staged(device.staged());
         device.journal.record_published(device.published.to_bits());
         let finished = device.finish(found.taken.unwrap_or(found.staged));
+        device.foreign = recover::foreign(&device.ring, found.frontend, requested, device.next_available);
+        let from = device.foreign.map_or(requested, |run| run.from).to_bits();
+        device.journal.record_frontend(Frontend { base: requested.to_bits(), from });
         let resumed = if finished > 0 || device.next_available != requested {
             Resumed::Journal { finished }
         } else {
@@ -235,7 +243,7 @@ impl Device {
     #[inline]
     pub(super) fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
         let count = max.min(chains.room());
-        if count == 0 || !self.is_available() {
+        if count == 0 || !self.is_available() && !self.passed_foreign() {
             return Ok(0);
         }
         let expected = if self.tuning.fetches() { self.expected.min(count as u16) } else { 0 };
@@ -269,6 +277,26 @@ impl Device {
             }
         }
         Ok(taken)
+    }
+
+    /// Called where no chain is available: passes the descriptors that the frontend has used itself, if this is where they
+    /// begin and everything before them was returned. Returns whether a chain is available now.
+    #[inline]
+    fn passed_foreign(&mut self) -> bool {
+        #[cfg(not(loom))]
+        if let Some(recover::Foreign { from, to }) = self.foreign
+            && from == self.next_available
+        {
+            self.flush();
+            if self.outstanding > 0 {
+                return false;
+            }
+            (self.foreign, self.consumed, self.all_written) = (None, None, true);
+            (self.next_available, self.next_used, self.published) = (to, to, to);
+            self.journal.restart(to.to_bits());
+            return self.is_available();
+        }
+        false
     }
 
     /// Fast path: single-buffer chains, all writable or all readable.
@@ -583,6 +611,7 @@ impl Device {
     /// Asks the driver to notify us of the next chain that it makes available. Returns `true` if a chain is available
     /// already; the caller must take it, as the driver may or may not send a notification for it.
     pub fn enable_notification(&mut self) -> bool {
+        self.passed_foreign();
         let event = if self.features.event_idx {
             Event::at(self.next_available.slot, self.next_available.wrap)
         } else {

@@ -7,7 +7,7 @@
 use super::layout::{AVAILABLE, Layout, Position, USED, used_flags};
 use crate::{
     INDIRECT, Journal, JournalKey, NEXT,
-    journal::{Progress, Record, Staged},
+    journal::{Frontend, Progress, Record, Staged},
 };
 use ringroad_mem::sync::Ordering;
 
@@ -27,11 +27,13 @@ pub(super) struct Found {
     pub per_chain: bool,
     /// As in `Staged`.
     pub all_written: bool,
+    /// The former process's frontend.
+    pub frontend: Frontend,
 }
 
 /// Returns what the journal says about a ring; `None` if there is no record or the ring contradicts it.
 pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option<Found> {
-    let Record { published, staged, taken, word, progress } = journal.read(key)?;
+    let Record { published, staged, taken, word, progress, frontend } = journal.read(key)?;
     let Staged { position: staged, second_word, per_chain, all_written } = staged;
     let size = ring.size;
     let position = |bits: u16| (bits & 0x7fff < size).then(|| Position::from_bits(bits, size));
@@ -68,7 +70,7 @@ pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option
         if !good || is_behind(ring, published) || all_written && progress.is_some() && !is_published(ring, before) {
             return None;
         }
-        return Some(Found { published, staged, taken, word, second_word, per_chain, all_written });
+        return Some(Found { published, staged, taken, word, second_word, per_chain, all_written, frontend });
     }
     // An unpublished batch: its first descriptor must be as the driver wrote it.
     if !is_available(ring, published) {
@@ -79,7 +81,32 @@ pub(super) fn find(ring: &Layout, journal: &Journal, key: &JournalKey) -> Option
         return None;
     }
     // Consumed chains are returned without being read again. Writable chains beyond `written` are simply taken again.
-    Some(Found { published, staged: written, taken, word, second_word, per_chain, all_written })
+    Some(Found { published, staged: written, taken, word, second_word, per_chain, all_written, frontend })
+}
+
+/// A run of descriptors that the frontend used itself while no device was connected; see [`foreign`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Foreign {
+    /// Position of the first.
+    pub from: Position,
+    /// Position behind the last.
+    pub to: Position,
+}
+
+/// Returns the descriptors ahead of `next` that the frontend used itself while no device was connected; `base` is what it
+/// says now.
+///
+/// QEMU drops what a guest transmits while the link is down: it takes chains at an index of its own, where the last clean
+/// stop left it (hw/net/virtio-net.c, `virtio_net_drop_tx_queue_data`), not where the killed device was. If the guest has
+/// made the descriptor there available, QEMU uses it, and the driver gets it back when the device has returned everything
+/// before it. A device that arrived there would wait for ever for a descriptor that is used already. The base tells how far
+/// QEMU went; of the run, its first descriptor shows that it was used in this pass: both flags equal the wrap counter, as in
+/// no descriptor ahead of the device that it used itself.
+pub(super) fn foreign(ring: &Layout, known: Frontend, base: Position, next: Position) -> Option<Foreign> {
+    let (size, from) = (ring.size, Position::from_bits(known.from, ring.size));
+    let is_ahead = next.distance(from, size) < size;
+    let run = from.distance(base, size);
+    (is_ahead && (1..=size).contains(&run) && is_used(ring, from)).then_some(Foreign { from, to: base })
 }
 
 /// Returns whether a ring that should be fresh has been used before.
