@@ -9,7 +9,7 @@ use super::{
     vsock::Vsocks,
 };
 use crate::{
-    config::{self, Config, mac},
+    config::{self, Config, VhostUser},
     logger,
 };
 use ringroad_host::{
@@ -143,7 +143,7 @@ impl State {
 
     /// `wrong`: returns why an owner's port cannot run on this machine.
     fn reload_ports(&mut self, config: &Config, wrong: impl Fn(&str) -> Option<String>) {
-        let wrong = |port: &config::Port| wrong(&config::owner(port));
+        let wrong = |port: &config::Port| wrong(&port.owner());
         let poll = config.workers.poll;
         // Stop first, so that other ports can take over sockets and interfaces.
         for running in std::mem::take(&mut self.ports) {
@@ -239,12 +239,12 @@ enum Kind {
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
     let config::Port { mode, hairpin, mut limits, .. } = *port;
     let tuning = match &port.kind {
-        config::Kind::VhostUser { tuning, .. } => {
+        config::Kind::VhostUser(guest) => {
             // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
-            limits.own = Some(mac(port));
-            *tuning
+            limits.own = Some(port.mac());
+            guest.tuning
         }
-        config::Kind::Tap { .. } => Default::default(),
+        config::Kind::Tap(_) => Default::default(),
     };
     PortSettings { mode, hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
 }
@@ -254,10 +254,10 @@ impl Running {
         progress.at(format!("starting port {}", port.name));
         let settings = settings(port, poll);
         let kind = match &port.kind {
-            config::Kind::VhostUser { socket, role, features, queues, frontend, .. } => {
+            config::Kind::VhostUser(VhostUser { socket, role, features, frontend, .. }) => {
                 let PortSettings { mode, hairpin, poll, tuning, limits } = settings;
                 let config =
-                    Space { mac: mac(port), link_up: true, queue_pairs: *queues, mtu: port.mtu.unwrap_or(MTU) };
+                    Space { mac: port.mac(), link_up: true, queue_pairs: port.queues, mtu: port.mtu.unwrap_or(MTU) };
                 let vhost = VhostConfig {
                     name: port.name.clone(),
                     socket: socket.clone(),
@@ -270,7 +270,7 @@ impl Running {
                     tuning,
                     limits,
                     frontend: frontend.limits,
-                    access: frontend.access,
+                    access: frontend.access(),
                 };
                 let server = Server::start(vhost, worker)?;
                 if *role == Role::Server {
@@ -278,8 +278,8 @@ impl Running {
                 }
                 Kind::Vhost(server)
             }
-            config::Kind::Tap { interface, queues } => {
-                let tap = Tap::open(&port.name, interface, *queues, port.mtu)?;
+            config::Kind::Tap(interface) => {
+                let tap = Tap::open(&port.name, interface, port.queues, port.mtu)?;
                 Kind::Tap(worker.add(Arc::new(Port::tap(tap, settings)))?)
             }
         };
@@ -300,8 +300,8 @@ impl Running {
                 Kind::Tap(handle) => handle.set(settings),
             }
         }
-        if let (Kind::Vhost(server), config::Kind::VhostUser { frontend, .. }) = (&self.kind, &port.kind)
-            && let Err(error) = server.set_frontend(frontend.limits, frontend.access)
+        if let (Kind::Vhost(server), config::Kind::VhostUser(guest)) = (&self.kind, &port.kind)
+            && let Err(error) = server.set_frontend(guest.frontend.limits, guest.frontend.access())
         {
             log::error!("{error}");
         }
