@@ -44,7 +44,7 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         name: "fuzz".into(),
         socket: socket.clone(),
         role: Role::Server,
-        features: Features::ALL,
+        features: Features::all(),
         config: Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 2, mtu: 1500 },
         mode: Mode::Reflect,
         hairpin: false,
@@ -85,7 +85,7 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     // Most inputs should get somewhere: a ring may be set up well before the rest of the input comes.
     let start = take(1)[0];
     if start & 1 == 1 {
-        let features = Features::ALL.bits() | 1 << 30;
+        let features = Features::all().bits() | 1 << 30;
         let send = |request: u32, payload: &[u64], fds: &[RawFd]| {
             let payload: Vec<u8> = payload.iter().flat_map(|word| word.to_le_bytes()).collect();
             let _ = stream.send_with_fds(&[&message(request, 1, &payload)[..]], fds);

@@ -160,18 +160,8 @@ pub fn seconds(text: &str) -> Result<f64, String> {
 
 /// Returns the feature bits that our driver requests.
 pub fn features(ring: Ring, without: &[String]) -> u64 {
-    let with = |name: &str| !without.iter().any(|other| other == name);
-    let features = Features {
-        packed: ring == Ring::Packed,
-        in_order: with("in_order"),
-        mrg_rxbuf: with("mrg_rxbuf"),
-        event_idx: with("event_idx"),
-        indirect: with("indirect"),
-        mac: true,
-        status: true,
-        mtu: true,
-    };
-    features.bits()
+    let off: Features = without.iter().filter_map(|name| Features::from_name(&name.to_uppercase())).collect();
+    Features::layout(ring == Ring::Packed).difference(off).bits()
 }
 
 /// Runs the driver for the requested time.

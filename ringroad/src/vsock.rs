@@ -147,7 +147,7 @@ pub fn poll(text: &str) -> Result<Duration, String> {
 impl Common {
     /// Connects the driver to the device.
     fn connect(&self) -> Result<VsockClient, Box<dyn std::error::Error>> {
-        let features = Features { packed: self.ring == Ring::Packed, ..Features::ALL };
+        let features = Features::layout(self.ring == Ring::Packed);
         let connector = VsockConnector {
             socket: self.socket.clone(),
             listen: self.listen,

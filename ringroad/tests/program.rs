@@ -216,7 +216,7 @@ impl Guest {
     }
 
     fn plain(socket: &Path) -> Guest {
-        Guest::new(socket, Features::ALL, 256, 1518)
+        Guest::new(socket, Features::all(), 256, 1518)
     }
 
     /// Broadcasts a frame, with an EtherType of its own.
@@ -1086,7 +1086,7 @@ fn jumbo_frames() {
     serve.logs("ready");
     let socket = |name: &str| folder.file(&format!("{name}.sock"));
     for packed in [false, true] {
-        let features = Features { packed, ..Features::ALL };
+        let features = Features::layout(packed);
         let mut large = Guest::new(&socket("large"), features, 256, 65549);
         let mut small = Guest::new(&socket("small"), features, 256, 1518);
         let mut plain = Guest::new(&socket("plain"), features, 256, 1518);

@@ -110,7 +110,7 @@ fn guest(socket: &Path) -> VsockClient {
         socket: socket.to_owned(),
         listen: false,
         patience: PATIENCE,
-        features: Features::ALL.bits(),
+        features: Features::all().bits(),
         queue_size: 64,
         receive: 4096,
         cid: None,

@@ -69,7 +69,7 @@ fn driver(socket: &Path) -> VsockClient {
         socket: socket.to_owned(),
         listen: false,
         patience: PATIENCE,
-        features: Features::ALL.bits(),
+        features: Features::all().bits(),
         queue_size: 128,
         receive: 16 << 10,
         cid: None,

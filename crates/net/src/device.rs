@@ -1,7 +1,7 @@
 //! Device end of virtio-net: transmit queues, which frames come from, and receive queues, which they go to. Called by
 //! `host`, which has their memory, sockets and notifications.
 
-use crate::{Features, features::bits};
+use crate::features::bits;
 use ringroad_frame::{ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, NotAFrame, PIECES, Rest};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
@@ -33,15 +33,6 @@ const BURST_BYTES: u64 = 256 << 10;
 /// Pieces of receive buffers that a burst may use or look at. What has not found room by then is dropped: a receiver whose
 /// buffers are in so many pieces would cost the others' time.
 const BURST_PIECES: usize = 2048;
-
-impl Features {
-    /// Whether a set of acknowledged feature bits is possible for a device that offers `self`: the bits that should not
-    /// be there, or VERSION_1 if that is missing.
-    pub fn check(self, acked: u64) -> Result<(), u64> {
-        let wrong = acked & !(self.bits() | bits::PROTOCOL_FEATURES) | !acked & bits::VERSION_1;
-        if wrong == 0 { Ok(()) } else { Err(wrong) }
-    }
-}
 
 /// A transmit queue: the driver sends, we take.
 pub struct TxQueue {

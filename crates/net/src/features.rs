@@ -1,5 +1,6 @@
 //! Feature bits and the configuration space of a network device (virtio 1.3, 5.1.3, 5.1.4 and 6).
 
+use bitflags::bitflags;
 use ringroad_wire::ethernet::MacAddr;
 
 /// Feature bits by their names in the specification.
@@ -16,60 +17,45 @@ pub mod bits {
     pub const NET_F_STATUS: u64 = 1 << 16;
 }
 
-/// Which optional features a port offers. Each can be turned off, so that every path can be forced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Features {
-    /// VIRTIO_F_RING_PACKED.
-    pub packed: bool,
-    /// VIRTIO_F_IN_ORDER.
-    pub in_order: bool,
-    /// VIRTIO_NET_F_MRG_RXBUF.
-    pub mrg_rxbuf: bool,
-    /// VIRTIO_F_EVENT_IDX.
-    pub event_idx: bool,
-    /// VIRTIO_F_INDIRECT_DESC.
-    pub indirect: bool,
-    /// VIRTIO_NET_F_MAC.
-    pub mac: bool,
-    /// VIRTIO_NET_F_STATUS.
-    pub status: bool,
-    /// VIRTIO_NET_F_MTU.
-    pub mtu: bool,
+bitflags! {
+    /// The features that a port offers. Optional ones can be turned off, so that every path can be forced.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Features: u64 {
+        /// VIRTIO_F_VERSION_1, without which no driver is served.
+        const VERSION_1 = bits::VERSION_1;
+        /// VIRTIO_F_RING_PACKED.
+        const PACKED = bits::RING_PACKED;
+        /// VIRTIO_F_IN_ORDER.
+        const IN_ORDER = bits::IN_ORDER;
+        /// VIRTIO_NET_F_MRG_RXBUF.
+        const MRG_RXBUF = bits::NET_F_MRG_RXBUF;
+        /// VIRTIO_F_EVENT_IDX.
+        const EVENT_IDX = bits::EVENT_IDX;
+        /// VIRTIO_F_INDIRECT_DESC.
+        const INDIRECT = bits::INDIRECT_DESC;
+        /// VIRTIO_NET_F_MAC.
+        const MAC = bits::NET_F_MAC;
+        /// VIRTIO_NET_F_STATUS.
+        const STATUS = bits::NET_F_STATUS;
+        /// VIRTIO_NET_F_MTU.
+        const MTU = bits::NET_F_MTU;
+    }
+}
+
+impl Features {
+    /// Those that cannot be turned off.
+    pub const REQUIRED: Features = Features::VERSION_1;
+
+    /// Returns all of them, for rings of one layout.
+    pub fn layout(packed: bool) -> Features {
+        if packed { Features::all() } else { Features::all() - Features::PACKED }
+    }
 }
 
 impl Default for Features {
     /// All of them.
     fn default() -> Features {
-        Features::ALL
-    }
-}
-
-impl Features {
-    /// All that there are.
-    pub const ALL: Features = Features {
-        packed: true,
-        in_order: true,
-        mrg_rxbuf: true,
-        event_idx: true,
-        indirect: true,
-        mac: true,
-        status: true,
-        mtu: true,
-    };
-
-    /// As feature bits, with VERSION_1, without which nothing goes.
-    pub fn bits(self) -> u64 {
-        let set = [
-            (self.packed, bits::RING_PACKED),
-            (self.in_order, bits::IN_ORDER),
-            (self.mrg_rxbuf, bits::NET_F_MRG_RXBUF),
-            (self.event_idx, bits::EVENT_IDX),
-            (self.indirect, bits::INDIRECT_DESC),
-            (self.mac, bits::NET_F_MAC),
-            (self.status, bits::NET_F_STATUS),
-            (self.mtu, bits::NET_F_MTU),
-        ];
-        set.iter().fold(bits::VERSION_1, |all, &(on, bit)| if on { all | bit } else { all })
+        Features::all()
     }
 }
 
@@ -103,15 +89,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_what_may_not_be_acknowledged() {
-        let offered = Features { packed: false, ..Features::ALL };
-        let all = offered.bits();
-        assert_eq!(all, 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 35);
-        for good in [all, bits::VERSION_1, all | bits::PROTOCOL_FEATURES] {
-            assert_eq!(offered.check(good), Ok(()));
-        }
-        assert_eq!(offered.check(all | bits::RING_PACKED | 1), Err(bits::RING_PACKED | 1));
-        assert_eq!(offered.check(bits::NET_F_MAC), Err(bits::VERSION_1));
+    fn bits_of_the_specification() {
+        let all = 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
+        assert_eq!(Features::all().bits(), all);
+        assert_eq!(Features::REQUIRED.bits(), 1 << 32);
     }
 
     #[test]

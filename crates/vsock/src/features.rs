@@ -13,52 +13,53 @@ pub mod bits {
 }
 
 use crate::SocketType;
+use bitflags::bitflags;
 
-/// The optional features that a device offers. Each can be turned off, so that tests can force every path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Features {
-    /// VIRTIO_F_RING_PACKED.
-    pub packed: bool,
-    /// VIRTIO_F_IN_ORDER.
-    pub in_order: bool,
-    /// VIRTIO_F_EVENT_IDX.
-    pub event_idx: bool,
-    /// VIRTIO_F_INDIRECT_DESC.
-    pub indirect: bool,
-    /// VIRTIO_VSOCK_F_SEQPACKET.
-    pub seqpacket: bool,
+bitflags! {
+    /// The features that a device offers. Optional ones can be turned off, so that tests can force every path.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Features: u64 {
+        /// VIRTIO_F_VERSION_1, without which no driver is served.
+        const VERSION_1 = bits::VERSION_1;
+        /// VIRTIO_VSOCK_F_STREAM.
+        const STREAM = bits::VSOCK_F_STREAM;
+        /// VIRTIO_VSOCK_F_NO_IMPLIED_STREAM.
+        const NO_IMPLIED_STREAM = bits::VSOCK_F_NO_IMPLIED_STREAM;
+        /// VIRTIO_F_RING_PACKED.
+        const PACKED = bits::RING_PACKED;
+        /// VIRTIO_F_IN_ORDER.
+        const IN_ORDER = bits::IN_ORDER;
+        /// VIRTIO_F_EVENT_IDX.
+        const EVENT_IDX = bits::EVENT_IDX;
+        /// VIRTIO_F_INDIRECT_DESC.
+        const INDIRECT = bits::INDIRECT_DESC;
+        /// VIRTIO_VSOCK_F_SEQPACKET.
+        const SEQPACKET = bits::VSOCK_F_SEQPACKET;
+    }
+}
+
+impl Features {
+    /// Those that cannot be turned off.
+    pub const REQUIRED: Features = Features::VERSION_1.union(Features::STREAM).union(Features::NO_IMPLIED_STREAM);
+
+    /// Returns all of them, for rings of one layout.
+    pub fn layout(packed: bool) -> Features {
+        if packed { Features::all() } else { Features::all() - Features::PACKED }
+    }
 }
 
 impl Default for Features {
     /// All of them.
     fn default() -> Features {
-        Features::ALL
-    }
-}
-
-impl Features {
-    /// All of them.
-    pub const ALL: Features =
-        Features { packed: true, in_order: true, event_idx: true, indirect: true, seqpacket: true };
-
-    /// Returns the feature bits, including VERSION_1 and the stream bits, which are always offered.
-    pub fn bits(self) -> u64 {
-        let set = [
-            (self.packed, bits::RING_PACKED),
-            (self.in_order, bits::IN_ORDER),
-            (self.event_idx, bits::EVENT_IDX),
-            (self.indirect, bits::INDIRECT_DESC),
-            (self.seqpacket, bits::VSOCK_F_SEQPACKET),
-        ];
-        let always = bits::VERSION_1 | bits::VSOCK_F_STREAM | bits::VSOCK_F_NO_IMPLIED_STREAM;
-        set.iter().fold(always, |all, &(on, bit)| if on { all | bit } else { all })
+        Features::all()
     }
 }
 
 /// Returns the socket types that were negotiated. With none of the three bits, that is streams only (5.10.3).
 pub fn socket_types(acked: u64) -> &'static [SocketType] {
-    let stream = acked & bits::VSOCK_F_STREAM != 0 || acked & bits::VSOCK_F_NO_IMPLIED_STREAM == 0;
-    match (stream, acked & bits::VSOCK_F_SEQPACKET != 0) {
+    let acked = Features::from_bits_truncate(acked);
+    let stream = acked.contains(Features::STREAM) || !acked.contains(Features::NO_IMPLIED_STREAM);
+    match (stream, acked.contains(Features::SEQPACKET)) {
         (true, true) => &[SocketType::Stream, SocketType::SeqPacket],
         (true, false) => &[SocketType::Stream],
         (false, true) => &[SocketType::SeqPacket],
@@ -90,7 +91,7 @@ mod tests {
         assert_eq!(socket_types(bits::VSOCK_F_SEQPACKET), [SocketType::Stream, SocketType::SeqPacket]);
         assert_eq!(socket_types(bits::VSOCK_F_NO_IMPLIED_STREAM | bits::VSOCK_F_SEQPACKET), [SocketType::SeqPacket]);
         assert!(socket_types(bits::VSOCK_F_NO_IMPLIED_STREAM).is_empty());
-        let all = Features::ALL.bits();
+        let all = Features::all().bits();
         assert_eq!(all, 7 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35);
         assert_eq!(socket_types(all), [SocketType::Stream, SocketType::SeqPacket]);
         assert_eq!(Config { guest_cid: 3 }.bytes(), [3, 0, 0, 0, 0, 0, 0, 0]);

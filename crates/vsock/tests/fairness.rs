@@ -564,7 +564,7 @@ fn reserves(link: impl Link, inlet: &mut impl Inlet) {
 #[test]
 fn real_rings_reserve_buffers_for_control_packets() {
     for bits in [0, bits::RING_PACKED, bits::IN_ORDER, bits::RING_PACKED | bits::IN_ORDER | bits::EVENT_IDX] {
-        let acked = Features { packed: false, in_order: false, event_idx: false, ..Features::ALL }.bits() | bits;
+        let acked = Features::all().bits() & !(bits::RING_PACKED | bits::IN_ORDER | bits::EVENT_IDX) | bits;
         let (receive, mut rx, tx, mut transmit) = rings(acked);
         reserves(receive, &mut rx);
         reserves(tx, &mut transmit);
@@ -573,7 +573,7 @@ fn real_rings_reserve_buffers_for_control_packets() {
 
 #[test]
 fn each_part_of_a_split_packet_is_counted() {
-    let (receive, mut rx, ..) = rings(Features::ALL.bits());
+    let (receive, mut rx, ..) = rings(Features::all().bits());
     let sender = Sender::new(true);
     sender.replace(Some(receive));
     let conn = Conn::new(1);

@@ -124,7 +124,7 @@ impl Setup {
             socket,
             listen: false,
             patience: Duration::from_secs(5),
-            features: Features { packed: self.ring == Ring::Packed, ..Features::ALL }.bits(),
+            features: Features::layout(self.ring == Ring::Packed).bits(),
             queue_size: self.queue_size,
             receive: self.receive,
             cid: None,

@@ -163,7 +163,7 @@ impl Args {
             socket: socket.to_owned(),
             listen: false,
             patience: Duration::from_secs(5),
-            features: Features { packed: self.ring == Ring::Packed, ..Features::ALL }.bits(),
+            features: Features::layout(self.ring == Ring::Packed).bits(),
             queue_size: 128,
             receive: RECEIVE,
             cid: Some(3),

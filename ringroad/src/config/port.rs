@@ -72,7 +72,7 @@ pub struct VhostUser {
     #[serde(deserialize_with = "value::role")]
     pub role: Role,
     /// Features offered to the driver.
-    #[serde(with = "FeatureKeys")]
+    #[serde(deserialize_with = "features")]
     pub features: Features,
     /// The MAC address advertised to the guest, if set in the file.
     #[serde(deserialize_with = "address")]
@@ -161,19 +161,6 @@ struct Tap {
 }
 
 #[derive(Deserialize)]
-#[serde(remote = "Features", default = "Features::default", deny_unknown_fields)]
-struct FeatureKeys {
-    packed: bool,
-    in_order: bool,
-    mrg_rxbuf: bool,
-    event_idx: bool,
-    indirect: bool,
-    mac: bool,
-    status: bool,
-    mtu: bool,
-}
-
-#[derive(Deserialize)]
 #[serde(remote = "Tuning", default = "Tuning::default", deny_unknown_fields)]
 struct TuningKeys {
     fast_path: bool,
@@ -240,6 +227,10 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
         ..default
     };
     Ok(port)
+}
+
+fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {
+    value::features(node, Features::REQUIRED)
 }
 
 fn kind<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {

@@ -77,7 +77,7 @@ fn example() {
         kind: Kind::VhostUser(VhostUser {
             socket: "/run/ringroad/vm1.sock".into(),
             role: Role::Client,
-            features: Features { in_order: false, mtu: false, ..Features::ALL },
+            features: Features::all() - Features::IN_ORDER - Features::MTU,
             mac,
             fixed: true,
             tuning: Tuning::default(),
@@ -111,7 +111,7 @@ fn defaults() {
     let limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
     assert_eq!(port.limits, limits);
     assert_eq!((port.mode, port.hairpin, port.queues, port.mtu, port.poll), (Mode::Switch, false, 1, None, None));
-    let (role, features) = (Role::Server, Features::ALL);
+    let (role, features) = (Role::Server, Features::all());
     let tuning = Tuning::default();
     let (socket, frontend) = ("/run/1".into(), Frontend::default());
     let kind = Kind::VhostUser(VhostUser { socket, role, features, mac: None, fixed: false, tuning, frontend });
@@ -136,12 +136,14 @@ fn each_tuning_has_its_key() {
 #[test]
 fn each_feature_has_its_key() {
     let keys = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"];
-    for (index, key) in keys.iter().enumerate() {
+    for key in keys {
         let config = parse(&vm1(&format!("features.{key} = false")));
-        let f = config.ports[0].vhost_user().unwrap().features;
-        let found = [f.packed, f.in_order, f.mrg_rxbuf, f.event_idx, f.indirect, f.mac, f.status, f.mtu];
-        assert_eq!(found, std::array::from_fn(|other| other != index), "{key}");
+        let off = Features::from_name(&key.to_uppercase()).unwrap();
+        assert_eq!(config.ports[0].vhost_user().unwrap().features, Features::all() - off, "{key}");
     }
+    let found = error(&vm1("features.zone = true"));
+    assert!(found.contains("key `features.zone`: unknown key, expected one of "), "{found}");
+    assert!(keys.iter().all(|key| found.contains(&format!("`{key}`"))) && !found.contains("version_1"), "{found}");
 }
 
 #[test]

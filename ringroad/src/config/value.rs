@@ -2,9 +2,13 @@
 //! and what was found. `R` is the field's type: the value's or an `Option` of it.
 
 use super::table::alternatives;
+use bitflags::Flags;
 use ringroad_host::vhost_user::Role;
 use ringroad_switch::Poll;
-use serde::{Deserialize, Deserializer, de};
+use serde::{
+    Deserialize, Deserializer,
+    de::{self, DeserializeSeed, MapAccess, Visitor},
+};
 use std::{fmt, path::PathBuf, time::Duration};
 use toml::Value;
 
@@ -53,6 +57,43 @@ pub(super) fn list<'de, D: Deserializer<'de>, T>(
 /// Returns an error about a value; table.rs adds what was found.
 pub(super) fn wrong<E: de::Error>(expected: impl fmt::Display) -> E {
     E::custom(format_args!("expected {expected}"))
+}
+
+/// Reads a table of features, each `true` or `false`; those without a key are on, as are the `required` ones, which have none.
+pub(super) fn features<'de, D: Deserializer<'de>, F: Flags + Copy>(node: D, required: F) -> Result<F, D::Error> {
+    node.deserialize_map(Features(required))
+}
+
+#[derive(Clone, Copy)]
+struct Features<F>(F);
+
+impl<'de, F: Flags + Copy> Visitor<'de> for Features<F> {
+    type Value = F;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a table")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut table: A) -> Result<F, A::Error> {
+        let mut all = F::all();
+        while let Some(feature) = table.next_key_seed(self)? {
+            all.set(feature, table.next_value()?);
+        }
+        Ok(all)
+    }
+}
+
+impl<'de, F: Flags> DeserializeSeed<'de> for Features<F> {
+    type Value = F;
+
+    fn deserialize<D: Deserializer<'de>>(self, node: D) -> Result<F, D::Error> {
+        let name = String::deserialize(node)?;
+        let optional = F::FLAGS.iter().filter(|flag| !self.0.contains(F::from_bits_retain(flag.value().bits())));
+        let names: Vec<String> = optional.map(|flag| flag.name().to_lowercase()).collect();
+        let known = names.contains(&name).then(|| F::from_name(&name.to_uppercase())).flatten();
+        // As serde's derived code says it.
+        known.ok_or_else(|| de::Error::custom(format_args!("unknown field, expected one of `{}`", names.join("`, `"))))
+    }
 }
 
 pub(super) fn name<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {

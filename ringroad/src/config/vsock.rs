@@ -62,7 +62,7 @@ pub struct Vsock {
     #[serde(deserialize_with = "value::poll")]
     pub poll: Option<Poll>,
     /// Features offered to the driver.
-    #[serde(with = "FeatureKeys")]
+    #[serde(deserialize_with = "features")]
     pub features: Features,
     /// Access to its sockets, and a frontend's budgets.
     #[serde(skip)]
@@ -91,16 +91,6 @@ impl Default for Vsock {
     }
 }
 
-#[derive(Deserialize)]
-#[serde(remote = "Features", default = "Features::default", deny_unknown_fields)]
-struct FeatureKeys {
-    packed: bool,
-    in_order: bool,
-    event_idx: bool,
-    indirect: bool,
-    seqpacket: bool,
-}
-
 /// Reads all devices.
 pub(super) fn vsocks(root: &Table, taken: &mut Taken) -> Result<Vec<Vsock>, ConfigError> {
     let tables = root.list("vsock", "a list of vsock devices, written [[vsock]]", |_| None)?;
@@ -118,6 +108,10 @@ fn vsock(table: &Table, taken: &mut Taken) -> Result<Vsock, ConfigError> {
     vsock.host.iter().try_for_each(|host| taken.socket(table, "host", host))?;
     table.note(&mut taken.places);
     Ok(vsock)
+}
+
+fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {
+    value::features(node, Features::REQUIRED)
 }
 
 fn direct<'de, D: Deserializer<'de>>(node: D) -> Result<bool, D::Error> {
@@ -199,7 +193,7 @@ socket = "/run/vm2.vsock"
             socket_memory: 1_000_000,
             memory: 2 << 20,
             poll: Some(Poll::For(Duration::from_micros(50))),
-            features: Features { packed: false, seqpacket: false, ..Features::ALL },
+            features: Features::all() - Features::PACKED - Features::SEQPACKET,
             frontend: Frontend::default(),
         };
         assert_eq!(first, expected);
@@ -217,7 +211,7 @@ socket = "/run/vm2.vsock"
             socket_memory: 64 << 20,
             memory: 64 << 20,
             poll: None,
-            features: Features::ALL,
+            features: Features::all(),
             frontend: Frontend::default(),
         };
         assert_eq!(second, expected);

@@ -80,7 +80,7 @@ impl VsockConfig {
             host: None,
             forward: Vec::new(),
             groups: Vec::new(),
-            features: Features::ALL,
+            features: Features::all(),
             settings: Settings::default(),
             connects: 5000,
             socket_memory: 64 << 20,

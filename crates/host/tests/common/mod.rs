@@ -193,7 +193,7 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
         name: name.to_owned(),
         socket: socket.to_owned(),
         role: Role::Server,
-        features: Features::ALL,
+        features: Features::all(),
         config: CONFIG,
         mode: Mode::Switch,
         hairpin: false,

@@ -95,7 +95,7 @@ fn the_driver_resumes_on_a_new_device() {
             rig.end_device();
             assert!(within(PATIENCE, || connection.is_closed()));
             send(&mut connection, other.mac, &mut next, 16);
-            rig.start_device(Features::ALL);
+            rig.start_device(Features::all());
             connection.reconnect(PATIENCE).unwrap();
             assert!(!connection.is_closed());
             assert!(within(PATIENCE, || {
@@ -117,7 +117,7 @@ fn a_device_that_lacks_features_in_use() {
     let mut other = rig.guest(1, SPLIT);
     let mut connection = rig.connector(PACKED | bits::IN_ORDER).connect().unwrap();
     rig.end_device();
-    rig.start_device(Features { in_order: false, ..Features::ALL });
+    rig.start_device(Features::all() - Features::IN_ORDER);
     let start = Instant::now();
     let error = connection.reconnect(PATIENCE).unwrap_err();
     assert!(start.elapsed() < PATIENCE, "waiting does not help, so it must fail at once");
@@ -128,7 +128,7 @@ fn a_device_that_lacks_features_in_use() {
     );
     // The next device has them.
     rig.end_device();
-    rig.start_device(Features::ALL);
+    rig.start_device(Features::all());
     connection.reconnect(PATIENCE).unwrap();
     let mut next = 0;
     send(&mut connection, other.mac, &mut next, 16);
@@ -159,7 +159,7 @@ fn vrings_are_disabled_before_negotiation() {
             exchange(&mut guest, &mut other);
         }
         rig.end_device();
-        rig.start_device(Features::ALL);
+        rig.start_device(Features::all());
         guest.peer = Peer::connect(&rig.socket(0));
         for index in 0..2 {
             guest.peer.send(&message(SET_VRING_ENABLE, VERSION, 8, &words(&[index, 0])), &[]);

@@ -153,7 +153,7 @@ pub struct Setup {
 
 impl Default for Setup {
     fn default() -> Self {
-        let acked = ringroad_vsock::Features::ALL.bits();
+        let acked = ringroad_vsock::Features::all().bits();
         Setup { acked, queue_size: 64, receive: 4096, settings: Settings::default(), leads: true }
     }
 }
