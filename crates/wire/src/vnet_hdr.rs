@@ -2,8 +2,10 @@
 //!
 //! Read and written by the device and driver of virtio-net, and by a TAP port whose header size is set to [`SIZE`].
 
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, little_endian::U16};
+
 /// Size of the header in bytes. With VIRTIO_F_VERSION_1 `num_buffers` is always present (5.1.6.1).
-pub const SIZE: usize = 12;
+pub const SIZE: usize = size_of::<VnetHdr>();
 
 /// `flags`: the checksum from `csum_start` on must still be computed (VIRTIO_NET_HDR_F_NEEDS_CSUM).
 pub const F_NEEDS_CSUM: u8 = 1;
@@ -25,52 +27,25 @@ pub const GSO_UDP_L4: u8 = 5;
 /// `gso_type`: flag in addition to the type, the TCP segments have ECN set (VIRTIO_NET_HDR_GSO_ECN).
 pub const GSO_ECN: u8 = 0x80;
 
-/// The header in host byte order. The default is that of a plain frame, with `num_buffers` 0 as a driver sends it; a device
+/// The header, little-endian as on the wire; nothing is validated. The default is that of a plain frame, with `num_buffers` 0 as a driver sends it; a device
 /// that fills receive buffers sets `num_buffers` to 1 or more.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Eq, Unaligned)]
+#[repr(C)]
 pub struct VnetHdr {
     /// Bits `F_…`.
     pub flags: u8,
     /// One of `GSO_…`, optionally with [`GSO_ECN`].
     pub gso_type: u8,
     /// Length of the Ethernet, IP and TCP or UDP headers in bytes; a hint.
-    pub hdr_len: u16,
+    pub hdr_len: U16,
     /// Payload bytes in each segment.
-    pub gso_size: u16,
+    pub gso_size: U16,
     /// Start of the checksummed bytes, in bytes from the start of the frame.
-    pub csum_start: u16,
+    pub csum_start: U16,
     /// Position of the checksum, in bytes from `csum_start`.
-    pub csum_offset: u16,
+    pub csum_offset: U16,
     /// Number of receive buffers that the frame occupies (VIRTIO_NET_F_MRG_RXBUF), else 1.
-    pub num_buffers: u16,
-}
-
-impl VnetHdr {
-    /// Returns the header in its wire format, little-endian.
-    #[inline]
-    pub const fn to_bytes(&self) -> [u8; SIZE] {
-        let [a, b] = self.hdr_len.to_le_bytes();
-        let [c, d] = self.gso_size.to_le_bytes();
-        let [e, f] = self.csum_start.to_le_bytes();
-        let [g, h] = self.csum_offset.to_le_bytes();
-        let [i, j] = self.num_buffers.to_le_bytes();
-        [self.flags, self.gso_type, a, b, c, d, e, f, g, h, i, j]
-    }
-
-    /// Parses a header from its wire format. Nothing is validated: the caller checks each field that it acts on.
-    #[inline]
-    pub const fn from_bytes(bytes: &[u8; SIZE]) -> VnetHdr {
-        let &[flags, gso_type, a, b, c, d, e, f, g, h, i, j] = bytes;
-        VnetHdr {
-            flags,
-            gso_type,
-            hdr_len: u16::from_le_bytes([a, b]),
-            gso_size: u16::from_le_bytes([c, d]),
-            csum_start: u16::from_le_bytes([e, f]),
-            csum_offset: u16::from_le_bytes([g, h]),
-            num_buffers: u16::from_le_bytes([i, j]),
-        }
-    }
+    pub num_buffers: U16,
 }
 
 #[cfg(test)]
@@ -82,20 +57,20 @@ mod tests {
         let header = VnetHdr {
             flags: F_NEEDS_CSUM,
             gso_type: GSO_TCPV4 | GSO_ECN,
-            hdr_len: 0x0102,
-            gso_size: 0x0304,
-            csum_start: 0x0506,
-            csum_offset: 0x0708,
-            num_buffers: 0x090a,
+            hdr_len: U16::new(0x0102),
+            gso_size: U16::new(0x0304),
+            csum_start: U16::new(0x0506),
+            csum_offset: U16::new(0x0708),
+            num_buffers: U16::new(0x090a),
         };
         let bytes = [0x01, 0x81, 0x02, 0x01, 0x04, 0x03, 0x06, 0x05, 0x08, 0x07, 0x0a, 0x09];
-        assert_eq!(header.to_bytes(), bytes);
-        assert_eq!(VnetHdr::from_bytes(&bytes), header);
+        assert_eq!(SIZE, 12);
+        assert_eq!(header.as_bytes(), bytes);
+        assert_eq!(VnetHdr::read_from_bytes(&bytes), Ok(header));
     }
 
     #[test]
     fn default_is_a_plain_frame() {
-        assert_eq!(VnetHdr::default().to_bytes(), [0; SIZE]);
-        assert_eq!(VnetHdr::from_bytes(&[0; SIZE]), VnetHdr::default());
+        assert_eq!(VnetHdr::default().as_bytes(), [0; SIZE]);
     }
 }

@@ -3,8 +3,14 @@
 //!
 //! Read and written by the device and driver of virtio-vsock. Fields are not validated here; the receiver does that.
 
+use zerocopy::{
+    FromBytes, IntoBytes,
+    little_endian::{U16, U32, U64},
+    transmute,
+};
+
 /// Size of the header in bytes.
-pub const SIZE: usize = 44;
+pub const SIZE: usize = size_of::<Wire>();
 
 /// Context identifier (CID) of the host (5.10.4).
 pub const HOST_CID: u64 = 2;
@@ -80,51 +86,55 @@ pub struct VsockHdr {
     pub fwd_cnt: u32,
 }
 
+/// The header in its wire format, little-endian.
+#[derive(FromBytes, IntoBytes)]
+#[repr(C)]
+struct Wire {
+    src_cid: U64,
+    dst_cid: U64,
+    src_port: U32,
+    dst_port: U32,
+    len: U32,
+    kind: U16,
+    op: U16,
+    flags: U32,
+    buf_alloc: U32,
+    fwd_cnt: U32,
+}
+
 impl VsockHdr {
     /// Returns the header in its wire format, little-endian.
     #[inline]
     pub fn to_bytes(&self) -> [u8; SIZE] {
-        let mut bytes = [0; SIZE];
-        let mut rest = &mut bytes[..];
-        let mut put = |field: &[u8]| {
-            if let Some((place, after)) = std::mem::take(&mut rest).split_at_mut_checked(field.len()) {
-                place.copy_from_slice(field);
-                rest = after;
-            }
-        };
-        put(&self.src_cid.to_le_bytes());
-        put(&self.dst_cid.to_le_bytes());
-        put(&self.src_port.to_le_bytes());
-        put(&self.dst_port.to_le_bytes());
-        put(&self.len.to_le_bytes());
-        put(&self.kind.to_le_bytes());
-        put(&self.op.to_le_bytes());
-        put(&self.flags.to_le_bytes());
-        put(&self.buf_alloc.to_le_bytes());
-        put(&self.fwd_cnt.to_le_bytes());
-        bytes
+        transmute!(Wire {
+            src_cid: self.src_cid.into(),
+            dst_cid: self.dst_cid.into(),
+            src_port: self.src_port.into(),
+            dst_port: self.dst_port.into(),
+            len: self.len.into(),
+            kind: self.kind.into(),
+            op: self.op.into(),
+            flags: self.flags.into(),
+            buf_alloc: self.buf_alloc.into(),
+            fwd_cnt: self.fwd_cnt.into(),
+        })
     }
 
     /// Parses a header from its wire format.
     #[inline]
     pub fn from_bytes(bytes: &[u8; SIZE]) -> VsockHdr {
-        fn at<const N: usize>(bytes: &[u8; SIZE], at: usize) -> [u8; N] {
-            bytes.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
-        }
-        let u16_at = |offset: usize| u16::from_le_bytes(at(bytes, offset));
-        let u32_at = |offset: usize| u32::from_le_bytes(at(bytes, offset));
-        let u64_at = |offset: usize| u64::from_le_bytes(at(bytes, offset));
+        let wire: Wire = transmute!(*bytes);
         VsockHdr {
-            src_cid: u64_at(0),
-            dst_cid: u64_at(8),
-            src_port: u32_at(16),
-            dst_port: u32_at(20),
-            len: u32_at(24),
-            kind: u16_at(28),
-            op: u16_at(30),
-            flags: u32_at(32),
-            buf_alloc: u32_at(36),
-            fwd_cnt: u32_at(40),
+            src_cid: wire.src_cid.get(),
+            dst_cid: wire.dst_cid.get(),
+            src_port: wire.src_port.get(),
+            dst_port: wire.dst_port.get(),
+            len: wire.len.get(),
+            kind: wire.kind.get(),
+            op: wire.op.get(),
+            flags: wire.flags.get(),
+            buf_alloc: wire.buf_alloc.get(),
+            fwd_cnt: wire.fwd_cnt.get(),
         }
     }
 }
@@ -148,6 +158,7 @@ mod tests {
             fwd_cnt: 0xffff_fff0,
         };
         let bytes = header.to_bytes();
+        assert_eq!(SIZE, 44);
         assert_eq!(bytes[..8], [8, 7, 6, 5, 4, 3, 2, 1]);
         assert_eq!(bytes[8..16], [2, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(bytes[16..24], [0x14, 0x13, 0x12, 0x11, 0, 4, 0, 0]);
