@@ -64,12 +64,18 @@
 )]
 
 mod account;
+mod outbox;
 mod payload;
 mod send;
 mod sync;
+mod types;
 
 #[cfg(not(loom))]
 mod connection;
+#[cfg(not(loom))]
+mod credit;
+#[cfg(not(loom))]
+mod crossing;
 #[cfg(not(loom))]
 mod device;
 #[cfg(not(loom))]
@@ -81,78 +87,31 @@ mod hub;
 #[cfg(not(loom))]
 mod inbox;
 #[cfg(not(loom))]
+mod side;
+#[cfg(not(loom))]
 mod socket;
 #[cfg(not(loom))]
 mod stack;
+#[cfg(not(loom))]
+mod wrong;
 
 pub use account::{Account, Charge};
+pub use outbox::Owner;
 pub use payload::Payload;
-pub use send::{Effect, Link, MAX_PACKET, Owner, Sender, Ways};
+pub use send::{Effect, Link, Sender, Ways};
+pub use types::{Addr, Broken, Key, MAX_PACKET, SocketType};
 
 #[cfg(not(loom))]
 pub use {
-    connection::{Key, Wrong},
     device::{DeviceSide, Events, RxQueue, TxQueue},
     driver::{Driver, DriverConfig, DriverError, DriverEvents, DriverRx, DriverSide, DriverTx},
     features::{Config, Features, bits, socket_types},
-    hub::Hub,
+    side::{Host, Inlet, NoRelay, OpenResult, Queue, Relay, Side, Taken},
     socket::{Listener, SeqPacket, Stream},
-    stack::{ConnectionReport, Host, Inlet, NoRelay, OpenResult, Queue, Relay, Report, Settings, Side, Stack, Taken},
+    stack::{ConnectionReport, Report, Settings, Stack},
+    wrong::Wrong,
 };
 
-use ringroad_ring::{DriverFault, Fault};
-use ringroad_wire::vsock_hdr::{TYPE_SEQPACKET, TYPE_STREAM};
-
-/// Address of one end of a connection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Addr {
-    /// Context identifier: 2 is the host, larger ones are guests.
-    pub cid: u64,
-    /// Port.
-    pub port: u32,
-}
-
-impl std::fmt::Display for Addr {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}:{}", self.cid, self.port)
-    }
-}
-
-/// Type of a socket: what a connection carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SocketType {
-    /// SOCK_STREAM: a byte stream.
-    Stream,
-    /// SOCK_SEQPACKET: messages.
-    SeqPacket,
-}
-
-impl SocketType {
-    /// Returns the type's number in packet headers.
-    pub fn number(self) -> u16 {
-        match self {
-            SocketType::Stream => TYPE_STREAM,
-            SocketType::SeqPacket => TYPE_SEQPACKET,
-        }
-    }
-
-    /// Returns the type with this number.
-    pub fn new(number: u16) -> Option<SocketType> {
-        match number {
-            TYPE_STREAM => Some(SocketType::Stream),
-            TYPE_SEQPACKET => Some(SocketType::SeqPacket),
-            _ => None,
-        }
-    }
-}
-
-/// The other end of the device broke a ring, which is no longer used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
-    /// The driver broke it.
-    #[error(transparent)]
-    Driver(#[from] Fault),
-    /// The device broke it.
-    #[error(transparent)]
-    Device(#[from] DriverFault),
-}
+/// Guests that may connect to each other, each with a [`Stack`] of the host's end.
+#[cfg(not(loom))]
+pub type Hub<S> = hub::Hub<Stack<S>>;

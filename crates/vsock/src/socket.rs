@@ -6,9 +6,10 @@
 //! does.
 
 use crate::{
-    Addr, Side, SocketType, Stack,
-    connection::{Conn, Inner, Phase, Wanted},
-    stack::{Backlog, Poller},
+    connection::{CloseReason, Conn, Inner, Phase, Verdict, Wanted},
+    side::Side,
+    stack::{Backlog, Poller, Stack},
+    types::{Addr, SocketType},
 };
 use parking_lot::Mutex;
 use ringroad_wire::vsock_hdr::{self as wire, Op};
@@ -153,7 +154,7 @@ impl<S: Side> Socket<S> {
     /// Returns `Some(Ok(0))` at the end of the stream.
     fn at_end(inner: &Inner<S::Relay>) -> Option<io::Result<usize>> {
         match inner.phase {
-            Phase::Closed(crate::connection::CloseReason::Done) => Some(Ok(0)),
+            Phase::Closed(CloseReason::Done) => Some(Ok(0)),
             Phase::Closed(over) => Some(Err(over.error())),
             _ if inner.recv_shut || inner.peer_send_shut => Some(Ok(0)),
             Phase::Open => None,
@@ -162,7 +163,7 @@ impl<S: Side> Socket<S> {
     }
 
     /// Called after something was read: decides whether the peer gets a credit update, or a reset because the connection is done.
-    fn consumed(&self, inner: &mut Inner<S::Relay>, count: usize) -> crate::connection::Verdict {
+    fn consumed(&self, inner: &mut Inner<S::Relay>, count: usize) -> Verdict {
         let due = self.conn.consumed(inner, count);
         let mut verdict = self.conn.close_if_done(inner);
         if due && verdict.reply.is_none() {
@@ -248,10 +249,10 @@ impl<S: Side> Socket<S> {
             }
             polling.end();
             let mut inner = self.conn.lock();
-            self.stack.may_send(&inner)?;
+            inner.may_send()?;
             if !may && !self.stack.has_room(&self.conn) {
                 // Wait until some messages have left the outbox.
-            } else if self.conn.credit(&inner) > 0 || bytes.is_empty() {
+            } else if inner.credit.available() > 0 || bytes.is_empty() {
                 if poll_first || !may || self.stack.room(&self.conn) > 0 {
                     continue;
                 }
@@ -390,8 +391,8 @@ impl<S: Side> SeqPacket<S> {
         let _sending = socket.conn.sending.lock();
         {
             let inner = socket.conn.lock();
-            socket.stack.may_send(&inner)?;
-            let (largest, credit) = (socket.conn.largest(&inner), socket.conn.credit(&inner));
+            inner.may_send()?;
+            let (largest, credit) = (inner.credit.largest(), inner.credit.available());
             if message.len() > largest {
                 let why = format!("message of {} bytes exceeds the peer's limit of {largest}", message.len());
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, why));

@@ -1,6 +1,19 @@
 //! The connections of a stack: opening, sending, timeouts, closing.
 
-use super::*;
+use super::{Backlog, DUE, FIRST_PORT, LINES, MESSAGES, PacketOwner, SWEPT, Slot, Stack, Table};
+use crate::{
+    connection::{CloseReason, Conn, Phase, Verdict},
+    payload::Payload,
+    side::{OpenResult, Side},
+    types::{Addr, Key, MAX_PACKET, SocketType},
+};
+use parking_lot::{Condvar, Mutex};
+use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
 
 impl<R> Table<R> {
     fn insert(&mut self, conn: &Arc<Conn<R>>) {
@@ -22,7 +35,7 @@ impl<S: Side> Stack<S> {
     }
 
     pub(super) fn request(&self, key: Key, kind: SocketType, header: &VsockHdr) {
-        if !self.may_request() {
+        if !self.admits_request() {
             return self.refuse(header);
         }
         let listener = {
@@ -41,7 +54,7 @@ impl<S: Side> Stack<S> {
         let phase = if listener.is_some() { Phase::Open } else { Phase::Accepting };
         let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, phase, opened));
         // The request carries the peer's credit.
-        conn.announce(&mut conn.lock(), header);
+        conn.lock().credit.update(header);
         if let Some(listener) = listener {
             let mut waiting = listener.waiting.lock();
             if waiting.len() >= self.settings().backlog {
@@ -79,15 +92,6 @@ impl<S: Side> Stack<S> {
     pub(super) fn opened(&self, conn: &Arc<Conn<S::Relay>>) {
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
         self.send_control(conn, Op::Response);
-    }
-
-    /// Returns whether the peer may request a connection now; counts the request as limited if not.
-    pub(crate) fn may_request(&self) -> bool {
-        let may = self.host.admit();
-        if !may {
-            self.counters.limited.fetch_add(1, Ordering::Relaxed);
-        }
-        may
     }
 
     pub(super) fn refuse(&self, header: &VsockHdr) {
@@ -335,9 +339,9 @@ impl<S: Side> Stack<S> {
     pub(crate) fn send(&self, conn: &Arc<Conn<S::Relay>>, bytes: &[u8], flags: u32, room: usize) -> io::Result<usize> {
         let len = {
             let mut inner = conn.lock();
-            self.may_send(&inner)?;
-            let len = bytes.len().min(conn.credit(&inner));
-            conn.promise(&mut inner, len);
+            inner.may_send()?;
+            let len = bytes.len().min(inner.credit.available());
+            inner.credit.reserve(len);
             len
         };
         if len == 0 && !bytes.is_empty() {
@@ -349,7 +353,7 @@ impl<S: Side> Stack<S> {
         let (sent, effect) =
             self.sender.send(&owner, header, &mut Payload::bytes(bytes.get(..len).unwrap_or(bytes)), room);
         if sent < len {
-            conn.take_back(&mut conn.lock(), len - sent);
+            conn.lock().credit.give_back(len - sent);
         }
         self.effect(effect);
         Ok(sent)
@@ -357,65 +361,12 @@ impl<S: Side> Stack<S> {
 
     /// Returns how many more bytes of a connection may wait in the outbox.
     pub(crate) fn room(&self, conn: &Conn<S::Relay>) -> usize {
-        let most = (conn.buf_alloc as usize).max(MAX_PACKET).min(conn.allowance());
+        let most = (conn.window.size() as usize).max(MAX_PACKET).min(conn.allowance());
         most.saturating_sub(conn.waiting())
     }
 
     /// Returns whether one more message may wait in the outbox, however short.
     pub(crate) fn has_room(&self, conn: &Arc<Conn<S::Relay>>) -> bool {
         self.sender.packets(&PacketOwner::Conn(conn.clone())) < MESSAGES
-    }
-
-    pub(crate) fn may_send(&self, inner: &crate::connection::Inner<S::Relay>) -> io::Result<()> {
-        match inner.phase {
-            Phase::Closed(over) => Err(over.error()),
-            _ if inner.send_shut || inner.peer_recv_shut => Err(io::ErrorKind::BrokenPipe.into()),
-            Phase::Open => Ok(()),
-            Phase::Connecting | Phase::Accepting => Err(io::ErrorKind::NotConnected.into()),
-        }
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use crate::{DeviceSide, NoRelay};
-
-    struct NullHost;
-
-    impl Host<NoRelay> for NullHost {
-        fn notify(&self, _: Queue) {}
-
-        fn wake(&self) {}
-
-        fn broken(&self, _: Queue, _: Broken) {}
-
-        fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
-            OpenResult::Refused
-        }
-
-        fn room(&self, _: Key) {}
-    }
-
-    #[test]
-    fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
-        let settings = Settings { connections: 8, ..Settings::default() };
-        let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(NullHost));
-        stack.set_socket_types(&[SocketType::Stream]);
-        let ask = |peer| {
-            stack.request_connection(Addr { cid: 3, port: peer }, SocketType::Stream, None).map(|conn| conn.key.port)
-        };
-        let last = || stack.table.lock().next_port = u32::MAX - 2;
-        let _listener = stack.add_listener(FIRST_PORT, SocketType::Stream).unwrap();
-        last();
-        // `u32::MAX` is not a valid port, and the first one has a listener.
-        let ports: Vec<_> = (0..4).map(|_| ask(80).unwrap()).collect();
-        assert_eq!(ports, [u32::MAX - 2, u32::MAX - 1, FIRST_PORT + 1, FIRST_PORT + 2]);
-        last();
-        assert_eq!(ask(80).unwrap(), FIRST_PORT + 3, "the ports before it are in use");
-        last();
-        assert_eq!(ask(81).unwrap(), u32::MAX - 2, "free for another peer port");
-        assert_eq!((ask(80).unwrap(), ask(80).unwrap()), (FIRST_PORT + 4, FIRST_PORT + 5));
-        assert_eq!(ask(80).unwrap_err().kind(), io::ErrorKind::QuotaExceeded, "the connection limit is reached");
     }
 }

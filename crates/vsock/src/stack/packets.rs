@@ -1,6 +1,15 @@
 //! Receiving packets: finds the connection of each packet, and answers those that belong to none.
 
-use super::*;
+use super::{PacketOwner, Stack};
+use crate::{
+    connection::{CloseReason, Conn, Verdict, Wanted},
+    payload::Payload,
+    side::Side,
+    types::{Addr, Key, SocketType},
+    wrong::Wrong,
+};
+use ringroad_wire::vsock_hdr::{Op, VsockHdr};
+use std::sync::{Arc, atomic::Ordering};
 
 impl<S: Side> Stack<S> {
     /// Handles a packet from the peer. Nothing in it has been checked yet.
@@ -11,10 +20,7 @@ impl<S: Side> Stack<S> {
             return self.reject(header, format_args!("source CID {} is not the peer's", header.src_cid));
         }
         if header.dst_cid != self.cid {
-            if let Some(hub) = self.hub.get()
-                && actual >= header.len as usize
-                && hub.carry(header, &mut payload)
-            {
+            if actual >= header.len as usize && self.forward(header, &mut payload) {
                 return;
             }
             return self.reject(header, format_args!("no route or no connection to CID {}", header.dst_cid));

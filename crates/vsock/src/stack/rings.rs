@@ -1,7 +1,14 @@
 //! How a stack uses its rings, and who serves them: the worker, programs that poll, or one program that waits for packets in the
 //! worker's place (the leader).
 
-use super::*;
+use super::{BURSTS, Incoming, LAST_TURNS, PacketOwner, Slot, Stack, TAKEN};
+use crate::{
+    connection::{CloseReason, Wanted},
+    send::Effect,
+    side::{Inlet, Queue, Side, Taken},
+    types::SocketType,
+};
+use std::{sync::atomic::Ordering, time::Instant};
 
 impl<S: Side> Stack<S> {
     /// Sets or removes the ring that carries packets to the peer. Connections survive and continue with the next ring, unless
@@ -42,9 +49,7 @@ impl<S: Side> Stack<S> {
             let _ = conn.end(&mut conn.lock(), CloseReason::Reset);
         }
         self.sender.clear();
-        if let Some(hub) = self.hub.get() {
-            hub.disconnected(self.peer.unwrap_or_default());
-        }
+        self.leave_hub();
     }
 
     /// This end is shutting down: resets all connections and allows no new ones.
@@ -125,11 +130,7 @@ impl<S: Side> Stack<S> {
                     self.host.room(conn.key);
                 }
             }
-            PacketOwner::Crossing(crossing) => {
-                if let Some(hub) = self.hub.get() {
-                    hub.moved(&crossing);
-                }
-            }
+            PacketOwner::Crossing(crossing) => self.moved(&crossing),
         });
         let moved = effect.notify || effect.more;
         effect.wake = false;
