@@ -92,8 +92,8 @@ pub enum Queue {
 pub enum OpenResult<R> {
     /// Connected; the request is accepted at once.
     Connected(R),
-    /// Connecting; [`Stack::finish_open`] reports the result.
-    Pending(R),
+    /// Connecting since this time; [`Stack::finish_open`] reports the result.
+    Pending(R, Instant),
     /// No such destination; the request is refused.
     Refused,
 }

@@ -75,7 +75,7 @@ struct Socket<S: Side> {
 
 impl<S: Side> Drop for Socket<S> {
     fn drop(&mut self) {
-        self.stack.shut(&self.conn, true, true);
+        self.stack.shut(&self.conn, true, true, Instant::now());
     }
 }
 
@@ -85,7 +85,7 @@ impl<S: Side> Socket<S> {
     }
 
     fn connect(stack: &Arc<Stack<S>>, peer: Addr, kind: SocketType) -> io::Result<Arc<Self>> {
-        let conn = stack.request_connection(peer, kind, None)?;
+        let conn = stack.request_connection(peer, kind, None, Instant::now())?;
         let socket = Socket::new(stack.clone(), conn);
         socket.wait(None, |inner| match inner.phase {
             Phase::Connecting | Phase::Accepting => None,
@@ -275,7 +275,7 @@ impl<S: Side> Socket<S> {
             Shutdown::Read => (false, true),
             Shutdown::Both => (true, true),
         };
-        self.stack.shut(&self.conn, sending, receiving);
+        self.stack.shut(&self.conn, sending, receiving, Instant::now());
     }
 }
 

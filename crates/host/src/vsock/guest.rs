@@ -317,7 +317,7 @@ impl Host<HostRelay> for StackHost {
         if self.mail.shared.is_worker_thread() {
             // Called while the guest's packets are processed: connected later in its turn, within the limits of the turn.
             self.mail.send(Command::Open(key, wire, Some(target), false));
-            return OpenResult::Pending(relay);
+            return OpenResult::Pending(relay, Instant::now());
         }
         // A thread of this program processes the guest's packets itself: it connects right away, at its own expense.
         self.budget.end_wait();
@@ -337,7 +337,7 @@ impl Host<HostRelay> for StackHost {
             }
         };
         self.mail.send(Command::Open(key, wire, None, connected));
-        if connected { OpenResult::Connected(relay) } else { OpenResult::Pending(relay) }
+        if connected { OpenResult::Connected(relay) } else { OpenResult::Pending(relay, Instant::now()) }
     }
 
     fn room(&self, key: Key) {

@@ -268,7 +268,7 @@ impl Member {
                         && !wire.has_ended()
                     {
                         let stack = &self.guest.stack;
-                        if reset { stack.reset_relay(*key) } else { stack.shut_relay_read(*key) }
+                        if reset { stack.reset_relay(*key) } else { stack.shut_relay_read(*key, Instant::now()) }
                     }
                 }
                 Command::Grown(slot) => self.grown.push_back(slot),
@@ -459,14 +459,14 @@ impl Member {
             (Err(_), None) => {
                 if hung_up {
                     // Everything that the program sent before it hung up was read.
-                    stack.shut_relay(key, true);
+                    stack.shut_relay(key, true, Instant::now());
                 }
                 // The guest receives no more: a program that keeps writing gets an error.
                 let _ = socket.shutdown(Shutdown::Read);
             }
             (Err(_), Some(error)) if is_reset(socket, error) => stack.reset_relay(key),
             // The program has sent everything, or has disconnected.
-            (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, hung_up || failed.is_some()),
+            (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, hung_up || failed.is_some(), Instant::now()),
         }
         0
     }
@@ -562,7 +562,7 @@ impl Member {
         let _ = io::Read::read(&mut { socket }, line.get_mut(..len).unwrap_or_default());
         let relay = HostRelay { wire: entry.wire.clone(), awaits_ok: true };
         let peer = Addr { cid: self.guest.cid, port };
-        match self.guest.stack.connect_relay(peer, SocketType::Stream, relay) {
+        match self.guest.stack.connect_relay(peer, SocketType::Stream, relay, Instant::now()) {
             Ok(key) => {
                 self.programs.remove(slot);
                 self.slots.insert(key, slot);

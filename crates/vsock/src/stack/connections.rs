@@ -12,7 +12,7 @@ use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{
     io,
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 impl<R> Table<R> {
@@ -78,9 +78,9 @@ impl<S: Side> Stack<S> {
                 self.opened(&conn);
                 self.host.room(key);
             }
-            OpenResult::Pending(relay) => {
+            OpenResult::Pending(relay, now) => {
                 conn.lock().relay = Some(relay);
-                self.give_time(&conn, self.settings().connect);
+                self.set_deadline(&conn, now + self.settings().connect);
             }
             OpenResult::Refused => {
                 self.remove(&conn);
@@ -123,8 +123,7 @@ impl<S: Side> Stack<S> {
     }
 
     /// Sets a connection's deadline; an earlier one is replaced.
-    pub(super) fn give_time(&self, conn: &Arc<Conn<S::Relay>>, time: Duration) {
-        let until = Instant::now() + time;
+    fn set_deadline(&self, conn: &Arc<Conn<S::Relay>>, until: Instant) {
         conn.lock().deadline = Some(until);
         let table = &mut *self.table.lock();
         table.serial += 1;
@@ -215,6 +214,7 @@ impl<S: Side> Stack<S> {
         peer: Addr,
         kind: SocketType,
         relay: Option<S::Relay>,
+        now: Instant,
     ) -> io::Result<Arc<Conn<S::Relay>>> {
         if !self.is_running() {
             return Err(io::Error::new(
@@ -257,7 +257,7 @@ impl<S: Side> Stack<S> {
             conn
         };
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
-        self.give_time(&conn, self.settings().connect);
+        self.set_deadline(&conn, now + self.settings().connect);
         self.send_control(&conn, Op::Request);
         // The worker has to take the new deadline into account.
         self.host.wake();
@@ -289,7 +289,7 @@ impl<S: Side> Stack<S> {
     }
 
     /// Shuts down sending, receiving or both.
-    pub(crate) fn shut(&self, conn: &Arc<Conn<S::Relay>>, sending: bool, receiving: bool) {
+    pub(crate) fn shut(&self, conn: &Arc<Conn<S::Relay>>, sending: bool, receiving: bool, now: Instant) {
         let mut inner = conn.lock();
         match inner.phase {
             Phase::Open => {}
@@ -327,7 +327,7 @@ impl<S: Side> Stack<S> {
                 self.sender.send(&owner, header, &mut Payload::empty(), 0).1
             };
             if both {
-                self.give_time(conn, self.settings().linger);
+                self.set_deadline(conn, now + self.settings().linger);
                 self.host.wake();
             }
             self.effect(effect);

@@ -8,13 +8,13 @@ use crate::{
 };
 use ringroad_mem::Span;
 use ringroad_wire::vsock_hdr::Op;
-use std::io;
+use std::{io, time::Instant};
 
 impl<S: Side> Stack<S> {
     /// Requests a connection to a peer for a host socket. [`Host::room`](crate::Host::room) reports that it is connected, [`Relay::finish`](crate::Relay::finish) and
     /// [`Relay::close`](crate::Relay::close) report its end.
-    pub fn connect_relay(&self, peer: Addr, kind: SocketType, relay: S::Relay) -> io::Result<Key> {
-        Ok(self.request_connection(peer, kind, Some(relay))?.key)
+    pub fn connect_relay(&self, peer: Addr, kind: SocketType, relay: S::Relay, now: Instant) -> io::Result<Key> {
+        Ok(self.request_connection(peer, kind, Some(relay), now)?.key)
     }
 
     /// Returns whether a connection is open at both ends.
@@ -63,16 +63,16 @@ impl<S: Side> Stack<S> {
     }
 
     /// A relay's program has shut down sending; `closed`: it has closed its socket.
-    pub fn shut_relay(&self, key: Key, closed: bool) {
+    pub fn shut_relay(&self, key: Key, closed: bool, now: Instant) {
         if let Some(conn) = self.find(key) {
-            self.shut(&conn, true, closed);
+            self.shut(&conn, true, closed, now);
         }
     }
 
     /// A relay's program reads no more: sends the peer a shutdown.
-    pub fn shut_relay_read(&self, key: Key) {
+    pub fn shut_relay_read(&self, key: Key, now: Instant) {
         if let Some(conn) = self.find(key) {
-            self.shut(&conn, false, true);
+            self.shut(&conn, false, true, now);
         }
     }
 

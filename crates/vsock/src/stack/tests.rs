@@ -6,7 +6,7 @@ use crate::{
     side::{Host, NoRelay, OpenResult, Queue},
     types::{Addr, Broken, Key, SocketType},
 };
-use std::io;
+use std::{io, time::Instant};
 
 struct NullHost;
 
@@ -30,7 +30,9 @@ fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
     let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(NullHost));
     stack.set_socket_types(&[SocketType::Stream]);
     let ask = |peer| {
-        stack.request_connection(Addr { cid: 3, port: peer }, SocketType::Stream, None).map(|conn| conn.key.port)
+        stack
+            .request_connection(Addr { cid: 3, port: peer }, SocketType::Stream, None, Instant::now())
+            .map(|conn| conn.key.port)
     };
     let last = || stack.table.lock().next_port = u32::MAX - 2;
     let _listener = stack.add_listener(FIRST_PORT, SocketType::Stream).unwrap();
