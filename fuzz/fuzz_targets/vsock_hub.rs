@@ -151,7 +151,7 @@ impl Guest {
         };
         let keys = Arc::<Mutex<Vec<Key>>>::default();
         let host = FuzzHost { requests: Mutex::new(200), keys: keys.clone() };
-        let stack = Arc::new(Stack::<Side>::new("fuzz", 2, Some(cid), settings, Box::new(host)));
+        let stack = Arc::new(Stack::<Side>::new(2, Some(cid), settings, Box::new(host)));
         stack.set_socket_types(socket_types(acked));
         let features = Features::negotiated(acked);
         let ((tx, tx_at), (rx, rx_at)) = (driver(region, 0, features), driver(region, 4096, features));

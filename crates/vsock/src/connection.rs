@@ -8,14 +8,19 @@ use crate::{
     inbox::{Full, Inbox},
     outbox::Owner,
     payload::Payload,
-    side::{Host, Relay},
+    side::Relay,
     sync::{AtomicUsize, Ordering},
     types::{Key, SocketType},
     wrong::Wrong,
 };
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
-use std::{io, sync::Arc, time::Instant};
+use std::{
+    io,
+    sync::{Arc, OnceLock},
+    task::Waker,
+    time::Instant,
+};
 
 /// State of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +78,8 @@ pub(crate) struct Verdict {
     pub wrong: Option<Wrong>,
     /// The relay can send again.
     pub room: bool,
+    /// Wake the program that waits for a change of the connection.
+    pub wake: bool,
 }
 
 impl Verdict {
@@ -80,8 +87,9 @@ impl Verdict {
         Verdict { reply: Some(op), ..Verdict::default() }
     }
 
-    fn wrong(wrong: Wrong) -> Verdict {
-        Verdict { reply: Some(Op::Reset), closed: true, wrong: Some(wrong), room: false }
+    /// The connection is reset because of a violation.
+    pub(crate) fn wrong(wrong: Wrong) -> Verdict {
+        Verdict { reply: Some(Op::Reset), closed: true, wrong: Some(wrong), room: false, wake: true }
     }
 }
 
@@ -105,10 +113,6 @@ pub(crate) struct Inner<R> {
     pub relay: Option<R>,
     /// When to give up waiting for the response, or for the peer to close.
     pub deadline: Option<Instant>,
-    /// Called on every change, for programs that do not use blocking calls.
-    pub waker: Option<Arc<dyn Fn() + Send + Sync>>,
-    /// Set while the program is the leader and waits for packets itself: a change has to end that wait.
-    pub leading: Option<Arc<dyn Host<R>>>,
     /// No data since the last sweep.
     pub idle: bool,
     /// The connection is registered for the next sweep.
@@ -138,7 +142,8 @@ pub(crate) struct Conn<R> {
     /// Held while sending, so that packets of two threads do not interleave.
     pub sending: Mutex<()>,
     inner: Mutex<Inner<R>>,
-    changed: Condvar,
+    /// The program that waits for changes, if the connection has one.
+    waker: OnceLock<Waker>,
     account: Arc<Account>,
     _opened: Opened,
 }
@@ -183,12 +188,10 @@ impl<R: Relay> Conn<R> {
                 inbox: Inbox::new(&account),
                 relay: None,
                 deadline: None,
-                waker: None,
-                leading: None,
                 idle: true,
                 listed: false,
             }),
-            changed: Condvar::new(),
+            waker: OnceLock::new(),
             account,
             _opened: opened,
         }
@@ -198,25 +201,16 @@ impl<R: Relay> Conn<R> {
         self.inner.lock()
     }
 
-    /// Waits for a change until the given time. Returns `false` on timeout.
-    pub(crate) fn wait(&self, inner: &mut MutexGuard<'_, Inner<R>>, until: Option<Instant>) -> bool {
-        match until {
-            Some(until) => !self.changed.wait_until(inner, until).timed_out(),
-            None => {
-                self.changed.wait(inner);
-                true
-            }
-        }
+    /// Sets the program that waits for changes; can be set once.
+    pub(crate) fn set_waker(&self, waker: Waker) {
+        let _ = self.waker.set(waker);
     }
 
-    /// Wakes everyone who may be waiting for a change.
-    pub(crate) fn wake(&self, inner: &Inner<R>) {
-        self.changed.notify_all();
-        if let Some(host) = &inner.leading {
-            host.unwait();
-        }
-        if let Some(waker) = &inner.waker {
-            waker();
+    /// Wakes the program that waits for changes. Called after the change, which was made under the connection's lock, so that a
+    /// program that has just seen the old state under the lock is not missed.
+    pub(crate) fn wake(&self) {
+        if let Some(waker) = self.waker.get() {
+            waker.wake_by_ref();
         }
     }
 
@@ -292,12 +286,10 @@ impl<R: Relay> Conn<R> {
             (Phase::Open, Op::CreditRequest) => Verdict::reply(Op::CreditUpdate),
             (Phase::Open, Op::CreditUpdate) => Verdict::default(),
         };
-        // A reader that is served directly need not be woken, nor anyone for a credit update that changes nothing.
-        if room || op != Op::CreditUpdate && op != Op::CreditRequest {
-            self.wake(inner);
-        }
-        // Programs of this process have been woken already.
-        Verdict { room: (room || verdict.room) && inner.relay.is_some(), ..verdict }
+        // A credit update that changes nothing wakes nobody.
+        let wake = verdict.wake || room || op != Op::CreditUpdate && op != Op::CreditRequest;
+        // For a program, being woken is enough.
+        Verdict { room: (room || verdict.room) && inner.relay.is_some(), wake, ..verdict }
     }
 
     fn data(
@@ -418,8 +410,7 @@ impl<R: Relay> Conn<R> {
             }
             relay.close(how != CloseReason::Done);
         }
-        self.wake(inner);
-        Verdict { closed: true, ..Verdict::default() }
+        Verdict { closed: true, wake: true, ..Verdict::default() }
     }
 
     fn fail(&self, inner: &mut Inner<R>, wrong: Wrong) -> Verdict {

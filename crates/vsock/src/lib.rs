@@ -81,6 +81,8 @@ mod device;
 #[cfg(not(loom))]
 mod driver;
 #[cfg(not(loom))]
+mod edge;
+#[cfg(not(loom))]
 mod features;
 #[cfg(not(loom))]
 mod hub;
@@ -88,8 +90,6 @@ mod hub;
 mod inbox;
 #[cfg(not(loom))]
 mod side;
-#[cfg(not(loom))]
-mod socket;
 #[cfg(not(loom))]
 mod stack;
 #[cfg(not(loom))]
@@ -105,11 +105,11 @@ pub use types::{Addr, Broken, Key, MAX_PACKET, SocketType};
 pub use {
     device::{DeviceSide, Events, RxQueue, TxQueue},
     driver::{Driver, DriverConfig, DriverError, DriverEvents, DriverRx, DriverSide, DriverTx},
+    edge::{Listener, SeqPacket, Stream},
     features::{Config, Features, bits, socket_types},
     side::{Host, Inlet, NoRelay, OpenResult, Queue, Relay, Side, Taken},
-    socket::{Listener, SeqPacket, Stream},
     stack::{ConnectionReport, Report, Settings, Stack},
-    wrong::Wrong,
+    wrong::{Violation, Wrong},
 };
 
 /// Guests that may connect to each other, each with a [`Stack`] of the host's end.

@@ -5,6 +5,7 @@ use crate::{
     payload::Payload,
     send::Link,
     types::{Broken, Key, SocketType},
+    wrong::Violation,
 };
 use ringroad_wire::vsock_hdr::VsockHdr;
 use std::{io, time::Instant};
@@ -48,7 +49,7 @@ pub trait Relay: Send + 'static {
     fn opened(&mut self, key: Key);
 
     /// Passes on as much as the socket takes without blocking. On error the socket will never take more, and
-    /// [`Stack::shut_relay_read`] or [`Stack::reset_relay`] is called soon.
+    /// [`Stack::shut_relay_read`](crate::Stack::shut_relay_read) or [`Stack::reset_relay`](crate::Stack::reset_relay) is called soon.
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()>;
 
     /// The peer sends no more.
@@ -92,7 +93,7 @@ pub enum Queue {
 pub enum OpenResult<R> {
     /// Connected; the request is accepted at once.
     Connected(R),
-    /// Connecting since this time; [`Stack::finish_open`] reports the result.
+    /// Connecting since this time; [`Stack::finish_open`](crate::Stack::finish_open) reports the result.
     Pending(R, Instant),
     /// No such destination; the request is refused.
     Refused,
@@ -103,11 +104,14 @@ pub trait Host<R>: Send + Sync {
     /// Notifies the peer of a queue.
     fn notify(&self, queue: Queue);
 
-    /// [`Stack::work`] has something to do.
+    /// [`Stack::work`](crate::Stack::work) has something to do.
     fn wake(&self);
 
     /// The peer has broken the ring of a queue, which is no longer used.
     fn broken(&self, queue: Queue, why: Broken);
+
+    /// The peer has violated the protocol. Happens as often as the peer likes.
+    fn violation(&self, _violation: Violation) {}
 
     /// The peer requests a connection to a port without a listener in this process.
     fn open(&self, key: Key, kind: SocketType) -> OpenResult<R>;
@@ -116,7 +120,7 @@ pub trait Host<R>: Send + Sync {
     fn room(&self, key: Key);
 
     /// Returns whether a request of the peer may be processed now. If not, it is answered with a reset and counted
-    /// ([`Report::limited`]) before any work is done for it. Meant for rate limits. Called with locks held, so it must only
+    /// ([`Report::limited`](crate::Report::limited)) before any work is done for it. Meant for rate limits. Called with locks held, so it must only
     /// decide.
     fn admit(&self) -> bool {
         true

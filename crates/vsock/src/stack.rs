@@ -11,8 +11,6 @@ mod rings;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use rings::Poller;
-
 use crate::{
     account::{Account, Charge},
     connection::Conn,
@@ -24,7 +22,7 @@ use crate::{
     sync::AtomicUsize,
     types::{Key, SocketType},
 };
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Mutex, RwLock};
 use ringroad_wire::vsock_hdr::VsockHdr;
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -32,6 +30,7 @@ use std::{
         Arc, OnceLock, Weak,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
+    task::Waker,
     time::{Duration, Instant},
 };
 
@@ -76,7 +75,8 @@ impl Default for Settings {
 /// Connections waiting to be accepted.
 pub(crate) struct Backlog<R> {
     pub waiting: Mutex<VecDeque<Arc<Conn<R>>>>,
-    pub changed: Condvar,
+    /// Wakes a program that accepts.
+    pub waker: Waker,
 }
 
 /// A connection in the table, and its entry in `deadlines`.
@@ -222,15 +222,11 @@ const SWEPT: usize = 4096;
 const MESSAGES: usize = 1024;
 /// Turns spent flushing the outbox when this end closes.
 const LAST_TURNS: usize = 64;
-/// Log lines per second about protocol violations.
-const LINES: u32 = 10;
 /// First ephemeral port; those below are for well-known services.
 const FIRST_PORT: u32 = 1 << 20;
 
 /// One end of a vsock device.
 pub struct Stack<S: Side> {
-    /// Used in log lines.
-    name: String,
     /// Our context identifier.
     cid: u64,
     /// The only CID that packets may come from; `None`: any.
@@ -249,14 +245,12 @@ pub struct Stack<S: Side> {
     /// Negotiated socket types, as a bit mask of their numbers. 0: the device is not running.
     socket_types: AtomicU32,
     counters: Counters,
-    lines: AtomicU32,
 }
 
 impl<S: Side> Stack<S> {
     /// Creates a stack whose rings are not running yet.
-    pub fn new(name: &str, cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
+    pub fn new(cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
         Stack {
-            name: name.to_owned(),
             cid,
             peer,
             settings: RwLock::new(settings),
@@ -277,7 +271,6 @@ impl<S: Side> Stack<S> {
             hub: OnceLock::new(),
             socket_types: AtomicU32::new(0),
             counters: Counters::default(),
-            lines: AtomicU32::new(LINES),
         }
     }
 

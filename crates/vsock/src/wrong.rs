@@ -1,6 +1,9 @@
-//! What a peer can do wrong on one connection. Returned by `connection.rs` and `hub.rs`, counted and reported by a `Stack`.
+//! What a peer can do wrong with a packet. Returned by `connection.rs` and `hub.rs`; a `Stack` counts it and reports it to its host.
 
-/// A protocol violation by the peer; the connection is reset.
+use crate::types::Addr;
+use std::fmt;
+
+/// A protocol violation by the peer; its connection is reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Wrong {
     /// OP_REQUEST for an existing connection.
@@ -58,4 +61,39 @@ pub enum Wrong {
         /// The operation received.
         op: u16,
     },
+    /// The source CID is not the peer's.
+    #[error("source CID {cid} is not the peer's")]
+    Source {
+        /// The source CID.
+        cid: u64,
+    },
+    /// The packet is for a guest that the peer may not send to, or for no connection with it.
+    #[error("no route or no connection to CID {cid}")]
+    Route {
+        /// The destination CID.
+        cid: u64,
+    },
+}
+
+/// A packet that violated the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Violation {
+    /// Where it came from.
+    pub from: Addr,
+    /// Its destination.
+    pub to: Addr,
+    /// It belonged to a connection, which is reset.
+    pub connected: bool,
+    /// What was wrong.
+    pub wrong: Wrong,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Violation { from, to, connected, wrong } = self;
+        match connected {
+            true => write!(f, "{from} to port {}: {wrong}; connection reset", to.port),
+            false => write!(f, "packet from {from} to {to}: {wrong}; answered with a reset"),
+        }
+    }
 }

@@ -1144,8 +1144,7 @@ impl HostileDevice {
         let memory = Arc::new(Table::default().with(mapped).unwrap());
         let at = [rx.addresses(), tx.addresses()];
         let env = env();
-        let guest =
-            Arc::new(Stack::<DriverSide>::new("guest", GUEST, None, Settings::default(), Box::new(env.clone())));
+        let guest = Arc::new(Stack::<DriverSide>::new(GUEST, None, Settings::default(), Box::new(env.clone())));
         guest.set_link(Some(tx));
         guest.set_inlet(Some(rx));
         guest.set_socket_types(socket_types(acked));

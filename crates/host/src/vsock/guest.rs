@@ -19,7 +19,7 @@ use ringroad_mem::Table;
 use ringroad_ring::bits;
 use ringroad_vsock::{
     Broken, Config, Events, Features, Host, Hub, Key, OpenResult, Queue, RxQueue, Settings, SocketType, Stack, TxQueue,
-    socket_types,
+    Violation, socket_types,
 };
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
@@ -250,6 +250,7 @@ struct StackHost {
     mail: Arc<Mailbox>,
     budget: Arc<Budget>,
     lines: Arc<Lines>,
+    violations: Lines,
     notifiers: Arc<Notifiers>,
     routes: Arc<Mutex<Routes>>,
 }
@@ -304,6 +305,10 @@ impl Host<HostRelay> for StackHost {
             notifier.faults.fetch_add(1, Ordering::Relaxed);
         }
         self.notifiers.err(vring);
+    }
+
+    fn violation(&self, violation: Violation) {
+        self.violations.say(Level::Warn, format_args!("{}: {violation}", self.name));
     }
 
     fn open(&self, key: Key, kind: SocketType) -> OpenResult<HostRelay> {
@@ -391,12 +396,13 @@ impl VsockServer {
             mail: mail.clone(),
             budget: budget.clone(),
             lines: lines.clone(),
+            violations: Lines::of_violations(),
             notifiers: notifiers.clone(),
             routes: routes.clone(),
         };
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
         let socket_attention = attention.try_clone().map_err(failed)?;
-        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(stack_host)));
+        let stack = Arc::new(Stack::new(HOST_CID, Some(config.cid), config.settings, Box::new(stack_host)));
         if !config.groups.is_empty() {
             worker.hub.join(&stack, config.groups.clone());
         }

@@ -32,7 +32,14 @@ fn advance_to<R: Relay>(conn: &Conn<R>, count: u32) {
 fn receive<R: Relay>(conn: &Conn<R>, op: Op, flags: u32, bytes: &[u8]) -> Verdict {
     let mut inner = conn.lock();
     let header = VsockHdr { len: bytes.len() as u32, flags, ..inner.credit.last_update() };
-    conn.receive(&mut inner, op, &header, &mut Payload::bytes(bytes), None)
+    let verdict = conn.receive(&mut inner, op, &header, &mut Payload::bytes(bytes), None);
+    assert!(verdict.wake || verdict == Verdict::default() || op == Op::CreditUpdate || op == Op::CreditRequest);
+    Verdict { wake: false, ..verdict }
+}
+
+/// Returns the verdict on a violation.
+fn reset_with(wrong: Wrong) -> Verdict {
+    Verdict { wake: false, ..Verdict::wrong(wrong) }
 }
 
 fn data<R: Relay>(conn: &Conn<R>, len: usize) -> Verdict {
@@ -84,7 +91,7 @@ fn empty_messages_are_limited() {
     for _ in 0..4 {
         assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), Verdict::default());
     }
-    assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), Verdict::wrong(Wrong::Messages { limit: 4 }));
+    assert_eq!(receive(&conn, Op::Data, wire::SEQ_EOM, &[]), reset_with(Wrong::Messages { limit: 4 }));
 }
 
 /// A peer whose data are read at once gets two credit updates per buffer, not one per packet.
@@ -194,9 +201,9 @@ fn each_operation_in_each_phase() {
     const OPS: [Op; 7] =
         [Op::Request, Op::Response, Op::Reset, Op::Shutdown, Op::Data, Op::CreditUpdate, Op::CreditRequest];
     let over = Verdict { closed: true, ..Verdict::default() };
-    let early = |op| Verdict::wrong(Wrong::Early { op: op as u16 });
-    let second = Verdict::wrong(Wrong::SecondRequest);
-    let response = Verdict::wrong(Wrong::Response);
+    let early = |op| reset_with(Wrong::Early { op: op as u16 });
+    let second = reset_with(Wrong::SecondRequest);
+    let response = reset_with(Wrong::Response);
     let nothing = Verdict::default();
     let (shutdown, data) = (early(Op::Shutdown), early(Op::Data));
     let (update, request) = (early(Op::CreditUpdate), early(Op::CreditRequest));
@@ -241,24 +248,17 @@ fn new_credit_wakes_the_sender() {
         if !socket {
             conn.lock().relay = None;
         }
-        let count = Arc::new(AtomicUsize::new(0));
-        let counted = count.clone();
-        conn.lock().waker = Some(Arc::new(move || {
-            counted.fetch_add(1, Ordering::Relaxed);
-        }));
         let update = |buf_alloc, fwd_cnt| {
             let header = VsockHdr { buf_alloc, fwd_cnt, ..VsockHdr::default() };
             let verdict = conn.receive(&mut conn.lock(), Op::CreditUpdate, &header, &mut Payload::empty(), None);
-            (verdict.room, count.swap(0, Ordering::Relaxed))
+            (verdict.room, verdict.wake)
         };
-        assert_eq!(update(0, 0), (false, 0));
-        assert_eq!(update(100, 0), (socket, 1));
-        assert_eq!(update(200, 0), (false, 0), "there was credit before");
+        assert_eq!(update(0, 0), (false, false));
+        assert_eq!(update(100, 0), (socket, true));
+        assert_eq!(update(200, 0), (false, false), "there was credit before");
         conn.lock().credit.reserve(200);
-        assert_eq!(update(200, 0), (false, 0));
-        assert_eq!(update(200, 1), (socket, 1));
-        let _ = data(&conn, 1);
-        assert_eq!(count.swap(0, Ordering::Relaxed), 1);
+        assert_eq!(update(200, 0), (false, false));
+        assert_eq!(update(200, 1), (socket, true));
     }
 }
 
@@ -270,6 +270,18 @@ fn shutdown<R: Relay>(conn: &Conn<R>, flags: u32) -> Verdict {
 
 fn done() -> Verdict {
     Verdict { reply: Some(Op::Reset), closed: true, ..Verdict::default() }
+}
+
+/// Closes the connection if it is done, as after a read.
+fn close_if_done<R: Relay>(conn: &Conn<R>) -> Verdict {
+    let verdict = conn.close_if_done(&mut conn.lock());
+    assert_eq!(verdict.wake, verdict.closed);
+    Verdict { wake: false, ..verdict }
+}
+
+/// Lets the relay take what is buffered.
+fn drain<R: Relay>(conn: &Conn<R>) -> Verdict {
+    Verdict { wake: false, ..conn.drain(&mut conn.lock()) }
 }
 
 #[test]
@@ -284,7 +296,7 @@ fn a_peer_that_has_shut_down_sending_still_receives() {
         assert_eq!(inner.inbox.unread(), 10);
     }
     assert_eq!(receive(&conn, Op::CreditRequest, 0, &[]), Verdict::reply(Op::CreditUpdate));
-    assert_eq!(data(&conn, 3), Verdict::wrong(Wrong::AfterShutdown { len: 3 }));
+    assert_eq!(data(&conn, 3), reset_with(Wrong::AfterShutdown { len: 3 }));
 }
 
 #[test]
@@ -306,16 +318,16 @@ fn the_final_reset_is_sent_when_everything_is_read() {
         first.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
         assert_eq!(shutdown(&conn, *last), done());
         assert_eq!(conn.lock().phase, Phase::Closed(CloseReason::Done));
-        assert_eq!(conn.close_if_done(&mut conn.lock()), Verdict::default(), "the reset is sent once");
+        assert_eq!(close_if_done(&conn), Verdict::default(), "the reset is sent once");
 
         // Something is unread.
         let conn = self::conn(1000);
         let _ = data(&conn, 10);
         parts.iter().for_each(|&flags| assert_eq!(shutdown(&conn, flags), Verdict::default()));
         read(&conn, 9);
-        assert_eq!(conn.close_if_done(&mut conn.lock()), Verdict::default());
+        assert_eq!(close_if_done(&conn), Verdict::default());
         read(&conn, 1);
-        assert_eq!(conn.close_if_done(&mut conn.lock()), done());
+        assert_eq!(close_if_done(&conn), done());
 
         // Something is unread, but receiving is shut down.
         let conn = self::conn(1000);
@@ -329,7 +341,7 @@ fn the_final_reset_is_sent_when_everything_is_read() {
     let _ = receive(&conn, Op::Data, wire::SEQ_EOM, &[]);
     assert_eq!(shutdown(&conn, BOTH), Verdict::default());
     assert_eq!(conn.lock().inbox.read_message(&mut []), Some((0, false)));
-    assert_eq!(conn.close_if_done(&mut conn.lock()), done());
+    assert_eq!(close_if_done(&conn), done());
 }
 
 #[test]
@@ -418,10 +430,10 @@ fn a_relay_sees_the_end_after_all_bytes() {
     let _ = shutdown(&conn, wire::SHUTDOWN_SEND);
     assert!(!socket.lock().finished);
     socket.lock().takes = 150;
-    assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
+    assert_eq!(drain(&conn), Verdict::default());
     assert!(!socket.lock().finished);
     socket.lock().takes = 500;
-    assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
+    assert_eq!(drain(&conn), Verdict::default());
     assert_eq!(socket.lock().got, 300);
     assert!(socket.lock().finished);
     assert_eq!(socket.lock().closed, None);
@@ -435,14 +447,14 @@ fn a_relay_that_takes_more_gives_the_peer_credit() {
     let (conn, socket) = relayed(Phase::Open, 0);
     assert_eq!(data(&conn, 1000), Verdict::default());
     socket.lock().takes = 100;
-    assert_eq!(conn.drain(&mut conn.lock()), Verdict::default());
+    assert_eq!(drain(&conn), Verdict::default());
     socket.lock().takes = 400;
-    assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
+    assert_eq!(drain(&conn), Verdict::reply(Op::CreditUpdate));
     assert_eq!(stamped(&conn), 500);
     // The final reset replaces the credit update.
     assert_eq!(shutdown(&conn, BOTH), Verdict::default());
     socket.lock().takes = 1000;
-    assert_eq!(conn.drain(&mut conn.lock()), done());
+    assert_eq!(drain(&conn), done());
     assert_eq!(socket.lock().closed, Some(false));
 }
 
@@ -451,7 +463,7 @@ fn bytes_for_a_disconnected_relay_are_discarded() {
     let (conn, socket) = relayed(Phase::Open, 0);
     assert_eq!(data(&conn, 600), Verdict::default());
     socket.lock().disconnected = true;
-    assert_eq!(conn.drain(&mut conn.lock()), Verdict::reply(Op::CreditUpdate));
+    assert_eq!(drain(&conn), Verdict::reply(Op::CreditUpdate));
     assert_eq!(stamped(&conn), 600);
     assert_eq!(data(&conn, 600), Verdict::reply(Op::CreditUpdate));
     assert_eq!((conn.lock().inbox.unread(), socket.lock().got), (0, 0));

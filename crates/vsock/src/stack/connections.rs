@@ -1,17 +1,18 @@
 //! The connections of a stack: opening, sending, timeouts, closing.
 
-use super::{Backlog, DUE, FIRST_PORT, LINES, MESSAGES, PacketOwner, SWEPT, Slot, Stack, Table};
+use super::{Backlog, DUE, FIRST_PORT, MESSAGES, PacketOwner, SWEPT, Slot, Stack, Table};
 use crate::{
     connection::{CloseReason, Conn, Phase, Verdict},
     payload::Payload,
     side::{OpenResult, Side},
     types::{Addr, Key, MAX_PACKET, SocketType},
 };
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
 use std::{
     io,
     sync::{Arc, atomic::Ordering},
+    task::Waker,
     time::Instant,
 };
 
@@ -64,8 +65,8 @@ impl<S: Side> Stack<S> {
             self.table.lock().insert(&conn);
             self.opened(&conn);
             waiting.push_back(conn);
-            listener.changed.notify_one();
-            return;
+            drop(waiting);
+            return listener.waker.wake_by_ref();
         }
         self.table.lock().insert(&conn);
         match self.host.open(key, kind) {
@@ -176,10 +177,9 @@ impl<S: Side> Stack<S> {
         more
     }
 
-    /// To be called about once a second while there is activity: releases memory of idle connections and resets the log limit.
+    /// To be called about once a second while there is activity: releases memory of idle connections.
     /// Checks a limited number of connections per call, the others in later calls.
     pub fn sweep(&self) {
-        self.lines.store(LINES, Ordering::Relaxed);
         let mut holders: Vec<_> = {
             let table = &mut *self.table.lock();
             let count = table.holders.len().min(SWEPT);
@@ -264,12 +264,13 @@ impl<S: Side> Stack<S> {
         Ok(conn)
     }
 
-    pub(crate) fn add_listener(&self, port: u32, kind: SocketType) -> io::Result<Arc<Backlog<S::Relay>>> {
+    /// Adds a listener, which `waker` wakes for each connection to accept.
+    pub(crate) fn add_listener(&self, port: u32, kind: SocketType, waker: Waker) -> io::Result<Arc<Backlog<S::Relay>>> {
         let mut table = self.table.lock();
         if table.listeners.contains_key(&(port, kind)) {
             return Err(io::Error::new(io::ErrorKind::AddrInUse, format!("port {port} already has a listener")));
         }
-        let backlog = Arc::new(Backlog { waiting: Mutex::default(), changed: Condvar::new() });
+        let backlog = Arc::new(Backlog { waiting: Mutex::default(), waker });
         table.listeners.insert((port, kind), backlog.clone());
         Ok(backlog)
     }
@@ -312,9 +313,9 @@ impl<S: Side> Stack<S> {
             inner.inbox.clear();
         }
         let verdict = conn.close_if_done(&mut inner);
-        // Wakes a blocked sender so that it gives up.
-        conn.wake(&inner);
         drop(inner);
+        // A blocked sender gives up.
+        conn.wake();
         if verdict.closed {
             return self.carry_out(conn, verdict);
         }

@@ -6,7 +6,7 @@ use crate::{
     side::{Host, NoRelay, OpenResult, Queue},
     types::{Addr, Broken, Key, SocketType},
 };
-use std::{io, time::Instant};
+use std::{io, task::Waker, time::Instant};
 
 struct NullHost;
 
@@ -27,7 +27,7 @@ impl Host<NoRelay> for NullHost {
 #[test]
 fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
     let settings = Settings { connections: 8, ..Settings::default() };
-    let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(NullHost));
+    let stack = Stack::<DeviceSide<NoRelay>>::new(2, Some(3), settings, Box::new(NullHost));
     stack.set_socket_types(&[SocketType::Stream]);
     let ask = |peer| {
         stack
@@ -35,7 +35,7 @@ fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
             .map(|conn| conn.key.port)
     };
     let last = || stack.table.lock().next_port = u32::MAX - 2;
-    let _listener = stack.add_listener(FIRST_PORT, SocketType::Stream).unwrap();
+    let _listener = stack.add_listener(FIRST_PORT, SocketType::Stream, Waker::noop().clone()).unwrap();
     last();
     // `u32::MAX` is not a valid port, and the first one has a listener.
     let ports: Vec<_> = (0..4).map(|_| ask(80).unwrap()).collect();
