@@ -7,6 +7,7 @@ mod child;
 mod config;
 mod demo;
 mod logger;
+mod ports;
 mod report;
 mod serve;
 mod traffic;

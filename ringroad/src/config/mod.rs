@@ -25,10 +25,11 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::ports::Mode;
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Gather, Limits, Mode, Poll};
+use ringroad_switch::{Gather, Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use thiserror::Error;
 use toml::Spanned;

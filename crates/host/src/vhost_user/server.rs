@@ -5,12 +5,12 @@ use super::{
     Access, Limits, Place, SocketError, bind,
     call::Alarm,
     descriptor::Disposal,
-    device::Device,
+    device::VhostDevice,
     limits::{Lines, say},
     place::connect,
     session::{Session, SessionContext, explain, is_violation},
 };
-use crate::{Quota, sys};
+use crate::{Quota, notes::Notes, sys};
 use std::{
     io::{self, Read, Write},
     net::Shutdown,
@@ -92,7 +92,7 @@ impl Socket {
     /// Creates the socket (as a server) and starts its thread. `make` creates the device; it is called once the socket
     /// exists, as it is slow compared with failing to create one. `attention` is signalled by the device to have its frontend
     /// disconnected.
-    pub(crate) fn start<D: Device>(
+    pub(crate) fn start<D: VhostDevice>(
         config: SocketConfig<'_>,
         attention: EventFd,
         make: impl FnOnce() -> io::Result<D>,
@@ -111,8 +111,10 @@ impl Socket {
         let connects = Arc::new(limits.connects.quota());
         let limits = Arc::new(parking_lot::Mutex::new(limits));
         let live = Live { limits: limits.clone(), connects: connects.clone(), lines: lines.clone() };
-        let context = SessionContext { limits, lines, alarm, disposal: Disposal::default() };
         let device = make().map_err(failed)?;
+        // Notes have one writer: they are opened once this process has the socket.
+        let notes = Notes::open(name, path, device.vrings().len());
+        let context = SessionContext { limits, lines, alarm, disposal: Disposal::default(), notes };
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
@@ -168,7 +170,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Handles SET_VRING_ENABLE where the `vhost` crate would refuse it: QEMU sends it right after the protocol features, but the
 /// crate expects SET_FEATURES before it; and DPDK's driver, in server mode, first of all disables the vrings of a device that
 /// has reconnected. Returns `false` if the next message is another one, or one for the crate.
-fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
+fn set_vring_enable<D: VhostDevice>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
     const REQUEST: u32 = 18;
     const NEED_REPLY: u32 = 1 << 3;
     let mut session = lock(session);
@@ -217,7 +219,7 @@ enum End {
     Excluded,
 }
 
-impl<D: Device> Thread<D> {
+impl<D: VhostDevice> Thread<D> {
     fn run(&self) {
         let (name, lines) = (self.device.name(), &self.context.lines);
         while let Some(stream) = self.next_frontend() {
@@ -233,7 +235,7 @@ impl<D: Device> Thread<D> {
             // Stops the queues. Not within the call above: a panic during unwinding aborts the process.
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
             *lock(&self.current) = None;
-            self.device.forget();
+            self.device.disconnected();
             let mut pause = self.listener.is_none().then_some(RETRY);
             match end {
                 Ok(End::Closed(why)) => say!(lines, Info, "{name}: frontend disconnected: {why}"),
@@ -451,7 +453,7 @@ impl<D: Device> Thread<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vhost_user::{Call, Kick, Ring};
+    use crate::vhost_user::{Ring, Vring};
     use std::sync::atomic::{AtomicU32, Ordering};
 
     /// A device that panics when its features are asked for the first time.
@@ -459,9 +461,10 @@ mod tests {
     struct Broken {
         asked: Arc<AtomicU32>,
         faults: Arc<AtomicU32>,
+        vring: Vring,
     }
 
-    impl Device for Broken {
+    impl VhostDevice for Broken {
         fn name(&self) -> &str {
             "broken"
         }
@@ -469,32 +472,18 @@ mod tests {
             assert!(self.asked.fetch_add(1, Ordering::Relaxed) > 0, "a panic provoked by this test");
             1 << 32
         }
-        fn queue_num(&self) -> u64 {
-            1
+        fn vrings(&self) -> &[Vring] {
+            std::slice::from_ref(&self.vring)
         }
-        fn vrings(&self) -> usize {
-            1
-        }
-        fn config(&self) -> Vec<u8> {
-            Vec::new()
-        }
-        fn start(&self, _index: usize, _ring: Ring, _kick: Option<&Kick>) -> Result<u32, String> {
+        fn start(&self, _index: usize, _ring: Ring) -> Result<u32, String> {
             Ok(0)
         }
-        fn stop(&self, _index: usize, _kick: Option<&Kick>) -> u32 {
+        fn stop(&self, _index: usize) -> u32 {
             0
         }
-        fn end_notes(&self, _index: usize) {}
-        fn set_fd(&self, _index: usize, _call: Option<Call>, _err: bool) {}
         fn count_fault(&self, _index: Option<usize>) {
             self.faults.fetch_add(1, Ordering::Relaxed);
         }
-        fn signal_err(&self, _index: usize) {}
-        fn has_fault(&self, _index: usize) -> bool {
-            false
-        }
-        fn reset(&self) {}
-        fn forget(&self) {}
     }
 
     #[test]

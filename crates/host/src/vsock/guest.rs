@@ -9,9 +9,10 @@ use super::{
     shared::{Command, Control, Mailbox, Token},
 };
 use crate::{
-    notes::{self, Notes},
-    sys,
-    vhost_user::{Access, Call, Device, Kick, Limits, Place, Ring, Role, Socket, SocketConfig, SocketError, bind},
+    notes, sys,
+    vhost_user::{
+        Access, Kick, Limits, Place, Ring, Role, Socket, SocketConfig, SocketError, VhostDevice, Vring, bind,
+    },
 };
 use log::Level;
 use parking_lot::Mutex;
@@ -28,11 +29,7 @@ use std::{
     net::SocketAddr,
     os::fd::{AsFd, AsRawFd},
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-        mpsc,
-    },
+    sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -135,16 +132,7 @@ struct Notifiers {
     /// The kick descriptor of the transmit queue.
     kick: Mutex<Option<Kick>>,
     unwait: EventFd,
-    vrings: [Notifier; VRINGS],
-}
-
-/// The descriptors of one vring.
-#[derive(Default)]
-struct Notifier {
-    // No lock is held while a descriptor is written to, so that a thread that wants the lock never waits for a frontend.
-    call: Mutex<Option<Arc<Call>>>,
-    err: Mutex<Option<Arc<Call>>>,
-    faults: AtomicU32,
+    vrings: [Vring; VRINGS],
 }
 
 impl Notifiers {
@@ -154,17 +142,11 @@ impl Notifiers {
     }
 
     fn call(&self, vring: usize) {
-        let call = self.vrings.get(vring).and_then(|vring| vring.call.lock().clone());
-        if let Some(call) = call {
-            call.signal();
-        }
+        self.vrings.get(vring).inspect(|vring| vring.notify());
     }
 
-    fn err(&self, vring: usize) {
-        let err = self.vrings.get(vring).and_then(|vring| vring.err.lock().clone());
-        if let Some(err) = err {
-            err.signal();
-        }
+    fn fail(&self, vring: usize) {
+        self.vrings.get(vring).inspect(|vring| vring.fail(None));
     }
 }
 
@@ -183,7 +165,7 @@ impl Guest {
         self.stack.set_link(None);
         self.stack.set_inlet(None);
         self.stack.reset();
-        (0..VRINGS).for_each(|vring| self.notifiers.err(vring));
+        self.notifiers.vrings.iter().for_each(Vring::signal_err);
         let _ = self.attention.write(1);
     }
 
@@ -207,7 +189,7 @@ impl Guest {
             );
             self.stack.set_link(None);
             self.stack.set_inlet(None);
-            (0..VRINGS).for_each(|vring| self.notifiers.err(vring));
+            self.notifiers.vrings.iter().for_each(Vring::signal_err);
             let _ = self.attention.write(1);
         }
     }
@@ -238,7 +220,7 @@ impl Guest {
                     Level::Error,
                     format_args!("{} queue {EVENT}: {broken}; queue stopped, reset the device to continue", self.name),
                 );
-                self.notifiers.err(EVENT);
+                self.notifiers.fail(EVENT);
             }
         }
     }
@@ -301,10 +283,7 @@ impl Host<HostRelay> for StackHost {
             Level::Error,
             format_args!("{} queue {vring}: {why}; queue stopped, reset the device to continue", self.name),
         );
-        if let Some(notifier) = self.notifiers.vrings.get(vring) {
-            notifier.faults.fetch_add(1, Ordering::Relaxed);
-        }
-        self.notifiers.err(vring);
+        self.notifiers.fail(vring);
     }
 
     fn violation(&self, violation: Violation) {
@@ -423,8 +402,7 @@ impl VsockServer {
         let hub = worker.hub.clone();
         let mut server = VsockServer { guest: guest.clone(), hub, socket: None, host: Mutex::new(host) };
         let offer = config.features.bits();
-        // Notes have one writer: they are opened once this process has the socket.
-        let device = || Ok(VsockDevice { guest, offer, notes: Notes::open(name, &config.socket, VRINGS) });
+        let device = || Ok(VsockDevice { guest, offer, kicks: Arc::default() });
         let VsockConfig { role, limits, access, .. } = config;
         let at = SocketConfig { name, path: &config.socket, role, limits, access };
         server.socket = Some(Socket::start(at, socket_attention, device)?);
@@ -498,7 +476,8 @@ impl Drop for VsockServer {
 struct VsockDevice {
     guest: Arc<Guest>,
     offer: u64,
-    notes: Notes,
+    /// The descriptors that the worker watches.
+    kicks: Arc<Mutex<[Option<Kick>; VRINGS]>>,
 }
 
 /// Returns whether `base` is that of an unused ring, which frontends express in different ways.
@@ -506,7 +485,7 @@ fn is_fresh(base: u32, acked: u64) -> bool {
     if acked & bits::RING_PACKED == 0 { base == 0 } else { [0, 0x8000, 0x8000_8000].contains(&base) }
 }
 
-impl Device for VsockDevice {
+impl VhostDevice for VsockDevice {
     fn name(&self) -> &str {
         &self.guest.name
     }
@@ -515,29 +494,25 @@ impl Device for VsockDevice {
         self.offer
     }
 
-    fn queue_num(&self) -> u64 {
-        1
-    }
-
-    fn vrings(&self) -> usize {
-        VRINGS
+    fn vrings(&self) -> &[Vring] {
+        &self.guest.notifiers.vrings
     }
 
     fn config(&self) -> Vec<u8> {
         Config { guest_cid: self.guest.cid }.bytes().to_vec()
     }
 
-    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
-        let Ring { memory, acked, size, addresses, base, inflight } = ring;
+    fn start(&self, index: usize, ring: Ring) -> Result<u32, String> {
+        let Ring { memory, acked, size, addresses, base, journal, inflight, kick } = ring;
         let guest = &*self.guest;
         let mut vrings = guest.vrings.lock();
         let shared = &guest.mail.shared;
-        if let Some(kick) = kick.filter(|_| index != EVENT) {
+        if let Some(kick) = kick.as_ref().filter(|_| index != EVENT) {
             let watched = shared.watch(kick.as_raw_fd(), Token::Kick(guest.mail.guest));
             watched.map_err(|error| format!("cannot watch the kick descriptor: {error}; expected an eventfd"))?;
         }
         if index == TX {
-            *guest.notifiers.kick.lock() = kick.cloned();
+            guest.notifiers.kick.lock().clone_from(&kick);
         }
         let resumed = vrings.stopped.get(index) == Some(&Some(base));
         if index == TX && !resumed {
@@ -545,7 +520,6 @@ impl Device for VsockDevice {
             guest.stack.reset();
         }
         guest.set_memory(index, Some(memory.clone()));
-        let journal = self.notes.journal(index);
         let started = match index {
             RX => RxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
@@ -566,7 +540,7 @@ impl Device for VsockDevice {
         };
         let (started, how) = started.map_err(|error| {
             guest.set_memory(index, None);
-            if let Some(kick) = kick.filter(|_| index != EVENT) {
+            if let Some(kick) = kick.as_ref().filter(|_| index != EVENT) {
                 shared.unwatch(kick.as_raw_fd());
             }
             error.to_string()
@@ -575,19 +549,18 @@ impl Device for VsockDevice {
         if index == TX && !resumed {
             vrings.stale = !is_fresh(started, acked);
         }
-        if let Some(notifier) = guest.notifiers.vrings.get(index) {
-            notifier.faults.store(0, Ordering::Relaxed);
+        if let Some(place) = self.kicks.lock().get_mut(index) {
+            *place = kick.filter(|_| index != EVENT);
         }
         drop(vrings);
         guest.send_transport_reset();
-        guest.notifiers.call(index);
         guest.mail.request_work();
         Ok(started)
     }
 
-    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
+    fn stop(&self, index: usize) -> u32 {
         let guest = &*self.guest;
-        if let Some(kick) = kick.filter(|_| index != EVENT) {
+        if let Some(kick) = self.kicks.lock().get_mut(index).and_then(Option::take) {
             guest.mail.shared.unwatch(kick.as_raw_fd());
         }
         if index == TX {
@@ -613,43 +586,10 @@ impl Device for VsockDevice {
         base
     }
 
-    fn end_notes(&self, index: usize) {
-        self.notes.journal(index).end();
-    }
-
-    fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
-        let notifiers = &self.guest.notifiers;
-        let Some(notifier) = notifiers.vrings.get(index) else { return };
-        let call = call.map(Arc::new);
-        let place = if err { &notifier.err } else { &notifier.call };
-        // The old descriptor is closed without the lock.
-        let _before = std::mem::replace(&mut *place.lock(), call);
-        if !err {
-            notifiers.call(index);
-        }
-    }
-
-    fn count_fault(&self, index: Option<usize>) {
-        if let Some(index) = index {
-            self.guest.notifiers.err(index);
-        }
-    }
-
-    fn signal_err(&self, index: usize) {
-        self.guest.notifiers.err(index);
-    }
-
-    fn has_fault(&self, index: usize) -> bool {
-        let notifier = self.guest.notifiers.vrings.get(index);
-        notifier.is_some_and(|notifier| notifier.faults.load(Ordering::Relaxed) > 0)
-    }
-
     fn reset(&self) {
         self.guest.stack.set_socket_types(&[]);
         self.guest.stack.reset();
         *self.guest.vrings.lock() = Vrings::default();
         let _before = std::mem::take(&mut *self.guest.memory.lock());
     }
-
-    fn forget(&self) {}
 }
