@@ -221,6 +221,7 @@ pub(crate) const STARTS: [u32; 7] = [0, 1, 1 << 31, u32::MAX - 150, u32::MAX - 9
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     impl SendCredit {
         pub(crate) fn advance_to(&mut self, count: u32) {
@@ -274,6 +275,60 @@ mod tests {
             update(&mut credit, 100, 101);
             assert_eq!(credit.available(), 0);
             assert_eq!(credit.sent(), u64::from(start) + 100);
+        }
+    }
+
+    proptest! {
+        /// Credit passed on is never more than the receiver grants, and is never reduced. A sender that keeps to it never makes more
+        /// wait here than the largest allowance so far.
+        #[test]
+        fn passed_credit_is_bounded_by_the_receiver_and_by_our_memory(
+            start in prop_oneof![Just(0), Just(u32::MAX), any::<u32>()],
+            buf_alloc in 1..200_000u32,
+            steps in proptest::collection::vec((0..4u8, 0..100_000u32, 64..150_000u32), 1..100),
+        ) {
+            let credit = PassedCredit::default();
+            for position in [&credit.fwd_cnt, &credit.tx_cnt, &credit.advertised] {
+                position.store(start, Ordering::Relaxed);
+            }
+            let update = |fwd_cnt| credit.update(&VsockHdr { buf_alloc, fwd_cnt, ..VsockHdr::default() });
+            update(start);
+            // Bytes sent, delivered and consumed since the start; the credit edge; the largest allowance so far.
+            let (mut sent, mut delivered, mut consumed, mut edge, mut most) = (0u32, 0u32, 0u32, 0u32, 0u32);
+            for (step, amount, allowance) in steps {
+                most = most.max(allowance);
+                match step {
+                    0 => {
+                        let len = amount.min(edge - sent).min(credit.available());
+                        credit.send(len);
+                        credit.queued.fetch_add(len as usize, Ordering::Relaxed);
+                        sent += len;
+                    }
+                    1 => {
+                        let len = amount.min(sent - delivered);
+                        credit.queued.fetch_sub(len as usize, Ordering::Relaxed);
+                        delivered += len;
+                    }
+                    2 => {
+                        consumed += amount.min(delivered - consumed);
+                        update(start.wrapping_add(consumed));
+                    }
+                    _ => {
+                        let mut header = VsockHdr::default();
+                        credit.stamp(&mut header, allowance);
+                        let now = header.fwd_cnt.wrapping_add(header.buf_alloc).wrapping_sub(start);
+                        prop_assert!(now >= edge, "{now} after {edge}");
+                        prop_assert!(now <= consumed + buf_alloc);
+                        prop_assert!(now <= edge.max(delivered + allowance));
+                        edge = now;
+                    }
+                }
+                prop_assert!(sent - delivered <= most, "{} bytes wait", sent - delivered);
+                // Asked again after a stamp with the same allowance, nothing is due.
+                if step == 3 {
+                    prop_assert!(!credit.is_due(allowance, false) && !credit.is_due(allowance, true));
+                }
+            }
         }
     }
 }

@@ -38,17 +38,24 @@
 //!
 //! # The crate
 //!
-//! Both ends are a [`Stack`]: the connections of one end of a device, with sockets for programs of this process ([`Listener`],
-//! [`Stream`], [`SeqPacket`]), over the two rings of a [`Side`]. The device end also has connections to host sockets ([`Relay`])
-//! and between guests ([`Hub`]). A stack does no I/O of its own: `host` implements [`Host`] for it. In reading order:
+//! Both ends are a [`Stack`]: the connections of one end of a device, over the two rings of a [`Side`], with sockets for programs
+//! of this process ([`Listener`], [`Stream`], [`SeqPacket`]). The device end also has connections to host sockets ([`Relay`]) and
+//! between guests ([`Hub`]). The protocol does no I/O: it takes the time as an argument, returns what is to be done, and wakes by
+//! a [`std::task::Waker`] or by its [`Host`]; whoever waits, polls, reads a clock or logs is in `edge/` or in the host crate.
 //!
-//! - `connection.rs`: state and credit of one connection; `inbox.rs`: its receive buffer; `account.rs`: a guest's memory limits
-//! - `send.rs`: sending, directly or through the outbox; `payload.rs`: the bytes being moved
-//! - `stack.rs`, `stack/packets.rs` (receiving), `stack/connections.rs` (opening, timeouts, closing), `stack/rings.rs` (polling
-//!   and notifications), `stack/relays.rs` (host sockets)
-//! - `socket.rs`: sockets for programs; `hub.rs`: packets between guests
-//! - `device.rs`, `driver.rs`: the rings of either end; `features.rs`: feature bits, configuration space; `sync.rs`: locks or
-//!   loom's
+//! In reading order; each file imports only those before it:
+//!
+//! - `types.rs`, `wrong.rs` (violations), `sync.rs` (locks, or loom's), `payload.rs` (the bytes being moved)
+//! - `account.rs`: a guest's memory limits; `credit.rs`: what each end may send
+//! - `outbox.rs`, `send.rs`: sending, directly or through the outbox
+//! - `side.rs`: what surrounds a stack: rings, host sockets, notifications
+//! - `inbox.rs`, `connection.rs`: one connection, from packets to verdicts
+//! - `crossing.rs`, `hub.rs`: connections between guests, from packets to fates
+//! - `stack.rs`, which does what those have decided, with `stack/packets.rs` (receiving), `stack/connections.rs` (opening,
+//!   timeouts, closing), `stack/relays.rs` (host sockets), `stack/crossings.rs` (between guests), `stack/rings.rs` (polling and
+//!   notifications)
+//! - `edge/`: sockets for programs, which block
+//! - `features.rs`: feature bits, configuration space; `device.rs`, `driver.rs`: the rings of either end
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
