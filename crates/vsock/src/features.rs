@@ -12,7 +12,7 @@ pub mod bits {
     pub const VSOCK_F_NO_IMPLIED_STREAM: u64 = 1 << 2;
 }
 
-use crate::SocketType;
+use crate::types::SocketType;
 
 /// The optional features that a device offers. Each can be turned off, so that tests can force every path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

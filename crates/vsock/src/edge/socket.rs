@@ -5,10 +5,12 @@
 //! wake-up by the worker, then sleeps until the stack's worker wakes it, or waits for the notification itself if no other thread
 //! does.
 
+use super::wait::{Leader, Polling, Signal};
 use crate::{
-    Addr, Side, SocketType, Stack,
-    connection::{Conn, Inner, Phase, Wanted},
-    stack::{Backlog, Poller},
+    connection::{CloseReason, Conn, Inner, Phase, Verdict, Wanted},
+    side::Side,
+    stack::Stack,
+    types::{Addr, SocketType},
 };
 use parking_lot::Mutex;
 use ringroad_wire::vsock_hdr::{self as wire, Op};
@@ -19,72 +21,34 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    task::Waker,
     time::{Duration, Instant},
 };
 
-/// The polling phase of a blocking call.
-struct Polling<'a, S: Side> {
-    stack: &'a Stack<S>,
-    poller: Option<Poller<'a, S>>,
-    until: Option<Instant>,
-    rounds: u32,
-}
-
-impl<'a, S: Side> Polling<'a, S> {
-    fn new(stack: &'a Stack<S>) -> Self {
-        Polling { stack, poller: None, until: None, rounds: 0 }
-    }
-
-    /// Called after a poll that found nothing. Returns `true` to poll once more, `false` to sleep.
-    fn poll_again(&mut self) -> bool {
-        let poll = self.stack.settings().poll;
-        if poll.is_zero() {
-            return false;
-        }
-        // Reading the clock takes longer than a poll, so it is read every 16th round only.
-        self.rounds += 1;
-        if self.poller.is_none() {
-            self.poller = Some(self.stack.poll());
-            self.until = Instant::now().checked_add(poll);
-        } else if self.rounds.is_multiple_of(16) && self.until.is_some_and(|until| Instant::now() >= until) {
-            return false;
-        }
-        if self.rounds.is_multiple_of(128) {
-            // The peer may be waiting for this CPU.
-            std::thread::yield_now();
-        }
-        std::hint::spin_loop();
-        true
-    }
-
-    /// Ends polling before sleeping, which turns notifications on again. The caller polls once more, for packets that arrived in
-    /// between.
-    fn end(&mut self) {
-        self.poller = None;
-    }
-}
-
 /// What both socket types share.
-struct Socket<S: Side> {
+pub(super) struct Socket<S: Side> {
     stack: Arc<Stack<S>>,
     conn: Arc<Conn<S::Relay>>,
+    signal: Arc<Signal<S::Relay>>,
     nonblocking: AtomicBool,
     timeout: Mutex<Option<Duration>>,
 }
 
 impl<S: Side> Drop for Socket<S> {
     fn drop(&mut self) {
-        self.stack.shut(&self.conn, true, true);
+        self.stack.shut(&self.conn, true, true, Instant::now());
     }
 }
 
 impl<S: Side> Socket<S> {
-    fn new(stack: Arc<Stack<S>>, conn: Arc<Conn<S::Relay>>) -> Arc<Self> {
-        Arc::new(Socket { stack, conn, nonblocking: AtomicBool::new(false), timeout: Mutex::new(None) })
+    pub(super) fn new(stack: Arc<Stack<S>>, conn: Arc<Conn<S::Relay>>) -> Arc<Self> {
+        let signal = Signal::new(&stack.host);
+        conn.set_waker(Waker::from(signal.clone()));
+        Arc::new(Socket { stack, conn, signal, nonblocking: AtomicBool::new(false), timeout: Mutex::new(None) })
     }
 
     fn connect(stack: &Arc<Stack<S>>, peer: Addr, kind: SocketType) -> io::Result<Arc<Self>> {
-        let conn = stack.request_connection(peer, kind, None)?;
+        let conn = stack.request_connection(peer, kind, None, Instant::now())?;
         let socket = Socket::new(stack.clone(), conn);
         socket.wait(None, |inner| match inner.phase {
             Phase::Connecting | Phase::Accepting => None,
@@ -122,7 +86,7 @@ impl<S: Side> Socket<S> {
             }
             asleep = true;
             polling.end();
-            let leader = self.stack.lead();
+            let leader = Leader::new(&self.stack);
             let mut inner = self.conn.lock();
             if let Some(answer) = ready(&mut inner) {
                 return answer;
@@ -134,13 +98,13 @@ impl<S: Side> Socket<S> {
                 return Err(io::ErrorKind::TimedOut.into());
             }
             let Some(leader) = leader else {
-                self.conn.wait(&mut inner, until);
+                self.signal.wait(&mut inner, until);
                 continue;
             };
-            inner.leading = Some(self.stack.host.clone());
+            self.signal.leads.store(true, Ordering::Relaxed);
             drop(inner);
             leader.wait(until);
-            self.conn.lock().leading = None;
+            self.signal.leads.store(false, Ordering::Relaxed);
             // Take what is there before the worker takes over the ring again.
             while self.stack.pump(wanted.as_deref_mut()) > 0 {
                 if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
@@ -153,7 +117,7 @@ impl<S: Side> Socket<S> {
     /// Returns `Some(Ok(0))` at the end of the stream.
     fn at_end(inner: &Inner<S::Relay>) -> Option<io::Result<usize>> {
         match inner.phase {
-            Phase::Closed(crate::connection::CloseReason::Done) => Some(Ok(0)),
+            Phase::Closed(CloseReason::Done) => Some(Ok(0)),
             Phase::Closed(over) => Some(Err(over.error())),
             _ if inner.recv_shut || inner.peer_send_shut => Some(Ok(0)),
             Phase::Open => None,
@@ -162,7 +126,7 @@ impl<S: Side> Socket<S> {
     }
 
     /// Called after something was read: decides whether the peer gets a credit update, or a reset because the connection is done.
-    fn consumed(&self, inner: &mut Inner<S::Relay>, count: usize) -> crate::connection::Verdict {
+    fn consumed(&self, inner: &mut Inner<S::Relay>, count: usize) -> Verdict {
         let due = self.conn.consumed(inner, count);
         let mut verdict = self.conn.close_if_done(inner);
         if due && verdict.reply.is_none() {
@@ -248,10 +212,10 @@ impl<S: Side> Socket<S> {
             }
             polling.end();
             let mut inner = self.conn.lock();
-            self.stack.may_send(&inner)?;
+            inner.may_send()?;
             if !may && !self.stack.has_room(&self.conn) {
                 // Wait until some messages have left the outbox.
-            } else if self.conn.credit(&inner) > 0 || bytes.is_empty() {
+            } else if inner.credit.available() > 0 || bytes.is_empty() {
                 if poll_first || !may || self.stack.room(&self.conn) > 0 {
                     continue;
                 }
@@ -262,7 +226,7 @@ impl<S: Side> Socket<S> {
                 continue;
             }
             let until = self.timeout.lock().map(|timeout| Instant::now() + timeout);
-            if !self.conn.wait(&mut inner, until) {
+            if !self.signal.wait(&mut inner, until) {
                 return Err(io::ErrorKind::TimedOut.into());
             }
         }
@@ -274,7 +238,7 @@ impl<S: Side> Socket<S> {
             Shutdown::Read => (false, true),
             Shutdown::Both => (true, true),
         };
-        self.stack.shut(&self.conn, sending, receiving);
+        self.stack.shut(&self.conn, sending, receiving, Instant::now());
     }
 }
 
@@ -308,13 +272,13 @@ macro_rules! socket_calls {
         /// Sets a function that is called whenever the socket's state may have changed, from any thread and with locks held. For
         /// programs that wait for several events at once: it can write to an eventfd, for example.
         pub fn set_waker(&self, waker: Option<Arc<dyn Fn() + Send + Sync>>) {
-            self.0.conn.lock().waker = waker;
+            self.0.signal.set_callback(waker);
         }
     };
 }
 
 /// A connected stream socket. Clones share the socket; dropping the last one closes it.
-pub struct Stream<S: Side>(Arc<Socket<S>>);
+pub struct Stream<S: Side>(pub(super) Arc<Socket<S>>);
 
 impl<S: Side> Clone for Stream<S> {
     fn clone(&self) -> Self {
@@ -368,7 +332,7 @@ impl<S: Side> Write for Stream<S> {
 }
 
 /// A connected message socket. Clones share the socket; dropping the last one closes it.
-pub struct SeqPacket<S: Side>(Arc<Socket<S>>);
+pub struct SeqPacket<S: Side>(pub(super) Arc<Socket<S>>);
 
 impl<S: Side> Clone for SeqPacket<S> {
     fn clone(&self) -> Self {
@@ -390,8 +354,8 @@ impl<S: Side> SeqPacket<S> {
         let _sending = socket.conn.sending.lock();
         {
             let inner = socket.conn.lock();
-            socket.stack.may_send(&inner)?;
-            let (largest, credit) = (socket.conn.largest(&inner), socket.conn.credit(&inner));
+            inner.may_send()?;
+            let (largest, credit) = (inner.credit.largest(), inner.credit.available());
             if message.len() > largest {
                 let why = format!("message of {} bytes exceeds the peer's limit of {largest}", message.len());
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
@@ -418,87 +382,5 @@ impl<S: Side> SeqPacket<S> {
     /// record. Returns `None` when there will be no more messages.
     pub fn receive(&self, target: &mut [u8]) -> io::Result<Option<(usize, bool)>> {
         self.0.receive(target)
-    }
-}
-
-/// A socket that accepts connections.
-pub struct Listener<S: Side> {
-    stack: Arc<Stack<S>>,
-    backlog: Arc<Backlog<S::Relay>>,
-    port: u32,
-    kind: SocketType,
-}
-
-impl<S: Side> Listener<S> {
-    /// Listens on a local port.
-    pub fn bind(stack: &Arc<Stack<S>>, port: u32, kind: SocketType) -> io::Result<Listener<S>> {
-        let backlog = stack.add_listener(port, kind)?;
-        Ok(Listener { stack: stack.clone(), backlog, port, kind })
-    }
-
-    /// Waits for a connection, up to `timeout`.
-    fn next(&self, timeout: Option<Duration>) -> io::Result<Arc<Socket<S>>> {
-        let mut polling = Polling::new(&self.stack);
-        let until = timeout.map(|timeout| Instant::now() + timeout);
-        let mut asleep = false;
-        loop {
-            if let Some(conn) = self.backlog.waiting.lock().pop_front() {
-                return Ok(Socket::new(self.stack.clone(), conn));
-            }
-            if self.stack.pump(None) > 0 || !asleep && polling.poll_again() {
-                continue;
-            }
-            asleep = true;
-            polling.end();
-            let mut waiting = self.backlog.waiting.lock();
-            if !waiting.is_empty() {
-                continue;
-            }
-            match until {
-                Some(until) if self.backlog.changed.wait_until(&mut waiting, until).timed_out() => {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-                Some(_) => {}
-                None => self.backlog.changed.wait(&mut waiting),
-            }
-        }
-    }
-
-    /// Accepts a stream connection; blocks until there is one.
-    pub fn accept(&self) -> io::Result<Stream<S>> {
-        self.accept_within(None)
-    }
-
-    /// Like [`Listener::accept`], but waits at most `timeout`.
-    pub fn accept_within(&self, timeout: Option<Duration>) -> io::Result<Stream<S>> {
-        self.check(SocketType::Stream)?;
-        self.next(timeout).map(Stream)
-    }
-
-    /// Accepts a message connection; blocks until there is one.
-    pub fn accept_messages(&self) -> io::Result<SeqPacket<S>> {
-        self.accept_messages_within(None)
-    }
-
-    /// Like [`Listener::accept_messages`], but waits at most `timeout`.
-    pub fn accept_messages_within(&self, timeout: Option<Duration>) -> io::Result<SeqPacket<S>> {
-        self.check(SocketType::SeqPacket)?;
-        self.next(timeout).map(SeqPacket)
-    }
-
-    fn check(&self, kind: SocketType) -> io::Result<()> {
-        if kind == self.kind {
-            return Ok(());
-        }
-        Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            format!("this listener accepts {:?} connections only", self.kind),
-        ))
-    }
-}
-
-impl<S: Side> Drop for Listener<S> {
-    fn drop(&mut self) {
-        self.stack.remove_listener(self.port, self.kind, &self.backlog);
     }
 }
