@@ -37,6 +37,13 @@ pub struct Features {
     pub mtu: bool,
 }
 
+impl Default for Features {
+    /// All of them.
+    fn default() -> Features {
+        Features::ALL
+    }
+}
+
 impl Features {
     /// All that there are.
     pub const ALL: Features = Features {

@@ -29,6 +29,13 @@ pub struct Features {
     pub seqpacket: bool,
 }
 
+impl Default for Features {
+    /// All of them.
+    fn default() -> Features {
+        Features::ALL
+    }
+}
+
 impl Features {
     /// All of them.
     pub const ALL: Features =

@@ -2,7 +2,7 @@
 //! calls it before it starts or reloads anything, `serve --check` does only this. Each finding has the line in the file, what was
 //! expected, what was found, and what to do.
 
-use super::{Config, Kind, Port, mac};
+use super::{Config, Kind, VhostUser};
 use ringroad_host::vhost_user::Role;
 use std::{
     collections::HashMap,
@@ -31,8 +31,7 @@ impl fmt::Display for Finding {
 impl Finding {
     /// Creates a finding about an owner's key.
     pub(super) fn new(config: &Config, owner: &str, key: &'static str, message: String) -> Finding {
-        let line = config.places.line(owner, key.rsplit('.').next().unwrap_or(key));
-        Finding { owner: owner.to_owned(), line, key, message }
+        Finding { owner: owner.to_owned(), line: config.places.line(owner, key), key, message }
     }
 }
 
@@ -48,14 +47,14 @@ pub fn check(config: &Config) -> Vec<Finding> {
     let mut sockets = HashMap::new();
     let mut macs: HashMap<_, &str> = HashMap::new();
     for port in &config.ports {
-        let owner = owner(port);
+        let owner = port.owner();
         match &port.kind {
-            Kind::VhostUser { socket, role, .. } => {
+            Kind::VhostUser(VhostUser { socket, role, .. }) => {
                 if *role == Role::Server {
                     socket_can_be_made(socket).unwrap_or_else(|message| find(&owner, "socket", message));
                 }
                 alone(socket, &owner, &mut sockets).unwrap_or_else(|message| find(&owner, "socket", message));
-                let mac = mac(port);
+                let mac = port.mac();
                 if let Some(other) = macs.insert(mac, &port.name) {
                     find(
                         &owner,
@@ -67,8 +66,8 @@ pub fn check(config: &Config) -> Vec<Finding> {
                     );
                 }
             }
-            Kind::Tap { interface, queues } => {
-                interface_is_tap(interface, *queues).unwrap_or_else(|(key, message)| find(&owner, key, message));
+            Kind::Tap(interface) => {
+                interface_is_tap(interface, port.queues).unwrap_or_else(|(key, message)| find(&owner, key, message));
             }
         }
     }
@@ -82,11 +81,6 @@ pub fn check(config: &Config) -> Vec<Finding> {
     }
     found.sort_by_key(|finding| finding.line);
     found
-}
-
-/// Returns a port's name in errors.
-pub fn owner(port: &Port) -> String {
-    format!("port {:?}", port.name)
 }
 
 /// Returns the name in errors of the vsock device at `index` of the list.
@@ -251,7 +245,7 @@ socket = "/proc/self/../stat"
         let again = format!("../{}/rr-b.sock", here.file_name().unwrap().display());
         let derived = Config::parse(&port("a", "rr-a.sock", ""), "rr.toml").unwrap();
         assert_eq!(check(&derived), []);
-        let taken = format!("mac = \"{}\"", mac(&derived.ports[0]));
+        let taken = format!("mac = \"{}\"", derived.ports[0].mac());
         let text = port("a", "rr-a.sock", "") + &port("b", "rr-b.sock", &taken) + &port("c", &again, "");
         let found: Vec<String> =
             check(&Config::parse(&text, "rr.toml").unwrap()).iter().map(Finding::to_string).collect();

@@ -1,108 +1,134 @@
 //! Keys that `[[port]]` and `[[vsock]]` share, about their vhost-user sockets: access, and a frontend's budgets.
 
-use super::{ConfigError, Section, Taken, amount};
+use super::{
+    ConfigError,
+    table::Table,
+    value::{amount, int, text},
+};
 use ringroad_host::{
     group_id, user_id,
     vhost_user::{Access, Limits, Rate},
 };
+use serde::{Deserialize, Deserializer};
 
 /// Settings of a vhost-user socket.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(default)]
 pub struct Frontend {
     /// Budgets of a frontend.
+    #[serde(default = "shared", with = "LimitKeys")]
     pub limits: Limits,
-    /// Owner and permissions of the socket.
-    pub access: Access,
+    /// Permissions of the socket.
+    #[serde(deserialize_with = "mode")]
+    pub socket_mode: u32,
+    /// Its user, if set in the file.
+    #[serde(deserialize_with = "user")]
+    pub socket_owner: Option<u32>,
+    /// Its group, if set in the file.
+    #[serde(deserialize_with = "group")]
+    pub socket_group: Option<u32>,
 }
 
-/// The keys parsed here, besides `limits`.
-pub(super) const KEYS: [&str; 3] = ["socket_mode", "socket_owner", "socket_group"];
+impl Default for Frontend {
+    fn default() -> Frontend {
+        let Access { mode: socket_mode, owner: socket_owner, group: socket_group } = Access::default();
+        Frontend { limits: Limits::default(), socket_mode, socket_owner, socket_group }
+    }
+}
 
+impl Frontend {
+    /// Returns owner and permissions of the socket.
+    pub fn access(&self) -> Access {
+        Access { mode: self.socket_mode, owner: self.socket_owner, group: self.socket_group }
+    }
+}
+
+/// Keys of `limits` about a frontend. The bursts are the same multiples of the rates as in the defaults.
+#[derive(Deserialize)]
+#[serde(remote = "Limits", default = "shared")]
+pub(super) struct LimitKeys {
+    #[serde(deserialize_with = "size")]
+    mapped: u64,
+    #[serde(deserialize_with = "int::<1, { ringroad_mem::SLOTS as u64 }, usize, _, _>")]
+    regions: usize,
+    #[serde(deserialize_with = "rate::<2, _>")]
+    connects: Rate,
+    #[serde(deserialize_with = "rate::<4, _>")]
+    messages: Rate,
+    #[serde(deserialize_with = "rate::<1, _>")]
+    refusals: Rate,
+    #[serde(deserialize_with = "rate::<20, _>")]
+    lines: Rate,
+}
+
+/// Returns the default limits, with a portion of what is shared: [`share`] sets it.
+fn shared() -> Limits {
+    Limits { mapped: PORTION, regions: PORTION as usize, ..Limits::default() }
+}
+
+const PORTION: u64 = u64::MAX;
 /// Minimum address space, in bytes, of each port that does not set `limits.mapped`.
 const LEAST_MAPPED: u64 = 1 << 30;
-
-/// Keys of `limits` parsed here.
-pub(super) const LIMITS: [&str; 6] = ["mapped", "regions", "connects", "messages", "refusals", "lines"];
-
-/// `others`: further keys allowed in `limits`.
-pub(super) fn frontend(table: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<Frontend, ConfigError> {
-    let access = Access {
-        mode: table.text("socket_mode", "octal permissions such as \"0660\"", parse_mode)?.unwrap_or(0o600),
-        owner: table.text("socket_owner", "the name or number of a user", |text| number_or(text, user_id))?,
-        group: table.text("socket_group", "the name or number of a group", |text| number_or(text, group_id))?,
-    };
-    Ok(Frontend { limits: limits(table, taken, others)?, access })
-}
-
-fn limits(port: &Section, taken: &mut Taken, others: &[&'static str]) -> Result<Limits, ConfigError> {
-    let default = Limits::default();
-    let Some(table) = port.section("limits", "limits.")? else {
-        taken.memory.push((None, None));
-        return Ok(default);
-    };
-    table.only(&[&LIMITS[..], others].concat(), &[])?;
-    let sizes = (1 << 20)..=Limits::ALL_MAPPED;
-    let mapped = table.text("mapped", "\"1MiB\" to \"48TiB\", in whole MiB, GiB or TiB", |text| {
-        parse_size(text).filter(|size| sizes.contains(size))
-    })?;
-    let regions = table.number("regions", 1..=ringroad_mem::SLOTS as u64)?.map(|regions| regions as usize);
-    taken.memory.push((mapped, regions));
-    // The burst is the same multiple of the rate as the default's.
-    let rate = |key, default: Rate| {
-        let rate = table.number(key, 1..=1_000_000)?.map(|rate| rate as u32);
-        let times = default.burst / default.rate;
-        Ok(rate.map_or(default, |rate| Rate { rate, burst: rate.saturating_mul(times) }))
-    };
-    Ok(Limits {
-        mapped: mapped.unwrap_or(default.mapped),
-        regions: regions.unwrap_or(default.regions),
-        connects: rate("connects", default.connects)?,
-        messages: rate("messages", default.messages)?,
-        refusals: rate("refusals", default.refusals)?,
-        lines: rate("lines", default.lines)?,
-    })
-}
+/// Minimum number of memory regions of each port that does not set `limits.regions`.
+const LEAST_REGIONS: u64 = 8;
 
 /// Divides the remaining address space and memory regions equally among the ports that do not set their own limits. Both are
 /// shared by the whole process, and each port must have enough, whatever the others do.
-pub(super) fn share(root: &Section, taken: &Taken, limits: &mut [&mut Limits]) -> Result<(), ConfigError> {
-    let at_least_one = |count: usize| u64::try_from(count.max(1)).unwrap_or(u64::MAX);
-    let configured: u64 = taken.memory.iter().filter_map(|(mapped, _)| *mapped).fold(0, u64::saturating_add);
-    let others = taken.memory.iter().filter(|(mapped, _)| mapped.is_none()).count();
-    let each = Limits::ALL_MAPPED.saturating_sub(configured) / at_least_one(others);
-    if configured > Limits::ALL_MAPPED || others > 0 && each < LEAST_MAPPED {
+pub(super) fn share(root: &Table, mut all: Vec<&mut Limits>) -> Result<(), ConfigError> {
+    let mapped = portion(all.iter().map(|limits| limits.mapped), Limits::ALL_MAPPED, LEAST_MAPPED);
+    let mapped = mapped.map_err(|(set, others)| {
         let message = format!(
             "expected at most 48 TiB for all ports together, with 1 GiB for each port without the key; found {} TiB and {others} \
              ports without it",
-            configured >> 40
+            set >> 40
         );
-        return Err(root.error("limits.mapped", root.at, &message));
-    }
-    let configured: usize = taken.memory.iter().filter_map(|(_, regions)| *regions).sum();
-    let others = taken.memory.iter().filter(|(_, regions)| regions.is_none()).count();
-    let regions = Limits::ALL_REGIONS.saturating_sub(configured) / others.max(1);
-    if configured > Limits::ALL_REGIONS || others > 0 && regions < 8 {
+        root.error("limits.mapped", message)
+    })?;
+    let most = Limits::ALL_REGIONS;
+    let regions = portion(all.iter().map(|limits| limits.regions as u64), most as u64, LEAST_REGIONS);
+    let regions = regions.map_err(|(set, others)| {
         let message = format!(
-            "expected at most {} for all ports together, with 8 for each port without the key; found {configured} and {others} \
-             ports without it",
-            Limits::ALL_REGIONS
+            "expected at most {most} for all ports together, with 8 for each port without the key; found {set} and {others} ports \
+             without it"
         );
-        return Err(root.error("limits.regions", root.at, &message));
-    }
-    for ((own_mapped, own_regions), limits) in taken.memory.iter().zip(limits) {
-        if own_mapped.is_none() {
-            limits.mapped = limits.mapped.min(each);
+        root.error("limits.regions", message)
+    })?;
+    let default = Limits::default();
+    for limits in &mut all {
+        if limits.mapped == PORTION {
+            limits.mapped = default.mapped.min(mapped);
         }
-        if own_regions.is_none() {
-            limits.regions = limits.regions.min(regions);
+        if limits.regions as u64 == PORTION {
+            limits.regions = default.regions.min(regions as usize);
         }
     }
     Ok(())
 }
 
-fn parse_mode(text: &str) -> Option<u32> {
-    let octal = text.len() <= 4 && !text.is_empty() && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
-    octal.then(|| u32::from_str_radix(text, 8).ok()).flatten().filter(|&mode| mode <= 0o777)
+/// Returns what each [`PORTION`] gets of `total`, at least `least`.
+///
+/// # Errors
+/// The other numbers are too large, or the portions too many: the sum of the former and the number of the latter.
+fn portion(all: impl Iterator<Item = u64>, total: u64, least: u64) -> Result<u64, (u64, u64)> {
+    let (portions, set): (Vec<u64>, Vec<u64>) = all.partition(|&own| own == PORTION);
+    let (set, others) = (set.into_iter().fold(0, u64::saturating_add), portions.len() as u64);
+    let each = total.saturating_sub(set) / others.max(1);
+    if set > total || others > 0 && each < least { Err((set, others)) } else { Ok(each) }
+}
+
+fn mode<'de, D: Deserializer<'de>>(node: D) -> Result<u32, D::Error> {
+    text(node, "octal permissions such as \"0660\"", |text| {
+        let octal = text.len() <= 4 && !text.is_empty() && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
+        octal.then(|| u32::from_str_radix(text, 8).ok()).flatten().filter(|&mode| mode <= 0o777)
+    })
+}
+
+fn user<'de, D: Deserializer<'de>>(node: D) -> Result<Option<u32>, D::Error> {
+    text(node, "the name or number of a user", |text| number_or(text, user_id))
+}
+
+fn group<'de, D: Deserializer<'de>>(node: D) -> Result<Option<u32>, D::Error> {
+    text(node, "the name or number of a group", |text| number_or(text, group_id))
 }
 
 fn number_or(text: &str, look_up: impl Fn(&str) -> Option<u32>) -> Option<u32> {
@@ -113,22 +139,27 @@ fn number_or(text: &str, look_up: impl Fn(&str) -> Option<u32>) -> Option<u32> {
     }
 }
 
-fn parse_size(text: &str) -> Option<u64> {
+fn size<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
     let units = [("MiB", 20), ("GiB", 30), ("TiB", 40)];
-    units.iter().find_map(|&(unit, bits)| amount(text, unit)?.checked_mul(1 << bits))
+    text(node, "\"1MiB\" to \"48TiB\", in whole MiB, GiB or TiB", |text| {
+        let size = units.iter().find_map(|&(unit, bits)| amount(text, unit)?.checked_mul(1 << bits));
+        size.filter(|size| (1 << 20..=Limits::ALL_MAPPED).contains(size))
+    })
+}
+
+fn rate<'de, const BURST: u32, D: Deserializer<'de>>(node: D) -> Result<Rate, D::Error> {
+    let rate = int::<1, 1_000_000, u32, u32, _>(node)?;
+    Ok(Rate { rate, burst: rate.saturating_mul(BURST) })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Config, Kind};
+    use super::super::{Config, Port};
     use super::*;
 
     fn frontends(text: &str) -> Vec<Frontend> {
         let config = Config::parse(text, "rr.toml").unwrap();
-        let ports = config.ports.iter().filter_map(|port| match &port.kind {
-            Kind::VhostUser { frontend, .. } => Some(*frontend),
-            Kind::Tap { .. } => None,
-        });
+        let ports = config.ports.iter().filter_map(Port::vhost_user).map(|guest| guest.frontend);
         ports.chain(config.vsocks.iter().map(|vsock| vsock.frontend)).collect()
     }
 
@@ -143,6 +174,7 @@ mod tests {
         let vsock = "[[vsock]]\ncid = 3\nsocket = \"/run/v\"\nsocket_mode = \"666\"\nlimits = { regions = 2 }";
         let found = frontends(&[port(1, ""), port(2, all), vsock.to_owned()].concat());
         assert_eq!(found[0], Frontend::default());
+        assert_eq!(found[0].access(), Access::default());
         let limits = Limits {
             mapped: 3 << 30,
             regions: 8,
@@ -151,9 +183,15 @@ mod tests {
             refusals: Rate { burst: 9, rate: 9 },
             lines: Rate { burst: 40, rate: 2 },
         };
-        assert_eq!(found[1], Frontend { limits, access: Access { mode: 0o660, owner: Some(0), group: Some(7) } });
+        assert_eq!(found[1], Frontend { limits, socket_mode: 0o660, socket_owner: Some(0), socket_group: Some(7) });
         let vsock = &found[2];
-        assert_eq!((vsock.access.mode, vsock.limits.regions, vsock.limits.mapped), (0o666, 2, 1 << 40));
+        assert_eq!((vsock.socket_mode, vsock.limits.regions, vsock.limits.mapped), (0o666, 2, 1 << 40));
+    }
+
+    #[test]
+    fn bursts_are_multiples_as_in_the_defaults() {
+        let rates = "limits = { connects = 10, messages = 1000, refusals = 1000, lines = 1 }";
+        assert_eq!(frontends(&port(1, rates))[0].limits, Limits::default());
     }
 
     #[test]

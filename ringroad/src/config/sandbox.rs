@@ -1,43 +1,48 @@
 //! `[sandbox]`: rights that the daemon keeps for later reloads, beyond what the rest of the file needs; and the check of a
 //! reloaded configuration against the confinement in force.
 
-use super::{Config, ConfigError, Finding, Kind, Port, Section, Vsock, check, owner, vsock_owner};
+use super::{Config, Finding, Kind, Port, VhostUser, Vsock, check, value::list, vsock_owner};
 use ringroad_host::{
     sandbox::{InForce, Privilege},
     vhost_user::Access,
 };
+use serde::{Deserialize, Deserializer};
 use std::path::{Path, PathBuf};
 
 /// The `[sandbox]` table.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(default, deny_unknown_fields)]
 pub struct Sandbox {
     /// Whether to exit if the kernel lacks a part.
     pub require: bool,
     /// Directories in which a reload may create sockets.
+    #[serde(deserialize_with = "folders")]
     pub folders: Vec<PathBuf>,
     /// TCP ports that a reload may forward to.
+    #[serde(deserialize_with = "tcp")]
     pub tcp: Vec<u16>,
     /// Capabilities that a reload may need.
+    #[serde(deserialize_with = "capabilities")]
     pub capabilities: Vec<Privilege>,
 }
 
-pub(super) fn sandbox(root: &Section) -> Result<Sandbox, ConfigError> {
-    let default = Sandbox::default();
-    let Some(table) = root.section("sandbox", "sandbox.")? else { return Ok(default) };
-    table.only(&["require", "folders", "tcp", "capabilities"], &[])?;
-    let folders = table.list("folders", "a list of directories, each an absolute path", |value| {
+fn folders<'de, D: Deserializer<'de>>(node: D) -> Result<Vec<PathBuf>, D::Error> {
+    list(node, "a list of directories, each an absolute path", |value| {
         value.as_str().map(PathBuf::from).filter(|path| path.is_absolute())
-    })?;
-    let tcp = table.list("tcp", "a list of TCP ports, 1 to 65535", |value| {
-        let number = value.as_integer()?;
-        u16::from_str_radix(number.as_str(), number.radix()).ok().filter(|&port| port > 0)
-    })?;
+    })
+}
+
+fn tcp<'de, D: Deserializer<'de>>(node: D) -> Result<Vec<u16>, D::Error> {
+    list(node, "a list of TCP ports, 1 to 65535", |value| {
+        value.as_integer()?.try_into().ok().filter(|&port: &u16| port > 0)
+    })
+}
+
+fn capabilities<'de, D: Deserializer<'de>>(node: D) -> Result<Vec<Privilege>, D::Error> {
     let names = Privilege::ALL.map(|privilege| format!("{:?}", privilege.name())).join(", ");
-    let capabilities = table.list("capabilities", &format!("a list of capabilities out of {names}"), |value| {
-        let name = value.as_str()?;
-        Privilege::ALL.into_iter().find(|privilege| privilege.name() == name)
-    })?;
-    Ok(Sandbox { require: table.boolean("require", default.require)?, folders, tcp, capabilities })
+    list(node, &format!("a list of capabilities out of {names}"), |value| {
+        Privilege::ALL.into_iter().find(|privilege| Some(privilege.name()) == value.as_str())
+    })
 }
 
 /// Returns the directory that a socket is in.
@@ -45,19 +50,10 @@ pub fn folder(socket: &Path) -> &Path {
     check::folder(socket)
 }
 
-/// Returns owner and permissions of a port's socket.
-fn access(port: &Port) -> Option<Access> {
-    match &port.kind {
-        Kind::VhostUser { frontend, .. } => Some(frontend.access),
-        Kind::Tap { .. } => None,
-    }
-}
-
 /// Returns whether some socket gets another owner or group.
 pub fn gives_away(config: &Config) -> bool {
-    let ports = config.ports.iter().filter_map(access);
-    let mut all = ports.chain(config.vsocks.iter().map(|vsock| vsock.frontend.access));
-    all.any(is_given)
+    let ports = config.ports.iter().filter_map(Port::vhost_user).map(|guest| guest.frontend);
+    ports.chain(config.vsocks.iter().map(|vsock| vsock.frontend)).any(|frontend| is_given(frontend.access()))
 }
 
 fn is_given(access: Access) -> bool {
@@ -68,20 +64,20 @@ fn is_given(access: Access) -> bool {
 pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
     let mut found = Vec::new();
     for port in &config.ports {
-        let owner = owner(port);
+        let owner = port.owner();
         let mut find = |key, message| found.push(Finding::new(config, &owner, key, message));
         match &port.kind {
-            Kind::VhostUser { socket, .. } => {
+            Kind::VhostUser(VhostUser { socket, frontend, .. }) => {
                 may_use(socket, in_force).unwrap_or_else(|message| find("socket", message));
+                may_give(frontend.access(), in_force).unwrap_or_else(|(key, why)| find(key, why));
             }
-            Kind::Tap { interface, .. } => {
+            Kind::Tap(interface) => {
                 let there = Path::new("/sys/class/net").join(interface).exists();
                 if !there && in_force.has_dropped(Privilege::NetAdmin) {
                     find("interface", dropped(&format!("create interface {interface}"), &[Privilege::NetAdmin]));
                 }
             }
         }
-        access(port).map_or(Ok(()), |access| may_give(access, in_force)).unwrap_or_else(|(key, why)| find(key, why));
     }
     for (index, vsock) in config.vsocks.iter().enumerate() {
         let owner = vsock_owner(index);
@@ -90,7 +86,7 @@ pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
         for (key, path) in [("socket", Some(socket)), ("host", host.as_ref())] {
             path.map_or(Ok(()), |path| may_use(path, in_force)).unwrap_or_else(|message| find(key, message));
         }
-        may_give(frontend.access, in_force).unwrap_or_else(|(key, why)| find(key, why));
+        may_give(frontend.access(), in_force).unwrap_or_else(|(key, why)| find(key, why));
     }
     found
 }

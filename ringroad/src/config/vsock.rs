@@ -1,153 +1,154 @@
 //! `[[vsock]]`: the vsock devices of guests (virtio 1.3, 5.10).
 
-use super::{ConfigError, Frontend, MAX_SOCKET, Section, Taken, frontend, is_name, socket};
+use super::{
+    ConfigError, Frontend, Taken,
+    frontend::LimitKeys,
+    port::MAX_SOCKET,
+    table::{Table, keys},
+    value::{self, NAME, amount, choice, int, is_name, list, text},
+};
 use ringroad_host::vhost_user::Role;
 use ringroad_switch::Poll;
 use ringroad_vsock::Features;
-use std::{net::SocketAddr, path::PathBuf};
-use toml::Spanned;
-use toml::de::DeValue;
+use serde::{Deserialize, Deserializer};
+use std::{collections::BTreeMap, net::SocketAddr, ops::RangeInclusive, path::PathBuf};
+
+/// 0, 1 and 2 are the hypervisor, the local machine and the host; 2^32 - 1 is the wildcard (5.10.4).
+const CIDS: RangeInclusive<u64> = 3..=u32::MAX as u64 - 1;
+/// Maximum length of [`Vsock::host`]: a socket's without the longest "_<port>".
+const MAX_HOST: usize = MAX_SOCKET - 11;
 
 /// A guest's vsock device.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(default)]
 pub struct Vsock {
     /// The guest's context identifier, 3 to 2³² − 2; unique.
+    #[serde(deserialize_with = "int::<{ *CIDS.start() }, { *CIDS.end() }, u64, _, _>")]
     pub cid: u64,
     /// Path of the vhost-user socket; unique.
+    #[serde(deserialize_with = "value::socket::<MAX_SOCKET, _, _>")]
     pub socket: PathBuf,
     /// Whether ringroad listens on the socket or connects to it.
+    #[serde(deserialize_with = "value::role")]
     pub role: Role,
     /// Unix socket where host programs connect with "CONNECT <port>"; the guest's connections go to `<host>_<port>`.
+    #[serde(deserialize_with = "value::socket::<MAX_HOST, _, _>")]
     pub host: Option<PathBuf>,
     /// Host ports that are forwarded to TCP addresses.
+    #[serde(deserialize_with = "forward")]
     pub forward: Vec<(u32, SocketAddr)>,
     /// Guests that share a group may connect to each other.
+    #[serde(deserialize_with = "groups")]
     pub groups: Vec<String>,
     /// Whether senders write to the ring themselves where possible, instead of queueing for the worker.
+    #[serde(rename = "send", deserialize_with = "direct")]
     pub direct: bool,
     /// Receive buffer of each connection, in bytes.
+    #[serde(deserialize_with = "int::<4096, { 1 << 30 }, u32, _, _>")]
     pub buffer: u32,
     /// Maximum number of concurrent connections.
+    #[serde(deserialize_with = "int::<1, { 1 << 20 }, usize, _, _>")]
     pub connections: usize,
     /// Maximum number of connects to host sockets a second.
+    #[serde(deserialize_with = "int::<1, 1_000_000, u32, _, _>")]
     pub connects: u32,
     /// Kernel memory for data that host programs have not read, in bytes, beyond 8 KiB for each socket.
+    #[serde(deserialize_with = "int::<0, { 1 << 40 }, usize, _, _>")]
     pub socket_memory: usize,
     /// Memory budget in bytes for the guest's connections with the host, and as much again for those with other guests.
+    #[serde(deserialize_with = "int::<{ 1 << 20 }, { 1 << 40 }, usize, _, _>")]
     pub memory: usize,
     /// How long programs in this process poll the ring before they sleep.
+    #[serde(deserialize_with = "value::poll")]
     pub poll: Option<Poll>,
     /// Features offered to the driver.
+    #[serde(with = "FeatureKeys")]
     pub features: Features,
     /// Access to its sockets, and a frontend's budgets.
+    #[serde(skip)]
     pub frontend: Frontend,
 }
 
-/// Length of the longest "_<port>".
-const SUFFIX: usize = 11;
-
-pub(super) fn vsocks(root: &Section, taken: &mut Taken) -> Result<Vec<Vsock>, ConfigError> {
-    let expected = "a list of vsock devices, written [[vsock]]";
-    let Some(list) = root.get("vsock") else { return Ok(Vec::new()) };
-    let tables = list.get_ref().as_array().filter(|tables| !tables.is_empty());
-    let tables = tables.ok_or_else(|| root.wrong("vsock", list, expected))?;
-    let vsock = |(index, value): (usize, &Spanned<DeValue>)| {
-        let table = value.get_ref().as_table().ok_or_else(|| root.wrong("vsock", value, expected))?;
-        let owner = format!("vsock {}", index + 1);
-        vsock(&Section { source: root.source, owner, prefix: "", table, at: value.span().start }, taken)
-    };
-    tables.iter().enumerate().map(vsock).collect()
-}
-
-fn vsock(table: &Section, taken: &mut Taken) -> Result<Vsock, ConfigError> {
-    const KEYS: [&str; 15] = [
-        "cid",
-        "socket",
-        "role",
-        "host",
-        "forward",
-        "groups",
-        "send",
-        "buffer",
-        "connections",
-        "connects",
-        "memory",
-        "limits",
-        "socket_memory",
-        "poll",
-        "features",
-    ];
-    table.only(&[&KEYS[..], &frontend::KEYS].concat(), &[])?;
-    // 0, 1 and 2 are the hypervisor, the local machine and the host; 2^32 - 1 is the wildcard (5.10.4).
-    let cids = 3..=u64::from(u32::MAX) - 1;
-    let cid = table.number("cid", cids.clone())?;
-    let cid = cid.ok_or_else(|| table.missing("cid", &format!("{} to {}", cids.start(), cids.end())))?;
-    table.unique("cid", &cid, &mut taken.cids)?;
-    let (socket, role) = socket(table, taken)?;
-    let (host, _) = table.path("host", MAX_SOCKET - SUFFIX)?;
-    if let Some(host) = &host {
-        table.unique("host", host, &mut taken.sockets)?;
+impl Default for Vsock {
+    fn default() -> Vsock {
+        Vsock {
+            cid: *CIDS.start(),
+            socket: PathBuf::new(),
+            role: Role::default(),
+            host: None,
+            forward: Vec::new(),
+            groups: Vec::new(),
+            direct: true,
+            buffer: 256 << 10,
+            connections: 16384,
+            connects: 5000,
+            socket_memory: 64 << 20,
+            memory: 64 << 20,
+            poll: None,
+            features: Features::default(),
+            frontend: Frontend::default(),
+        }
     }
-    ["", "socket", "host"].into_iter().for_each(|key| taken.note(table, key));
-    let direct = table.one_of("send", &[("direct", Some(true)), ("queued", Some(false))])?.unwrap_or(true);
-    Ok(Vsock {
-        cid,
-        socket,
-        role,
-        host,
-        forward: forward(table)?,
-        groups: groups(table)?,
-        direct,
-        buffer: table.number("buffer", 4096..=1 << 30)?.unwrap_or(256 << 10) as u32,
-        connections: table.number("connections", 1..=1 << 20)?.unwrap_or(16384) as usize,
-        connects: table.number("connects", 1..=1_000_000)?.unwrap_or(5000) as u32,
-        socket_memory: table.number("socket_memory", 0..=1 << 40)?.unwrap_or(64 << 20) as usize,
-        memory: table.number("memory", 1 << 20..=1 << 40)?.unwrap_or(64 << 20) as usize,
-        poll: table.poll()?,
-        features: features(table)?,
-        frontend: frontend::frontend(table, taken, &[])?,
-    })
 }
 
-/// `forward = { 1024 = "127.0.0.1:22" }`.
-fn forward(vsock: &Section) -> Result<Vec<(u32, SocketAddr)>, ConfigError> {
-    let Some(table) = vsock.section("forward", "forward.")? else { return Ok(Vec::new()) };
-    let entry = |(key, value): (&Spanned<_>, &Spanned<DeValue>)| {
-        let name: &str = std::convert::AsRef::<str>::as_ref(key.get_ref() as &std::borrow::Cow<str>);
-        let digits = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_digit());
-        let port = digits.then(|| name.parse::<u32>().ok()).flatten().filter(|&port| port < u32::MAX);
-        let port = port.ok_or_else(|| table.error(name, key.span().start, "expected a vsock port, 0 to 4294967294"))?;
-        let address = value.get_ref().as_str().and_then(|text| text.parse().ok());
-        let address =
-            address.ok_or_else(|| table.wrong(name, value, "an address and port such as \"127.0.0.1:8080\""))?;
-        Ok((port, address))
-    };
-    let mut list = table.table.iter().map(entry).collect::<Result<Vec<_>, _>>()?;
-    list.sort_unstable();
-    Ok(list)
+#[derive(Deserialize)]
+#[serde(remote = "Features", default = "Features::default", deny_unknown_fields)]
+struct FeatureKeys {
+    packed: bool,
+    in_order: bool,
+    event_idx: bool,
+    indirect: bool,
+    seqpacket: bool,
 }
 
-fn groups(vsock: &Section) -> Result<Vec<String>, ConfigError> {
-    let expected = "a list of names, each 1 to 32 letters, digits, `_`, `.` or `-`";
-    let Some(list) = vsock.get("groups") else { return Ok(Vec::new()) };
-    let names = list.get_ref().as_array().ok_or_else(|| vsock.wrong("groups", list, expected))?;
-    let name = |value: &Spanned<DeValue>| {
-        let name = value.get_ref().as_str().filter(|text| is_name(text));
-        name.map(str::to_owned).ok_or_else(|| vsock.wrong("groups", value, expected))
-    };
-    names.iter().map(name).collect()
+/// Reads all devices.
+pub(super) fn vsocks(root: &Table, taken: &mut Taken) -> Result<Vec<Vsock>, ConfigError> {
+    let tables = root.list("vsock", "a list of vsock devices, written [[vsock]]", |_| None)?;
+    tables.iter().map(|table| vsock(table, taken)).collect()
 }
 
-fn features(vsock: &Section) -> Result<Features, ConfigError> {
-    let default = Features::ALL;
-    let Some(table) = vsock.section("features", "features.")? else { return Ok(default) };
-    table.only(&["packed", "in_order", "event_idx", "indirect", "seqpacket"], &[])?;
-    Ok(Features {
-        packed: table.boolean("packed", default.packed)?,
-        in_order: table.boolean("in_order", default.in_order)?,
-        event_idx: table.boolean("event_idx", default.event_idx)?,
-        indirect: table.boolean("indirect", default.indirect)?,
-        seqpacket: table.boolean("seqpacket", default.seqpacket)?,
+fn vsock(table: &Table, taken: &mut Taken) -> Result<Vsock, ConfigError> {
+    table.only(None, &[keys(Vsock::deserialize), keys(Frontend::deserialize)].concat())?;
+    table.only(Some("limits"), &keys(LimitKeys::deserialize))?;
+    let vsock = Vsock { frontend: table.read()?, ..table.read()? };
+    table.require("cid", &format!("{} to {}", CIDS.start(), CIDS.end()))?;
+    table.require("socket", &value::socket_path(MAX_SOCKET))?;
+    table.unique(&mut taken.uses, "vsock", "cid", vsock.cid)?;
+    taken.socket(table, "socket", &vsock.socket)?;
+    vsock.host.iter().try_for_each(|host| taken.socket(table, "host", host))?;
+    table.note(&mut taken.places);
+    Ok(vsock)
+}
+
+fn direct<'de, D: Deserializer<'de>>(node: D) -> Result<bool, D::Error> {
+    choice(node, &[("direct", true), ("queued", false)])
+}
+
+/// Reads `{ 1024 = "127.0.0.1:22" }`.
+fn forward<'de, D: Deserializer<'de>>(node: D) -> Result<Vec<(u32, SocketAddr)>, D::Error> {
+    let list = BTreeMap::<Port, Address>::deserialize(node)?;
+    Ok(list.into_iter().map(|(Port(port), Address(address))| (port, address)).collect())
+}
+
+/// A vsock port.
+#[derive(Deserialize, Eq, Ord, PartialEq, PartialOrd)]
+struct Port(#[serde(deserialize_with = "vsock_port")] u32);
+
+#[derive(Deserialize)]
+struct Address(#[serde(deserialize_with = "address")] SocketAddr);
+
+fn vsock_port<'de, D: Deserializer<'de>>(node: D) -> Result<u32, D::Error> {
+    let port = |text: &str| amount(text, "")?.try_into().ok().filter(|&port: &u32| port < u32::MAX);
+    text(node, "a vsock port, 0 to 4294967294", port)
+}
+
+fn address<'de, D: Deserializer<'de>>(node: D) -> Result<SocketAddr, D::Error> {
+    text(node, "an address and port such as \"127.0.0.1:8080\"", |text| text.parse::<SocketAddr>().ok())
+}
+
+fn groups<'de, D: Deserializer<'de>>(node: D) -> Result<Vec<String>, D::Error> {
+    list(node, &format!("a list of names, each {NAME}"), |name| {
+        name.as_str().filter(|name| is_name(name)).map(str::to_owned)
     })
 }
 
@@ -225,7 +226,7 @@ socket = "/run/vm2.vsock"
     #[test]
     fn broken_devices() {
         let vsock = |rest: &str| format!("[[vsock]]\ncid = 3\nsocket = \"/run/1\"\n{rest}");
-        let long = "h".repeat(MAX_SOCKET - SUFFIX + 1);
+        let long = "h".repeat(MAX_HOST + 1);
         let rows: Vec<(String, &str)> = vec![
             ("vsock = 3".into(), "1: key `vsock`: expected a list of vsock devices, written [[vsock]], found 3"),
             ("[[vsock]]".into(), "1: vsock 1: key `cid`: missing, expected 3 to 4294967294"),

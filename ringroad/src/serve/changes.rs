@@ -1,8 +1,7 @@
 //! Compares two configurations key by key and classifies what applying each change disrupts. Used by `serve --check --against`,
 //! SIGUSR2 (preview) and SIGHUP (logged before the reload; state.rs and vsock.rs decide by it what to restart).
 
-use crate::config::{Config, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, Vsock, Workers, mac};
-use ringroad_host::vhost_user::Access;
+use crate::config::{Config, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, VhostUser, Vsock, Workers};
 use ringroad_switch::Limits;
 use std::fmt;
 
@@ -134,31 +133,27 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
-    let Port { name: _, mode, hairpin, mtu, poll, kind, limits } = before;
+    let Port { name: _, mode, hairpin, queues, mtu, poll, kind, limits } = before;
     match (kind, &after.kind) {
-        (Kind::VhostUser { socket, role, features, queues, mac: _, tuning, frontend }, Kind::VhostUser { .. }) => {
-            let Kind::VhostUser { socket: s, role: r, features: f, queues: q, mac: _, tuning: t, frontend: other } =
-                &after.kind
-            else {
-                return diff.changes;
-            };
-            of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, other);
-            diff.key("port.socket", Reconnects, socket, s);
-            diff.key("port.role", Reconnects, role, r);
-            diff.key("port.features", Reconnects, features, f);
-            diff.key("port.queues", Reconnects, queues, q);
+        (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
+            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, frontend } = guest;
+            of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
+            diff.key("port.socket", Reconnects, socket, &other.socket);
+            diff.key("port.role", Reconnects, role, &other.role);
+            diff.key("port.features", Reconnects, features, &other.features);
+            diff.key("port.queues", Reconnects, queues, &after.queues);
             // Drivers read the configuration space only when they start.
-            diff.key("port.mac", Reconnects, &mac(before), &mac(after));
+            diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", Reconnects, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
-            diff.key("port.tuning", InPlace, tuning, t);
+            diff.key("port.tuning", InPlace, tuning, &other.tuning);
         }
-        (Kind::Tap { interface, queues }, Kind::Tap { interface: i, queues: q }) => {
-            diff.key("port.interface", Recreates, interface, i);
-            diff.key("port.queues", Recreates, queues, q);
+        (Kind::Tap(interface), Kind::Tap(other)) => {
+            diff.key("port.interface", Recreates, interface, other);
+            diff.key("port.queues", Recreates, queues, &after.queues);
             diff.key("port.mtu", InPlace, mtu, &after.mtu);
         }
-        (Kind::VhostUser { .. }, Kind::Tap { .. }) => diff.key("port.kind", Reconnects, &0, &1),
-        (Kind::Tap { .. }, Kind::VhostUser { .. }) => diff.key("port.kind", Recreates, &0, &1),
+        (Kind::VhostUser(_), Kind::Tap(_)) => diff.key("port.kind", Reconnects, &0, &1),
+        (Kind::Tap(_), Kind::VhostUser(_)) => diff.key("port.kind", Recreates, &0, &1),
     }
     if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
         let Limits { addresses, own: _, fixed, storm, link_local } = limits;
@@ -174,16 +169,21 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
 }
 
 /// Compares the socket settings of two ports or devices.
-fn of_frontend(diff: &mut Diff, [limits, mode, owner]: [&'static str; 3], before: &Frontend, after: &Frontend) {
+fn of_frontend(
+    diff: &mut Diff,
+    [limits_key, mode_key, owner_key]: [&'static str; 3],
+    before: &Frontend,
+    after: &Frontend,
+) {
     use Effect::{InPlace, Reconnects};
-    let Frontend { limits: before_limits, access } = before;
-    diff.key(limits, InPlace, before_limits, &after.limits);
-    diff.key(mode, InPlace, &access.mode, &after.access.mode);
+    let Frontend { limits, socket_mode, socket_owner, socket_group } = before;
+    diff.key(limits_key, InPlace, limits, &after.limits);
+    diff.key(mode_key, InPlace, socket_mode, &after.socket_mode);
     // Only a new socket gets the default owner back.
-    let reset = access.owner.is_some() && after.access.owner.is_none()
-        || access.group.is_some() && after.access.group.is_none();
-    let given = |access: &Access| (access.owner, access.group);
-    diff.key(owner, if reset { Reconnects } else { InPlace }, &given(access), &given(&after.access));
+    let reset = socket_owner.is_some() && after.socket_owner.is_none()
+        || socket_group.is_some() && after.socket_group.is_none();
+    let given = (&after.socket_owner, &after.socket_group);
+    diff.key(owner_key, if reset { Reconnects } else { InPlace }, &(socket_owner, socket_group), &given);
 }
 
 /// The MTU that a guest reads in its configuration space if the file sets none.

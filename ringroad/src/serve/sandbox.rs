@@ -97,7 +97,7 @@ impl Sandbox {
         for port in &mut config.ports {
             let before = running.ports.iter().find(|before| before.name == port.name && *before != port);
             if let Some(before) = before
-                && let Some(why) = why(&config::owner(port))
+                && let Some(why) = why(&port.owner())
             {
                 log::error!("{why}; port {} is left unchanged", port.name);
                 *port = before.clone();
@@ -117,10 +117,7 @@ impl Sandbox {
 
 /// Returns the rights that a configuration needs, now and for reloads.
 fn needs(config: &Config, file: &Path) -> Confinement {
-    let sockets = config.ports.iter().filter_map(|port| match &port.kind {
-        Kind::VhostUser { socket, .. } => Some(socket),
-        Kind::Tap { .. } => None,
-    });
+    let sockets = config.ports.iter().filter_map(config::Port::vhost_user).map(|guest| &guest.socket);
     let sockets = sockets.chain(config.vsocks.iter().flat_map(|vsock| [&vsock.socket].into_iter().chain(&vsock.host)));
     let mut folders: Vec<PathBuf> = sockets.map(|socket| config::folder(socket).to_owned()).collect();
     let privileges = privileges(config, &folders);
@@ -135,7 +132,7 @@ fn needs(config: &Config, file: &Path) -> Confinement {
 /// Returns the capabilities that the configuration needs now, or may need for a reload.
 fn privileges(config: &Config, folders: &[PathBuf]) -> Vec<Privilege> {
     let mut kept = config.sandbox.capabilities.clone();
-    if config.ports.iter().any(|port| matches!(port.kind, Kind::Tap { .. })) {
+    if config.ports.iter().any(|port| matches!(port.kind, Kind::Tap(_))) {
         kept.push(Privilege::NetAdmin);
     }
     let gives_away = config::gives_away(config);
@@ -143,7 +140,7 @@ fn privileges(config: &Config, folders: &[PathBuf]) -> Vec<Privilege> {
         kept.extend([Privilege::Chown, Privilege::Fowner]);
     }
     // Without it, root may not be able to write to sockets and directories of other users.
-    let client = |port: &config::Port| matches!(port.kind, Kind::VhostUser { role: Role::Client, .. });
+    let client = |port: &config::Port| port.vhost_user().is_some_and(|guest| guest.role == Role::Client);
     let connects = config.ports.iter().any(client)
         || config.vsocks.iter().any(|vsock| vsock.role == Role::Client || vsock.host.is_some());
     let user = fs::metadata("/proc/self").map(|data| data.uid()).ok();

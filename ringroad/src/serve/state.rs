@@ -9,7 +9,7 @@ use super::{
     vsock::Vsocks,
 };
 use crate::{
-    config::{self, Config, mac},
+    config::{self, Config, VhostUser},
     logger,
     ports::{Measured, Ports},
 };
@@ -144,7 +144,7 @@ impl State {
 
     /// `wrong`: returns why an owner's port cannot run on this machine.
     fn reload_ports(&mut self, config: &Config, wrong: impl Fn(&str) -> Option<String>) {
-        let wrong = |port: &config::Port| wrong(&config::owner(port));
+        let wrong = |port: &config::Port| wrong(&port.owner());
         let poll = config.workers.poll;
         // Stop first, so that other ports can take over sockets and interfaces.
         for running in std::mem::take(&mut self.ports) {
@@ -243,12 +243,12 @@ enum Kind {
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
     let config::Port { hairpin, mut limits, .. } = *port;
     let tuning = match &port.kind {
-        config::Kind::VhostUser { tuning, .. } => {
+        config::Kind::VhostUser(guest) => {
             // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
-            limits.own = Some(mac(port));
-            *tuning
+            limits.own = Some(port.mac());
+            guest.tuning
         }
-        config::Kind::Tap { .. } => Default::default(),
+        config::Kind::Tap(_) => Default::default(),
     };
     PortSettings { hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
 }
@@ -263,9 +263,9 @@ impl Running {
         progress.at(format!("starting port {}", port.name));
         let (settings, mode) = (settings(port, poll), port.mode);
         let kind = match &port.kind {
-            config::Kind::VhostUser { socket, role, features, queues, frontend, .. } => {
+            config::Kind::VhostUser(VhostUser { socket, role, features, frontend, .. }) => {
                 let config =
-                    Space { mac: mac(port), link_up: true, queue_pairs: *queues, mtu: port.mtu.unwrap_or(MTU) };
+                    Space { mac: port.mac(), link_up: true, queue_pairs: port.queues, mtu: port.mtu.unwrap_or(MTU) };
                 let vhost = VhostConfig {
                     name: port.name.clone(),
                     socket: socket.clone(),
@@ -274,7 +274,7 @@ impl Running {
                     config,
                     settings,
                     frontend: frontend.limits,
-                    access: frontend.access,
+                    access: frontend.access(),
                 };
                 let server = Server::start(vhost, worker, |guest| Measured::new(Ports::Vhost(guest), mode))?;
                 if *role == Role::Server {
@@ -282,8 +282,8 @@ impl Running {
                 }
                 Kind::Vhost(server)
             }
-            config::Kind::Tap { interface, queues } => {
-                let tap = TapPort::open(&port.name, interface, *queues, port.mtu)?;
+            config::Kind::Tap(interface) => {
+                let tap = TapPort::open(&port.name, interface, port.queues, port.mtu)?;
                 Kind::Tap(worker.add(Port::new(Measured::new(Ports::Tap(tap), mode), settings))?)
             }
         };
@@ -309,8 +309,8 @@ impl Running {
             let mode = port.mode;
             handle.change(move |kind| kind.set_mode(mode));
         }
-        if let (Kind::Vhost(server), config::Kind::VhostUser { frontend, .. }) = (&self.kind, &port.kind)
-            && let Err(error) = server.set_frontend(frontend.limits, frontend.access)
+        if let (Kind::Vhost(server), config::Kind::VhostUser(guest)) = (&self.kind, &port.kind)
+            && let Err(error) = server.set_frontend(guest.frontend.limits, guest.frontend.access())
         {
             log::error!("{error}");
         }

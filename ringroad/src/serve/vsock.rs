@@ -57,7 +57,7 @@ fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
         connects: vsock.connects,
         socket_memory: vsock.socket_memory,
         limits: vsock.frontend.limits,
-        access: vsock.frontend.access,
+        access: vsock.frontend.access(),
     }
 }
 

@@ -5,9 +5,7 @@ use std::io;
 
 /// Sets no_new_privs: programs executed by this thread, or by threads that it starts, cannot gain privileges.
 pub(crate) fn no_new_privileges() -> io::Result<()> {
-    // SAFETY: no memory is involved.
-    let result = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1 as libc::c_ulong, 0, 0, 0) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    Ok(rustix::thread::set_no_new_privs(true)?)
 }
 
 /// Adds a seccomp filter to the calling thread, and to threads that it starts. `log`: refused calls are written to the

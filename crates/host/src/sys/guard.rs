@@ -17,10 +17,15 @@
 //! A blocked `write` is interrupted after one to two ticks of 2 ms. The thread ticks while notifications are sent and for 25
 //! ticks more; then it sleeps until the next notification wakes it.
 
+use rustix::{
+    io::{ReadWriteFlags, preadv2},
+    net::SendFlags,
+    thread::gettid,
+};
 use std::{
     cell::OnceCell,
-    io,
-    os::fd::{AsRawFd, BorrowedFd},
+    io::{self, IoSliceMut},
+    os::fd::BorrowedFd,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -38,27 +43,20 @@ const LINGER: u32 = 25;
 /// the call blocked, which only a misbehaving peer causes.
 #[inline]
 pub(crate) fn add_one(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let one = 1u64.to_ne_bytes();
-    // SAFETY: the kernel reads eight bytes of a private array.
-    let result = guarded(|| unsafe { libc::write(fd.as_raw_fd(), one.as_ptr().cast(), one.len()) });
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    guarded(|| rustix::io::write(fd, &1u64.to_ne_bytes()))?;
+    Ok(())
 }
 
 /// Like [`add_one`], for a socket: sends eight bytes with the value one.
 pub(crate) fn send_one(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let one = 1u64.to_ne_bytes();
-    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the kernel reads eight bytes of a private array.
-    let result = guarded(|| unsafe { libc::send(fd.as_raw_fd(), one.as_ptr().cast(), one.len(), flags) });
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    guarded(|| rustix::net::send(fd, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
+    Ok(())
 }
 
 /// Resets a peer's eventfd to zero. Never blocks: `eventfd_read` honours RWF_NOWAIT (Linux 5.8).
 pub(crate) fn drain(fd: BorrowedFd<'_>) {
-    let mut value = [0u8; 8];
-    let piece = libc::iovec { iov_base: value.as_mut_ptr().cast(), iov_len: value.len() };
-    // SAFETY: one iovec, which describes a private array of eight bytes. Offset -1: an eventfd has no file position.
-    unsafe { libc::preadv2(fd.as_raw_fd(), &piece, 1, -1, libc::RWF_NOWAIT) };
+    // Offset -1: an eventfd has no file position.
+    let _ = preadv2(fd, &mut [IoSliceMut::new(&mut [0; 8])], u64::MAX, ReadWriteFlags::NOWAIT);
 }
 
 /// Starts the guard thread, if it is not running. Must be called before the first notification.
@@ -93,10 +91,12 @@ struct Mine(Arc<Slot>);
 
 impl Mine {
     fn new() -> Mine {
-        // SAFETY: no memory is involved.
-        let thread = unsafe { libc::gettid() };
         unblock();
-        let slot = Arc::new(Slot { thread, turn: AtomicU64::new(0), seen: AtomicU64::new(0) });
+        let slot = Arc::new(Slot {
+            thread: gettid().as_raw_nonzero().get(),
+            turn: AtomicU64::new(0),
+            seen: AtomicU64::new(0),
+        });
         lock(&SLOTS).push(slot.clone());
         Mine(slot)
     }
@@ -211,6 +211,7 @@ fn unblock() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::OFlags;
     use std::{io::ErrorKind, os::fd::AsFd, os::unix::net::UnixStream, time::Instant};
     use vmm_sys_util::eventfd::EventFd;
 
@@ -255,9 +256,8 @@ mod tests {
         let begin = Instant::now();
         while !threads.iter().all(|thread| thread.is_finished()) {
             assert!(begin.elapsed() < Duration::from_secs(10));
-            for flags in [0, libc::O_NONBLOCK] {
-                // SAFETY: flags of an open descriptor; no memory is involved.
-                unsafe { libc::fcntl(eventfd.as_raw_fd(), libc::F_SETFL, flags) };
+            for flags in [OFlags::empty(), OFlags::NONBLOCK] {
+                rustix::fs::fcntl_setfl(crate::sys::borrow(&eventfd), flags).unwrap();
             }
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());

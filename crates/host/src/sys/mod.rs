@@ -1,4 +1,5 @@
-//! System calls for which no library has a safe interface, or none for memory that is shared with a guest.
+//! System calls, by rustix where it has them. Those with `unsafe` are ones for which no library has a safe interface, or none
+//! for memory that is shared with a guest.
 
 mod confine;
 mod descriptor;
@@ -6,10 +7,18 @@ pub(crate) mod guard;
 mod tun;
 
 pub(crate) use confine::{add_filter, no_new_privileges};
-pub(crate) use descriptor::{has_seals, sealed_memory, socket_kind};
+pub(crate) use descriptor::{has_seals, is_unix_stream, sealed_memory};
 pub(crate) use tun::{mtu, open_tap, set_link, set_mtu};
 
 use ringroad_mem::Span;
+use rustix::{
+    fs::{self, Access, AtFlags, Mode, OFlags},
+    io::Errno,
+    net::{self, RecvFlags},
+    process::{self, Pid, Resource, Rlimit},
+    thread::{CpuSet, sched_getaffinity, sched_setaffinity},
+    time::{ClockId, clock_gettime},
+};
 use std::{
     ffi::CString,
     io,
@@ -41,88 +50,49 @@ pub fn keep_freed_memory() {
 
 /// Pins the calling thread to a CPU.
 pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
-    if cpu >= libc::CPU_SETSIZE as usize {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(Errno::INVAL.into());
     }
-    // SAFETY: a zeroed cpu_set_t is the empty set, `cpu` is within it, and the call reads just that.
-    let result = unsafe {
-        let mut set = std::mem::zeroed::<libc::cpu_set_t>();
-        libc::CPU_SET(cpu, &mut set);
-        libc::sched_setaffinity(0, size_of_val(&set), &set)
-    };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    Ok(sched_setaffinity(None, &set)?)
 }
 
 /// Lets the calling thread run on the CPUs of the process's first thread, which is never pinned.
 pub fn unpin_current_thread() -> io::Result<()> {
-    // SAFETY: the calls fill and read a cpu_set_t of the given size; a zeroed one is the empty set.
-    let result = unsafe {
-        let mut set = std::mem::zeroed::<libc::cpu_set_t>();
-        match libc::sched_getaffinity(libc::getpid(), size_of_val(&set), &mut set) {
-            0 => libc::sched_setaffinity(0, size_of_val(&set), &set),
-            failed => failed,
-        }
-    };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    Ok(sched_setaffinity(None, &sched_getaffinity(Some(process::getpid()))?)?)
 }
 
 /// Checks whether this process may create files in a directory.
 ///
 /// # Errors
 /// It may not; the error says why.
-pub fn is_writable(folder: &std::path::Path) -> io::Result<()> {
-    use std::os::unix::ffi::OsStrExt;
-    let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;
-    // SAFETY: the path ends with a zero and outlives the call, which only reads it.
-    let result = unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK | libc::X_OK, libc::AT_EACCESS) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+pub fn is_writable(folder: &Path) -> io::Result<()> {
+    Ok(fs::accessat(fs::CWD, folder, Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS)?)
 }
 
 /// Raises the limit of open files to its maximum: each connection of a vsock device may be a socket.
 pub fn raise_file_limit() {
-    // SAFETY: the calls fill and read the given structure.
-    unsafe {
-        let mut limit = std::mem::zeroed::<libc::rlimit>();
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
-        }
-    }
+    let limit = process::getrlimit(Resource::Nofile);
+    // The old limit does, with fewer connections.
+    let _ = process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Returns how many files this process may have open.
 pub(crate) fn file_limit() -> usize {
-    // SAFETY: the call fills the given structure.
-    let limit = unsafe {
-        let mut limit = std::mem::zeroed::<libc::rlimit>();
-        libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
-        limit.rlim_cur
-    };
-    usize::try_from(limit).unwrap_or(usize::MAX)
+    let limit = process::getrlimit(Resource::Nofile).current;
+    limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX)
 }
 
 /// Returns the process at the other end of a Unix socket when it connected; 0 if it is not visible in this PID namespace.
 pub(crate) fn peer_process(fd: BorrowedFd<'_>) -> i32 {
-    // SAFETY: the call writes at most `len` bytes, the structure's size, into the structure.
-    unsafe {
-        let mut peer = std::mem::zeroed::<libc::ucred>();
-        let mut len = size_of_val(&peer) as libc::socklen_t;
-        let target = std::ptr::from_mut(&mut peer).cast();
-        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, target, &mut len);
-        peer.pid
-    }
+    peer_of(fd).map_or(0, |(process, _)| process)
 }
 
 /// Returns the CPU time used by this process, user and system together.
 pub fn cpu_time() -> Duration {
-    // SAFETY: the call fills the given structure.
-    let usage = unsafe {
-        let mut usage = std::mem::zeroed::<libc::rusage>();
-        libc::getrusage(libc::RUSAGE_SELF, &mut usage);
-        usage
-    };
-    let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
-    time(usage.ru_utime) + time(usage.ru_stime)
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Waits until one of the descriptors is readable or has hung up, or until the timeout (`None`: no timeout). Returns which
@@ -152,10 +122,8 @@ pub(crate) fn wait_readable<const N: usize>(
 
 /// Copies what is next to be read from a socket without consuming it and without blocking. Returns its length.
 pub(crate) fn peek(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
-    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-    // SAFETY: the kernel writes at most the target's length into it.
-    let result = unsafe { libc::recv(fd.as_raw_fd(), target.as_mut_ptr().cast(), target.len(), flags) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+    let (len, _) = net::recv(fd, target, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
+    Ok(len)
 }
 
 /// Returns whether data written to a socket has not been read at the other end.
@@ -173,12 +141,7 @@ pub(crate) fn unread(fd: BorrowedFd<'_>) -> io::Result<usize> {
 
 /// Sets O_NONBLOCK.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
-    // SAFETY: flags of an open descriptor are read and written; no memory is involved.
-    let result = unsafe {
-        let flags = libc::fcntl(fd.as_raw_fd(), libc::F_GETFL);
-        if flags < 0 { flags } else { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) }
-    };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    Ok(fs::fcntl_setfl(fd, fs::fcntl_getfl(fd)? | OFlags::NONBLOCK)?)
 }
 
 /// Writes a private header and then spans as one message. The error is `None` if there are too many spans.
@@ -267,21 +230,16 @@ pub(crate) fn borrow(fd: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
 
 /// Returns the effective user id of this process.
 pub(crate) fn user() -> u32 {
-    // SAFETY: no memory is involved, and the call cannot fail.
-    unsafe { libc::geteuid() }
+    process::geteuid().as_raw()
 }
 
 /// Returns whether a file is on a tmpfs.
 pub(crate) fn is_tmpfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    // SAFETY: the call fills the given structure.
-    let (result, kind) = unsafe {
-        let mut stat = std::mem::zeroed::<libc::statfs>();
-        (libc::fstatfs(fd.as_raw_fd(), &mut stat), stat.f_type)
-    };
-    if result == 0 { Ok(kind == libc::TMPFS_MAGIC) } else { Err(io::Error::last_os_error()) }
+    Ok(fs::fstatfs(fd)?.f_type == libc::TMPFS_MAGIC)
 }
 
-/// Returns the process and user at the other end of a Unix socket when it connected.
+/// Returns the process and user at the other end of a Unix socket when it connected. rustix takes the process for one above 0,
+/// which a process of another PID namespace is not.
 pub(crate) fn peer_of(fd: BorrowedFd<'_>) -> Option<(i32, u32)> {
     // SAFETY: zeros are a valid ucred; the kernel writes at most the given length.
     let (peer, result) = unsafe {
@@ -294,7 +252,7 @@ pub(crate) fn peer_of(fd: BorrowedFd<'_>) -> Option<(i32, u32)> {
     (result == 0).then_some((peer.pid, peer.uid))
 }
 
-/// Sets the mode of a file; fails if the path is a symbolic link.
+/// Sets the mode of a file; fails if the path is a symbolic link, which rustix's call does not support.
 pub(crate) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: the path is a C string.
@@ -304,9 +262,7 @@ pub(crate) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
 
 /// Sets the mode that a socket file gets from `bind`, before the umask.
 pub(crate) fn set_socket_mode(fd: BorrowedFd<'_>, mode: u32) -> io::Result<()> {
-    // SAFETY: no memory is involved.
-    let result = unsafe { libc::fchmod(fd.as_raw_fd(), mode) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    Ok(fs::fchmod(fd, Mode::from_raw_mode(mode))?)
 }
 
 /// Returns the id of a user, or `None` if there is no such user.
@@ -346,9 +302,8 @@ pub(crate) fn duplicate(fd: &impl AsRawFd) -> io::Result<std::fs::File> {
 
 /// Clears O_NONBLOCK, as a frontend can on the descriptors that it has sent.
 #[cfg(test)]
-pub(crate) fn set_blocking(fd: &impl AsRawFd) {
-    // SAFETY: flags of an open descriptor; no memory is involved.
-    assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, 0) }, 0);
+pub(crate) fn set_blocking(fd: BorrowedFd<'_>) {
+    fs::fcntl_setfl(fd, OFlags::empty()).unwrap();
 }
 
 /// A signal to another process.
@@ -365,12 +320,12 @@ pub enum Signal {
 /// Sends a signal to a child of this process.
 pub fn signal(pid: u32, signal: Signal) {
     let signal = match signal {
-        Signal::Terminate => libc::SIGTERM,
-        Signal::Stop => libc::SIGSTOP,
-        Signal::Continue => libc::SIGCONT,
+        Signal::Terminate => process::Signal::TERM,
+        Signal::Stop => process::Signal::STOP,
+        Signal::Continue => process::Signal::CONT,
     };
-    if let Ok(pid @ 1..) = i32::try_from(pid) {
-        // SAFETY: no memory is involved.
-        unsafe { libc::kill(pid, signal) };
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        // It may be gone.
+        let _ = process::kill_process(pid, signal);
     }
 }

@@ -243,7 +243,7 @@ mod tests {
         // Full, but non-blocking: no alarm.
         call.signal();
         assert!(!call.0.alarm.take());
-        sys::set_blocking(&eventfd);
+        sys::set_blocking(sys::borrow(&eventfd));
         let start = Instant::now();
         (0..1000).for_each(|_| call.signal());
         assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());

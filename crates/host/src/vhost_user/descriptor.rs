@@ -89,7 +89,7 @@ pub(crate) struct CallFd {
 impl CallFd {
     /// Checks a file from the frontend.
     pub(crate) fn new(file: File) -> Result<CallFd, Refused> {
-        let socket = sys::socket_kind(file.as_fd()) == Some((libc::AF_UNIX, libc::SOCK_STREAM));
+        let socket = sys::is_unix_stream(file.as_fd());
         let found = name(&file);
         if !socket && !is_eventfd(&found) {
             return Err(Refused { file, expected: "an eventfd or a Unix stream socket", found });

@@ -1,14 +1,14 @@
 //! The front end of vhost-user: a driver that connects to any vhost-user network device (DPDK's virtio-user). Used by the
 //! program's traffic tools; `vsock/client.rs` shares [`Handshake`].
 
-use super::place::connect;
+use super::{place::connect, quirks};
 use crate::sys;
 use ringroad_mem::Region;
 use ringroad_net::{Driver, DriverConfig, DriverError, bits};
 use ringroad_ring::Addresses;
 use std::{
     fs::File,
-    io::{self, Write},
+    io,
     os::{
         fd::{AsFd, AsRawFd},
         unix::net::{UnixListener, UnixStream},
@@ -285,7 +285,11 @@ impl Handshake {
         let refused = |what| refused(&self.path, what);
         let frontend = &self.frontend;
         frontend.set_vring_num(index, size as u16).map_err(refused("SET_VRING_NUM"))?;
-        self.set_vring_base(index, base).map_err(refused("SET_VRING_BASE"))?;
+        match self.acked & bits::RING_PACKED {
+            0 => frontend.set_vring_base(index, base as u16),
+            _ => quirks::set_vring_base(&self.socket, index as u32, base),
+        }
+        .map_err(refused("SET_VRING_BASE"))?;
         frontend.set_vring_addr(index, &ring).map_err(refused("SET_VRING_ADDR"))?;
         frontend.set_vring_call(index, &notifier.call).map_err(refused("SET_VRING_CALL"))?;
         frontend.set_vring_kick(index, &notifier.kick).map_err(refused("SET_VRING_KICK"))?;
@@ -306,20 +310,6 @@ impl Handshake {
     /// for which the device does not reply.
     pub(crate) fn stop(&self, vrings: usize) -> impl Iterator<Item = (usize, u32)> {
         (0..vrings).map_while(|index| Some((index, self.frontend.get_vring_base(index).ok()?)))
-    }
-
-    /// The `vhost` crate sends 16 bits of a base; that of a packed ring has 32 (both positions with their wrap counters).
-    fn set_vring_base(&self, index: usize, base: u32) -> vhost::Result<()> {
-        if self.acked & bits::RING_PACKED == 0 {
-            return self.frontend.set_vring_base(index, base as u16);
-        }
-        const SET_VRING_BASE: u32 = 10;
-        const VERSION: u32 = 1;
-        let words = [SET_VRING_BASE, VERSION, 8, index as u32, base];
-        let message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        // No reply is requested, and the crate's own messages are sent by the same thread, so the order is kept.
-        let mut socket = &self.socket;
-        socket.write_all(&message).map_err(broken)
     }
 }
 
@@ -352,7 +342,7 @@ impl Connector {
     fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
         let socket = Handshake::open(&self.socket, self.listen, patience)?;
         if self.queue_pairs > 1 {
-            let found = queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
+            let found = quirks::queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
             if found < self.queue_pairs.into() {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
             }
@@ -376,25 +366,6 @@ fn set_up(
         handshake.ring_at(2 * pair + 1, size, transmit.addresses(), transmit.base(), sent)?;
     }
     Ok(())
-}
-
-fn broken(error: io::Error) -> vhost::Error {
-    vhost::Error::VhostUserProtocol(vhost::vhost_user::Error::SocketBroken(error))
-}
-
-/// Returns the number of queue pairs of the device. Uses a separate `Frontend`: the `vhost` crate takes the reply to
-/// GET_QUEUE_NUM as the number of vrings that it may use, while devices reply with pairs.
-fn queue_pairs(socket: &UnixStream) -> vhost::Result<u64> {
-    let mut frontend = Frontend::from_stream(socket.try_clone().map_err(broken)?, 2);
-    if frontend.get_features()? & bits::PROTOCOL_FEATURES == 0 {
-        return Ok(1);
-    }
-    let protocol = frontend.get_protocol_features()? & Protocol::MQ;
-    if protocol.is_empty() {
-        return Ok(1);
-    }
-    frontend.set_protocol_features(protocol)?;
-    frontend.get_queue_num()
 }
 
 impl Connection {

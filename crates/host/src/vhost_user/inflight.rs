@@ -1,7 +1,7 @@
 //! The inflight region of a connection (vhost-user, GET_INFLIGHT_FD and SET_INFLIGHT_FD): created or mapped for `session.rs`,
 //! with one part per vring. `ringroad_ring::Inflight` handles its contents.
 
-use super::descriptor::MemoryFile;
+use super::{descriptor::MemoryFile, quirks};
 use crate::sys;
 use ringroad_mem::{Region, Words, sync::AtomicU64};
 use ringroad_ring::{Inflight, MAX_SIZE};
@@ -32,9 +32,7 @@ impl InflightRegion {
         let len = usize::from(queues) * Inflight::bytes(true, queue_size);
         let file =
             sys::sealed_memory(len as u64).map_err(|error| format!("cannot create an inflight region: {error}"))?;
-        // A copy of the request, so that the padding is the frontend's and not uninitialised stack.
-        let mut message = *asked;
-        (message.mmap_size, message.mmap_offset) = (len as u64, 0);
+        let message = quirks::inflight(asked, len as u64);
         Ok((Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?, message, file))
     }
 

@@ -3,7 +3,7 @@
 //! Back end: `server` runs the thread of a socket, which accepts frontends; `session` is the protocol of one connection with
 //! any [`VhostDevice`]; `net` is the network device; [`VhostPort`] is its port in the switch. `descriptor` validates the
 //! descriptors that a frontend sends, `limits` bounds what it may use, `place` creates sockets, `call` notifies the driver,
-//! `inflight` keeps the inflight region.
+//! `inflight` keeps the inflight region, `quirks` has the workarounds for the `vhost` crate.
 //!
 //! Front end: [`Connection`], a driver that connects to any vhost-user network device.
 
@@ -17,6 +17,7 @@ mod net;
 mod place;
 mod port;
 mod queue_thread;
+mod quirks;
 mod server;
 mod session;
 mod vring;

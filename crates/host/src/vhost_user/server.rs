@@ -8,11 +8,12 @@ use super::{
     device::VhostDevice,
     limits::{Lines, say},
     place::connect,
-    session::{Session, SessionContext, explain, is_violation},
+    quirks::{self, CANNOT_REFUSE, explain, is_violation},
+    session::{Session, SessionContext},
 };
 use crate::{Quota, notes::Notes, sys};
 use std::{
-    io::{self, Read, Write},
+    io,
     net::Shutdown,
     os::{
         fd::AsFd,
@@ -24,7 +25,7 @@ use std::{
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
-use vhost::vhost_user::{BackendReqHandler, VhostUserBackendReqHandlerMut};
+use vhost::vhost_user::BackendReqHandler;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Which side creates the socket.
@@ -37,10 +38,6 @@ pub enum Role {
     Client,
 }
 
-/// Flags of a message header.
-const VERSION: u32 = 1;
-const REPLY: u32 = 1 << 2;
-
 /// Interval between attempts to connect.
 const RETRY: Duration = Duration::from_millis(250);
 
@@ -52,9 +49,6 @@ const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long a frontend that made a notification block cannot reconnect: each attempt costs other ports a few milliseconds.
 const EXCLUSION: Duration = Duration::from_secs(1);
-
-/// Why a connection ends if a message is refused and the frontend cannot be told.
-const CANNOT_REFUSE: &str = "a message was refused, and without REPLY_ACK the frontend cannot be told";
 
 /// The current connection. A frontend that sends half a message, or does not read replies, blocks the thread; dropping the
 /// [`Socket`] shuts the connection down.
@@ -187,39 +181,6 @@ impl Drop for Socket {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-/// Handles SET_VRING_ENABLE where the `vhost` crate would refuse it: QEMU sends it right after the protocol features, but the
-/// crate expects SET_FEATURES before it; and DPDK's driver, in server mode, first of all disables the vrings of a device that
-/// has reconnected. Returns `false` if the next message is another one, or one for the crate.
-fn set_vring_enable<D: VhostDevice>(mut socket: &UnixStream, session: &Mutex<Session<D>>) -> io::Result<bool> {
-    const REQUEST: u32 = 18;
-    const NEED_REPLY: u32 = 1 << 3;
-    let mut session = lock(session);
-    if !session.is_early(false) {
-        return Ok(false);
-    }
-    // Request, flags, payload size; vring, 0 or 1.
-    let mut message = [[0; 4]; 5];
-    let len = sys::peek(socket.as_fd(), message.as_flattened_mut())?;
-    let [request, flags, size, vring, enable] = message.map(u32::from_ne_bytes);
-    if len < size_of_val(&message) || request != REQUEST || flags & !NEED_REPLY != VERSION || size != 8 || enable > 1 {
-        return Ok(false);
-    }
-    if !session.is_early(enable == 1) {
-        return Ok(false);
-    }
-    socket.read_exact(message.as_flattened_mut())?;
-    let refused = session.set_vring_enable(vring, enable == 1).is_err();
-    session.refused = false;
-    if refused && !session.can_refuse() {
-        return Err(io::Error::other(CANNOT_REFUSE));
-    }
-    if session.can_refuse() && flags & NEED_REPLY != 0 {
-        let words = [REQUEST, VERSION | REPLY, 8, refused.into(), 0];
-        socket.write_all(words.map(u32::to_ne_bytes).as_flattened())?;
-    }
-    Ok(true)
 }
 
 struct Thread<D> {
@@ -422,7 +383,7 @@ impl<D: VhostDevice> Thread<D> {
                 read_after = messages.until();
                 continue;
             }
-            match set_vring_enable(&socket, session) {
+            match quirks::set_vring_enable(&socket, &mut lock(session)) {
                 Ok(true) => continue,
                 Ok(false) => {}
                 Err(error) => return End::Closed(error.to_string()),
@@ -476,6 +437,7 @@ impl<D: VhostDevice> Thread<D> {
 mod tests {
     use super::*;
     use crate::vhost_user::{Ring, Vring};
+    use std::io::{Read, Write};
     use std::sync::atomic::{AtomicU32, Ordering};
 
     /// A device that panics when its features are asked for the first time.
@@ -519,7 +481,7 @@ mod tests {
         let ask = || {
             let mut peer = UnixStream::connect(&path).unwrap();
             peer.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
-            peer.write_all([1u32, VERSION, 0].map(u32::to_ne_bytes).as_flattened()).unwrap();
+            peer.write_all([1u32, 1, 0].map(u32::to_ne_bytes).as_flattened()).unwrap();
             let mut answer = Vec::new();
             // Until the end, or eight bytes after the header.
             let _ = peer.take(20).read_to_end(&mut answer);

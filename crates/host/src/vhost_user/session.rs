@@ -12,7 +12,7 @@ use crate::{Quota, notes::Notes};
 use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::{Addresses, SetupError, bits};
-use std::{fs::File, io, sync::Arc};
+use std::{fs::File, sync::Arc};
 use vhost::vhost_user::{
     Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
     message::{
@@ -627,24 +627,5 @@ impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
 
     fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
         self.refuse("SET_LOG_BASE: LOG_SHMFD was not offered")
-    }
-}
-
-/// Returns whether an error of the `vhost` crate is a protocol violation, not just the end of the connection.
-pub(crate) fn is_violation(error: &Error) -> bool {
-    !matches!(error, Error::Disconnected | Error::PartialMessage | Error::SocketBroken(_))
-}
-
-/// Describes an error of the `vhost` crate for the log.
-pub(crate) fn explain(error: &Error) -> String {
-    match error {
-        Error::Disconnected => "it has closed the connection".into(),
-        Error::PartialMessage => "it has closed the connection in the middle of a message".into(),
-        Error::InvalidMessage => "malformed message, or one of a feature that was not offered".into(),
-        Error::IncorrectFds => "message with the wrong number of file descriptors".into(),
-        Error::SocketBroken(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            "it has closed the connection".into()
-        }
-        other => other.to_string(),
     }
 }

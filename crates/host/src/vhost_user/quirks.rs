@@ -1,0 +1,115 @@
+//! Workarounds for what the `vhost` crate (0.18) does not do, or does in a way that real frontends and devices do not expect. Each
+//! says why it is needed; what remains of it after an update of the crate can be seen here.
+
+use super::{device::VhostDevice, session::Session};
+use crate::sys;
+use ringroad_ring::bits;
+use std::{
+    io::{self, Read, Write},
+    os::{fd::AsFd, unix::net::UnixStream},
+};
+use vhost::{
+    VhostBackend,
+    vhost_user::{
+        Error, Frontend, VhostUserBackendReqHandlerMut, VhostUserFrontend, VhostUserProtocolFeatures as Protocol,
+        message::VhostUserInflight,
+    },
+};
+
+/// Requests, and the version in the flags of each message.
+const SET_VRING_BASE: u32 = 10;
+const SET_VRING_ENABLE: u32 = 18;
+const VERSION: u32 = 1;
+
+/// Why a connection ends if a message is refused and the frontend cannot be told.
+pub(super) const CANNOT_REFUSE: &str = "a message was refused, and without REPLY_ACK the frontend cannot be told";
+
+/// Handles SET_VRING_ENABLE where the crate would refuse it: QEMU sends it right after the protocol features, but the crate
+/// expects SET_FEATURES before it; and DPDK's driver, in server mode, first of all disables the vrings of a device that has
+/// reconnected. Returns `false` if the next message is another one, or one for the crate.
+pub(super) fn set_vring_enable<D: VhostDevice>(mut socket: &UnixStream, session: &mut Session<D>) -> io::Result<bool> {
+    const NEED_REPLY: u32 = 1 << 3;
+    const REPLY: u32 = 1 << 2;
+    if !session.is_early(false) {
+        return Ok(false);
+    }
+    // Request, flags, payload size; vring, 0 or 1.
+    let mut message = [[0; 4]; 5];
+    let len = sys::peek(socket.as_fd(), message.as_flattened_mut())?;
+    let [request, flags, size, vring, enable] = message.map(u32::from_ne_bytes);
+    if len < size_of_val(&message)
+        || request != SET_VRING_ENABLE
+        || flags & !NEED_REPLY != VERSION
+        || size != 8
+        || enable > 1
+    {
+        return Ok(false);
+    }
+    if !session.is_early(enable == 1) {
+        return Ok(false);
+    }
+    socket.read_exact(message.as_flattened_mut())?;
+    let refused = session.set_vring_enable(vring, enable == 1).is_err();
+    session.refused = false;
+    if refused && !session.can_refuse() {
+        return Err(io::Error::other(CANNOT_REFUSE));
+    }
+    if session.can_refuse() && flags & NEED_REPLY != 0 {
+        let words = [SET_VRING_ENABLE, VERSION | REPLY, 8, refused.into(), 0];
+        socket.write_all(words.map(u32::to_ne_bytes).as_flattened())?;
+    }
+    Ok(true)
+}
+
+/// Sends SET_VRING_BASE for a packed ring, whose base has 32 bits (both positions with their wrap counters): the crate sends 16.
+pub(super) fn set_vring_base(mut socket: &UnixStream, index: u32, base: u32) -> vhost::Result<()> {
+    let message = [SET_VRING_BASE, VERSION, 8, index, base].map(u32::to_ne_bytes);
+    // No reply is requested, and the crate's own messages are sent by the same thread, so the order is kept.
+    socket.write_all(message.as_flattened()).map_err(broken)
+}
+
+/// Returns the number of queue pairs of a device. Uses a separate `Frontend`: the crate takes the reply to GET_QUEUE_NUM as the
+/// number of vrings that it may use, while devices reply with pairs.
+pub(super) fn queue_pairs(socket: &UnixStream) -> vhost::Result<u64> {
+    let mut frontend = Frontend::from_stream(socket.try_clone().map_err(broken)?, 2);
+    if frontend.get_features()? & bits::PROTOCOL_FEATURES == 0 {
+        return Ok(1);
+    }
+    let protocol = frontend.get_protocol_features()? & Protocol::MQ;
+    if protocol.is_empty() {
+        return Ok(1);
+    }
+    frontend.set_protocol_features(protocol)?;
+    frontend.get_queue_num()
+}
+
+/// Returns the reply to GET_INFLIGHT_FD: the crate's structure has padding, so it is a copy of the request, whose padding is the
+/// frontend's and not uninitialised stack.
+pub(super) fn inflight(asked: &VhostUserInflight, len: u64) -> VhostUserInflight {
+    let mut reply = *asked;
+    (reply.mmap_size, reply.mmap_offset) = (len, 0);
+    reply
+}
+
+fn broken(error: io::Error) -> vhost::Error {
+    vhost::Error::VhostUserProtocol(Error::SocketBroken(error))
+}
+
+/// Returns whether an error of the `vhost` crate is a protocol violation, not just the end of the connection.
+pub(super) fn is_violation(error: &Error) -> bool {
+    !matches!(error, Error::Disconnected | Error::PartialMessage | Error::SocketBroken(_))
+}
+
+/// Describes an error of the `vhost` crate for the log, in the protocol's terms.
+pub(super) fn explain(error: &Error) -> String {
+    match error {
+        Error::Disconnected => "it has closed the connection".into(),
+        Error::PartialMessage => "it has closed the connection in the middle of a message".into(),
+        Error::InvalidMessage => "malformed message, or one of a feature that was not offered".into(),
+        Error::IncorrectFds => "message with the wrong number of file descriptors".into(),
+        Error::SocketBroken(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+            "it has closed the connection".into()
+        }
+        other => other.to_string(),
+    }
+}

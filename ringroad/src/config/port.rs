@@ -1,0 +1,286 @@
+//! `[[port]]`: the ports of the switch.
+
+use super::{
+    ConfigError, Frontend, Taken,
+    frontend::LimitKeys,
+    table::{Table, keys},
+    value::{self, NAME, choice, int, text, wrong},
+};
+use crate::ports::Mode;
+use ringroad_host::vhost_user::Role;
+use ringroad_net::Features;
+use ringroad_ring::Tuning;
+use ringroad_switch::{Limits, Poll};
+use ringroad_wire::ethernet::MacAddr;
+use serde::{Deserialize, Deserializer};
+use std::path::PathBuf;
+use toml::Value;
+
+/// Maximum length of a Unix socket's path, in bytes: `sun_path` less the terminating NUL.
+pub(super) const MAX_SOCKET: usize = 107;
+/// Maximum length of an interface name, in bytes: IFNAMSIZ less the terminating NUL.
+const MAX_INTERFACE: usize = 15;
+const INTERFACE: &str = "the name of an interface, 1 to 15 bytes without `/`, `:`, `%` or space";
+const VHOST_USER: &str = "vhost-user";
+const TAP: &str = "tap";
+
+/// One port of the switch.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(default)]
+pub struct Port {
+    /// Unique among the ports; letters, digits, `_`, `.` and `-`.
+    #[serde(deserialize_with = "value::name")]
+    pub name: String,
+    /// What is done with received frames.
+    #[serde(deserialize_with = "mode")]
+    pub mode: Mode,
+    /// Whether frames may be sent back to the port that they came from.
+    pub hairpin: bool,
+    /// Queue pairs, 1 to 16.
+    #[serde(deserialize_with = "int::<1, 16, u16, _, _>")]
+    pub queues: u16,
+    /// The MTU in bytes, if set in the file.
+    #[serde(deserialize_with = "int::<68, 65535, u16, _, _>")]
+    pub mtu: Option<u16>,
+    /// Overrides [`super::Workers::poll`] for this port.
+    #[serde(deserialize_with = "value::poll")]
+    pub poll: Option<Poll>,
+    /// Limits on its effect on other ports.
+    #[serde(skip)]
+    pub limits: Limits,
+    /// The kind of port, with the settings of that kind.
+    #[serde(skip)]
+    pub kind: Kind,
+}
+
+/// The kinds of port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A guest, over vhost-user.
+    VhostUser(VhostUser),
+    /// The host's network stack, through a TAP interface of this name, unique among the ports.
+    Tap(String),
+}
+
+/// Settings of a guest's port.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(default)]
+pub struct VhostUser {
+    /// Path of the Unix socket; unique.
+    #[serde(deserialize_with = "value::socket::<MAX_SOCKET, _, _>")]
+    pub socket: PathBuf,
+    /// Whether ringroad listens on the socket or connects to it.
+    #[serde(deserialize_with = "value::role")]
+    pub role: Role,
+    /// Features offered to the driver.
+    #[serde(with = "FeatureKeys")]
+    pub features: Features,
+    /// The MAC address advertised to the guest, if set in the file.
+    #[serde(deserialize_with = "address")]
+    pub mac: Option<MacAddr>,
+    /// Whether all its frames must come from that address.
+    #[serde(rename = "addresses", deserialize_with = "fixed")]
+    pub fixed: bool,
+    /// Optimisations that can be turned off for measurements.
+    #[serde(with = "TuningKeys")]
+    pub tuning: Tuning,
+    /// Access to the socket, and a frontend's budgets.
+    #[serde(skip)]
+    pub frontend: Frontend,
+}
+
+impl Default for Port {
+    fn default() -> Port {
+        Port {
+            name: String::new(),
+            mode: Mode::default(),
+            hairpin: false,
+            queues: 1,
+            mtu: None,
+            poll: None,
+            limits: Limits::default(),
+            kind: Kind::default(),
+        }
+    }
+}
+
+impl Default for Kind {
+    fn default() -> Kind {
+        Kind::VhostUser(VhostUser::default())
+    }
+}
+
+impl Port {
+    /// Returns its name in errors.
+    pub fn owner(&self) -> String {
+        format!("port {:?}", self.name)
+    }
+
+    /// Returns the settings of a guest's port.
+    pub fn vhost_user(&self) -> Option<&VhostUser> {
+        match &self.kind {
+            Kind::VhostUser(guest) => Some(guest),
+            Kind::Tap(_) => None,
+        }
+    }
+
+    /// Returns the MAC address advertised to the guest: the configured one, or one derived from the port's name (FNV-1a), so
+    /// that a guest keeps it across restarts.
+    pub fn mac(&self) -> MacAddr {
+        let hash = |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
+        let named = || MacAddr::local(self.name.bytes().fold(0x811c_9dc5, hash));
+        self.vhost_user().and_then(|guest| guest.mac).unwrap_or_else(named)
+    }
+}
+
+/// The other keys of all ports.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Common {
+    #[serde(deserialize_with = "kind")]
+    kind: String,
+    limits: Neighbours,
+    #[serde(deserialize_with = "link_local")]
+    link_local: Option<bool>,
+}
+
+/// Keys of `limits` about a port's effect on other ports.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Neighbours {
+    #[serde(deserialize_with = "int::<1, { 1 << 18 }, u32, _, _>")]
+    addresses: Option<u32>,
+    #[serde(deserialize_with = "storm")]
+    storm: Option<u32>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Tap {
+    #[serde(deserialize_with = "interface")]
+    interface: String,
+}
+
+#[derive(Deserialize)]
+#[serde(remote = "Features", default = "Features::default", deny_unknown_fields)]
+struct FeatureKeys {
+    packed: bool,
+    in_order: bool,
+    mrg_rxbuf: bool,
+    event_idx: bool,
+    indirect: bool,
+    mac: bool,
+    status: bool,
+    mtu: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(remote = "Tuning", default = "Tuning::default", deny_unknown_fields)]
+struct TuningKeys {
+    fast_path: bool,
+    shadow_used: bool,
+    #[serde(deserialize_with = "int::<0, 31, u16, _, _>")]
+    prefetch: u16,
+    prefetch_write: bool,
+    translation_cache: bool,
+    small_copy: bool,
+}
+
+/// Reads all ports.
+pub(super) fn ports(root: &Table, taken: &mut Taken) -> Result<Vec<Port>, ConfigError> {
+    let name = |table: &toml::de::DeTable| {
+        let name = table.get("name")?.get_ref().as_str().filter(|name| value::is_name(name))?;
+        Some(format!("{name:?}"))
+    };
+    root.list("port", EXPECTED, name)?.iter().map(|table| port(table, taken)).collect()
+}
+
+/// What the list of ports must be.
+pub(super) const EXPECTED: &str = "at least one port, written [[port]]";
+
+fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
+    let common = [keys(Port::deserialize), keys(Common::deserialize)].concat();
+    let guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
+    let tap = [common, keys(Tap::deserialize)].concat();
+    table.only(None, &[&guest[..], &tap].concat())?;
+    let (mut port, Common { kind, limits, link_local }): (Port, _) = (table.read()?, table.read()?);
+    table.require("name", NAME)?;
+    table.unique(&mut taken.uses, "port", "name", &port.name)?;
+    table.note(&mut taken.places);
+    table.require("kind", "\"vhost-user\" or \"tap\"")?;
+    // Nothing would wake a generating port: no frames arrive.
+    port.poll = port.poll.or((port.mode == Mode::Generate).then_some(Poll::Unlimited));
+    let neighbours = keys(Neighbours::deserialize);
+    let default = if kind == TAP {
+        table.only_of_kind(TAP, &tap, VHOST_USER)?;
+        table.only(Some("limits"), &neighbours)?;
+        let Tap { interface } = table.read()?;
+        table.require("interface", INTERFACE)?;
+        table.unique(&mut taken.uses, "interface", "interface", &interface)?;
+        port.kind = Kind::Tap(interface);
+        Limits::NETWORK
+    } else {
+        table.only_of_kind(VHOST_USER, &guest, TAP)?;
+        table.only(Some("limits"), &[neighbours, keys(LimitKeys::deserialize)].concat())?;
+        let guest = VhostUser { frontend: table.read()?, ..table.read()? };
+        table.require("socket", &value::socket_path(MAX_SOCKET))?;
+        taken.socket(table, "socket", &guest.socket)?;
+        if let Some(mac) = guest.mac {
+            table.unique(&mut taken.uses, "mac", "mac", mac)?;
+        } else if guest.fixed {
+            return Err(table.error("addresses", "\"fixed\" requires key `mac`, which is missing"));
+        }
+        let default = Limits { own: guest.mac, fixed: guest.fixed, ..Limits::GUEST };
+        port.kind = Kind::VhostUser(guest);
+        default
+    };
+    port.limits = Limits {
+        addresses: limits.addresses.unwrap_or(default.addresses),
+        storm: limits.storm.unwrap_or(default.storm),
+        link_local: link_local.unwrap_or(default.link_local),
+        ..default
+    };
+    Ok(port)
+}
+
+fn kind<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {
+    choice(node, &[(VHOST_USER, VHOST_USER), (TAP, TAP)])
+}
+
+fn mode<'de, D: Deserializer<'de>>(node: D) -> Result<Mode, D::Error> {
+    let modes =
+        [("switch", Mode::Switch), ("reflect", Mode::Reflect), ("drop", Mode::Drop), ("generate", Mode::Generate)];
+    choice(node, &modes)
+}
+
+fn fixed<'de, D: Deserializer<'de>>(node: D) -> Result<bool, D::Error> {
+    choice(node, &[("learn", false), ("fixed", true)])
+}
+
+fn link_local<'de, D: Deserializer<'de>>(node: D) -> Result<Option<bool>, D::Error> {
+    choice(node, &[("drop", false), ("forward", true)])
+}
+
+/// Reads frames a second; 0 is unlimited.
+fn storm<'de, D: Deserializer<'de>>(node: D) -> Result<Option<u32>, D::Error> {
+    match Value::deserialize(node) {
+        Ok(Value::Integer(rate @ 1..=1_000_000_000)) => Ok(Some(rate as u32)),
+        Ok(Value::String(text)) if text == "unlimited" => Ok(Some(0)),
+        _ => Err(wrong("1 to 1000000000 frames a second or \"unlimited\"")),
+    }
+}
+
+fn address<'de, D: Deserializer<'de>>(node: D) -> Result<Option<MacAddr>, D::Error> {
+    text(node, "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
+        text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
+    })
+}
+
+/// Reads a name that meets the kernel's rule (`dev_valid_name`) and has no `%`, which would make the kernel pick a number.
+fn interface<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {
+    let bad = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '/' | ':' | '%');
+    text(node, INTERFACE, |text| {
+        let good = (1..=MAX_INTERFACE).contains(&text.len()) && !matches!(text, "." | "..") && !text.contains(bad);
+        good.then(|| text.to_owned())
+    })
+}

@@ -1,0 +1,400 @@
+use super::port::MAX_SOCKET;
+use super::*;
+use crate::ports::Mode;
+use ringroad_host::vhost_user::Role;
+use ringroad_net::Features;
+use ringroad_ring::Tuning;
+use ringroad_switch::Limits;
+use ringroad_wire::ethernet::MacAddr;
+
+const EXAMPLE: &str = r#"
+[workers]
+cpus = [1]
+poll = "50us"
+gather = "8us"
+turn = 1
+[switch]
+ageing = "60s"
+entries = 1_000
+move_after = "5s"
+[[port]]
+name = "vm1"
+kind = "vhost-user"         # vhost-user | tap
+socket = "/run/ringroad/vm1.sock"
+role = "client"
+mode = "reflect"
+hairpin = true
+features = { packed = true, in_order = false, mrg_rxbuf = true, event_idx = true, indirect = true, mtu = false }
+queues = 2
+mac = "52:54:00:12:34:56"
+addresses = "fixed"
+limits = { addresses = 2, storm = 1_000 }
+link_local = "forward"
+mtu = 1500
+poll = "unlimited"
+[[port]]
+name = "uplink"
+kind = "tap"
+interface = "rr0"
+limits = { storm = "unlimited" }
+"#;
+
+/// A valid vhost-user port in lines 1 to 4, then `rest` from line 5 on.
+fn vm1(rest: &str) -> String {
+    format!("[[port]]\nname = \"vm1\"\nkind = \"vhost-user\"\nsocket = \"/run/1\"\n{rest}")
+}
+
+/// A valid TAP port in lines 1 to 4, then `rest` from line 5 on.
+fn rr0(rest: &str) -> String {
+    format!("[[port]]\nname = \"up\"\nkind = \"tap\"\ninterface = \"rr0\"\n{rest}")
+}
+
+fn parse(text: &str) -> Config {
+    Config::parse(text, "rr.toml").unwrap()
+}
+
+fn error(text: &str) -> String {
+    Config::parse(text, "rr.toml").expect_err(text).to_string()
+}
+
+#[test]
+fn example() {
+    let config = parse(EXAMPLE);
+    let (poll, gather) = (Poll::For(Duration::from_micros(50)), Gather::For(Duration::from_micros(8)));
+    assert_eq!(config.workers, Workers { cpus: vec![1], poll, gather, turn: 1 });
+    assert_eq!(
+        config.switch,
+        SwitchConfig { ageing: Duration::from_secs(60), entries: 1000, move_after: Duration::from_secs(5) }
+    );
+    let mac = Some(MacAddr([0x52, 0x54, 0x00, 0x12, 0x34, 0x56]));
+    let vm1 = Port {
+        name: "vm1".into(),
+        mode: Mode::Reflect,
+        hairpin: true,
+        mtu: Some(1500),
+        poll: Some(Poll::Unlimited),
+        limits: Limits { addresses: 2, own: mac, fixed: true, storm: 1000, link_local: true },
+        queues: 2,
+        kind: Kind::VhostUser(VhostUser {
+            socket: "/run/ringroad/vm1.sock".into(),
+            role: Role::Client,
+            features: Features { in_order: false, mtu: false, ..Features::ALL },
+            mac,
+            fixed: true,
+            tuning: Tuning::default(),
+            frontend: Frontend::default(),
+        }),
+    };
+    let uplink = Port {
+        name: "uplink".into(),
+        mode: Mode::Switch,
+        hairpin: false,
+        mtu: None,
+        poll: None,
+        limits: Limits { addresses: 4096, own: None, fixed: false, storm: 0, link_local: false },
+        queues: 1,
+        kind: Kind::Tap("rr0".into()),
+    };
+    assert_eq!(config.ports, [vm1, uplink]);
+}
+
+#[test]
+fn defaults() {
+    let config = parse(&vm1(""));
+    let workers = Workers { cpus: vec![], poll: Poll::For(Duration::ZERO), gather: Gather::Auto, turn: 4 };
+    assert_eq!(config.workers, workers);
+    assert_eq!(config.switch, SwitchConfig::default());
+    assert_eq!(
+        (config.switch.ageing.as_secs(), config.switch.entries, config.switch.move_after.as_secs()),
+        (300, 4096, 2)
+    );
+    let port = &config.ports[0];
+    let limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
+    assert_eq!(port.limits, limits);
+    assert_eq!((port.mode, port.hairpin, port.queues, port.mtu, port.poll), (Mode::Switch, false, 1, None, None));
+    let (role, features) = (Role::Server, Features::ALL);
+    let tuning = Tuning::default();
+    let (socket, frontend) = ("/run/1".into(), Frontend::default());
+    let kind = Kind::VhostUser(VhostUser { socket, role, features, mac: None, fixed: false, tuning, frontend });
+    assert_eq!(port.kind, kind);
+    assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
+}
+
+#[test]
+fn each_tuning_has_its_key() {
+    let read = |line: &str| parse(&vm1(&format!("[port.tuning]\n{line}"))).ports[0].vhost_user().unwrap().tuning;
+    let all = Tuning::default();
+    assert_eq!(read("fast_path = false"), Tuning { fast_path: false, ..all });
+    assert_eq!(read("shadow_used = false"), Tuning { shadow_used: false, ..all });
+    assert_eq!(read("prefetch = 0"), Tuning { prefetch: 0, ..all });
+    assert_eq!(read("prefetch_write = false"), Tuning { prefetch_write: false, ..all });
+    assert_eq!(read("translation_cache = false"), Tuning { translation_cache: false, ..all });
+    assert_eq!(read("small_copy = false"), Tuning { small_copy: false, ..all });
+    let found = error(&vm1("[port.tuning]\nprefetch = 32"));
+    assert!(found.contains("tuning.prefetch") && found.contains("31"), "{found}");
+}
+
+#[test]
+fn each_feature_has_its_key() {
+    let keys = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"];
+    for (index, key) in keys.iter().enumerate() {
+        let config = parse(&vm1(&format!("features.{key} = false")));
+        let f = config.ports[0].vhost_user().unwrap().features;
+        let found = [f.packed, f.in_order, f.mrg_rxbuf, f.event_idx, f.indirect, f.mac, f.status, f.mtu];
+        assert_eq!(found, std::array::from_fn(|other| other != index), "{key}");
+    }
+}
+
+#[test]
+fn values_at_their_bounds() {
+    for rest in [
+        "queues = 16",
+        "mtu = 68",
+        "mtu = 65535",
+        "mtu = 0xffff",
+        "poll = \"0\"",
+        "poll = \"0us\"",
+        "poll = \"10000ms\"",
+        "mode = \"drop\"",
+        "[switch]\nentries = 1\nageing = \"1s\"",
+        "[switch]\nmove_after = \"0s\"",
+        "limits = { addresses = 262144, storm = 1000000000 }",
+        "addresses = \"learn\"\nlink_local = \"drop\"\nlimits = {}",
+        "[switch]\nentries = 1048576\nageing = \"1000000s\"",
+        "[workers]\ncpus = []",
+        "[workers]\ncpus = [1023]",
+        "[log]\nlines = 1",
+        "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/2\"\nrole = \"client\"",
+        // A port may be named after another's interface.
+        "[[port]]\nname = \"rr0\"\nkind = \"tap\"\ninterface = \"fifteen-bytes.x\"",
+    ] {
+        parse(&vm1(rest));
+    }
+    let long = "s".repeat(MAX_SOCKET);
+    parse(&format!("[[port]]\nname = \"a-b_c.9\"\nkind = \"vhost-user\"\nsocket = \"{long}\""));
+}
+
+#[test]
+fn broken_files() {
+    let tap = |name: &str| format!("[[port]]\nname = \"x\"\nkind = \"tap\"\ninterface = \"{name}\"");
+    let server = |path: &str| vm1(&format!("[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"{path}\"\n"));
+    let socket = |path: &str| server(path).replace("/run/1", "/run/0");
+    let rows: Vec<(String, &str)> = vec![
+        // The file as a whole.
+        ("".into(), "1: key `port`: missing, expected at least one port, written [[port]]"),
+        ("\n\nport = []".into(), "3: key `port`: expected at least one port, written [[port]], found []"),
+        ("[port]\nname = \"vm1\"".into(), "1: key `port`: expected at least one port, written [[port]], found a"),
+        ("port = [\n{},\n{}]".into(), "2: port 1: key `name`: missing, expected 1 to 32 letters"),
+        (
+            "port = [\n{},\n7]".into(),
+            "1: key `port`: expected at least one port, written [[port]], found a list of tables",
+        ),
+        ("port = [\n7]".into(), "1: key `port`: expected at least one port, written [[port]], found [ 7]"),
+        (vm1("[wrokers]"), "5: key `wrokers`: unknown key, did you mean `workers`?"),
+        (vm1("[ports]"), "5: key `ports`: unknown key, did you mean `port`?"),
+        (
+            vm1("[bridge]"),
+            "5: key `bridge`: unknown key, expected one of `log`, `workers`, `switch`, `sandbox`, `port` or `vsock`",
+        ),
+        (vm1("[[e1000]]"), "5: key `e1000`: unknown key, expected one of `log`, `workers`"),
+        // Syntax.
+        (vm1("queues 2"), "5: not valid TOML: "),
+        (vm1("queues = "), "5: not valid TOML: "),
+        (vm1("mode = \"drop"), "5: not valid TOML: invalid basic string"),
+        (vm1("mode = \"drop\nmtu = 1500\""), "5: not valid TOML: invalid basic string"),
+        (vm1("mtu = 1500\nmtu = 1500"), "6: not valid TOML: duplicate key, found \"mtu\""),
+        (vm1("[workers]\n[switch]\n[workers]"), "7: not valid TOML: duplicate key, found \"workers\""),
+        (format!("a = {}", "[".repeat(100_000)), "1: not valid TOML: cannot recurse further"),
+        (format!("a{} = 1", ".a".repeat(100_000)), "1: not valid TOML: recursion limit"),
+        // [workers].
+        (vm1("workers = 3"), "5: port \"vm1\": key `workers`: unknown key, expected one of `name`, `mode`"),
+        (vm1("[[workers]]"), "5: key `workers`: expected a table, found a list"),
+        (vm1("[workers]\n\nspin = true"), "7: key `workers.spin`: unknown key, expected one of `cpus`, `poll`, "),
+        (vm1("[workers]\nmodel = \"shared\""), "6: key `workers.model`: unknown key, expected one of `cpus`, `poll`, "),
+        (
+            vm1("[workers]\ncpus = 1"),
+            "6: key `workers.cpus`: expected a list of at most one CPU (this version has one worker), 0 to 1023, found 1",
+        ),
+        (
+            vm1("[workers]\ncpus = [\n1,\n2]"),
+            "6: key `workers.cpus`: expected a list of at most one CPU (this version has one worker), 0 to 1023, found [ 1, 2]",
+        ),
+        (
+            vm1("[workers]\ncpus = [\n1024]"),
+            "6: key `workers.cpus`: expected a list of at most one CPU (this version has one worker), 0 to 1023, found [ 1024]",
+        ),
+        (
+            vm1("[workers]\ncpus = [\"1\"]"),
+            "6: key `workers.cpus`: expected a list of at most one CPU (this version has one worker), 0 to 1023, found [\"1\"]",
+        ),
+        (
+            vm1("[workers]\ncpus = [-1]"),
+            "6: key `workers.cpus`: expected a list of at most one CPU (this version has one worker), 0 to 1023, found [-1]",
+        ),
+        (vm1("[workers]\nturn = 0"), "6: key `workers.turn`: expected 1 to 64, found 0"),
+        (
+            vm1("[workers]\ngather = \"101us\""),
+            "6: key `workers.gather`: expected \"auto\", \"off\" or \"<N>us\" (at most 100 us), found \"101us\"",
+        ),
+        (
+            vm1("[workers]\npoll = 50"),
+            "6: key `workers.poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\", found 50",
+        ),
+        (vm1("[workers]\npoll = \"50\""), "6: key `workers.poll`: expected \"0\", "),
+        (vm1("[workers]\npoll = \"us\""), "6: key `workers.poll`: expected \"0\", "),
+        (vm1("[workers]\npoll = \"-1us\""), "6: key `workers.poll`: expected \"0\", "),
+        (vm1("[workers]\npoll = \"+1us\""), "6: key `workers.poll`: expected \"0\", "),
+        (vm1("[workers]\npoll = \"10001ms\""), "6: key `workers.poll`: expected \"0\", "),
+        (vm1("[workers]\npoll = \"99999999999999999999ms\""), "6: key `workers.poll`: expected \"0\", "),
+        // [switch].
+        (vm1("[switch]\nageing = 300"), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found 300"),
+        (vm1("[switch]\nageing = \"0s\""), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found \"0s\""),
+        (vm1("[switch]\nageing = \"5m\""), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found \"5m\""),
+        (vm1("[switch]\naging = \"5s\""), "6: key `switch.aging`: unknown key, did you mean `ageing`?"),
+        (vm1("[switch]\nentries = 0"), "6: key `switch.entries`: expected 1 to 1048576, found 0"),
+        (vm1("[switch]\nentries = 1048577"), "6: key `switch.entries`: expected 1 to 1048576, found 1048577"),
+        // Any port.
+        (vm1("queue = 1"), "5: port \"vm1\": key `queue`: unknown key, did you mean `queues`?"),
+        (vm1("zone = 1\ncolour = 2"), "5: port \"vm1\": key `zone`: unknown key, expected one of `name`, `mode`, "),
+        (vm1("xdp = {}"), "5: port \"vm1\": key `xdp`: unknown key, expected one of `name`"),
+        ("[[port]]\nkind = \"tap\"".into(), "1: port 1: key `name`: missing, expected 1 to 32 letters, digits, "),
+        (vm1("\n[[port]]"), "6: port 2: key `name`: missing, expected 1 to 32 letters, digits, `_`, `.` or `-`"),
+        (vm1("[[port]]\nname = \"\""), "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, "),
+        (vm1("[[port]]\nname = \"a b\""), "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `"),
+        (vm1("[[port]]\nname = 5"), "6: port 2: key `name`: expected 1 to 32 letters, digits, `_`, `.` or `-`, fou"),
+        (
+            vm1("[[port]]\nkind = \"tap\"\nname = \"vm1\""),
+            "7: port \"vm1\": key `name`: duplicate name \"vm1\", already used in line 2",
+        ),
+        ("[[port]]\nname = \"vm1\"".into(), "1: port \"vm1\": key `kind`: missing, expected \"vhost-user\" or \"tap\""),
+        (
+            "[[port]]\nname = \"x\"\nkind = \"veth\"".into(),
+            "3: port \"x\": key `kind`: expected \"vhost-user\" or \"tap\", found \"veth\"",
+        ),
+        (
+            vm1("mode = \"hub\""),
+            "5: port \"vm1\": key `mode`: expected \"switch\", \"reflect\", \"drop\" or \"generate\", found \"hub\"",
+        ),
+        (vm1("hairpin = 1"), "5: port \"vm1\": key `hairpin`: expected true or false, found 1"),
+        (vm1("queues = 99"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 99"),
+        (vm1("queues = 0"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 0"),
+        (vm1("queues = 1.5"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 1.5"),
+        (vm1("queues = \"2\""), "5: port \"vm1\": key `queues`: expected 1 to 16, found \"2\""),
+        (vm1("queues = 99999999999999999999"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 9999"),
+        (vm1("mtu = 67"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 67"),
+        (vm1("mtu = 0x10000"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 0x10000"),
+        (vm1("mtu = 1979-05-27"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 1979-05-27"),
+        (vm1("poll = \"1s\""), "5: port \"vm1\": key `poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s)"),
+        // vhost-user.
+        (
+            vm1("\ninterface = \"x\""),
+            "6: port \"vm1\": key `interface`: only valid for kind \"tap\", but this port is of",
+        ),
+        (vm1("role = \"master\""), "5: port \"vm1\": key `role`: expected \"server\" or \"client\", found \"master\""),
+        (vm1("mac = \"52:54:00:12:34\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero address su"),
+        (vm1("mac = \"01:00:5e:00:00:01\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),
+        (vm1("mac = \"00:00:00:00:00:00\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),
+        (
+            server("/run/2").replace("/run/1\"", "/run/1\"\nmac = \"52:54:00:00:00:01\"")
+                + "mac = \"52:54:00:00:00:01\"",
+            "10: port \"vm2\": key `mac`: duplicate mac \"52:54:00:00:00:01\", already used in line 5",
+        ),
+        (
+            vm1("addresses = \"fixed\""),
+            "5: port \"vm1\": key `addresses`: \"fixed\" requires key `mac`, which is missing",
+        ),
+        (
+            vm1("addresses = \"any\""),
+            "5: port \"vm1\": key `addresses`: expected \"learn\" or \"fixed\", found \"any\"",
+        ),
+        (vm1("link_local = true"), "5: port \"vm1\": key `link_local`: expected \"drop\" or \"forward\", found true"),
+        (vm1("limits = 5"), "5: port \"vm1\": key `limits`: expected a table, found 5"),
+        (
+            vm1("limits.storm = 0"),
+            "5: port \"vm1\": key `limits.storm`: expected 1 to 1000000000 frames a second or \"unlimited\"",
+        ),
+        (vm1("limits.addresses = 0"), "5: port \"vm1\": key `limits.addresses`: expected 1 to 262144, found 0"),
+        (vm1("limits.address = 9"), "5: port \"vm1\": key `limits.address`: unknown key, did you mean `addresses`?"),
+        (vm1("[switch]\nmove_after = \"-1s\""), "6: key `switch.move_after`: expected \"0s\" to \"1000000s\", found"),
+        (rr0("addresses = \"learn\""), "5: port \"up\": key `addresses`: only valid for kind \"vhost-user\""),
+        (vm1("features = [true]"), "5: port \"vm1\": key `features`: expected a table, found [true]"),
+        (vm1("features = true"), "5: port \"vm1\": key `features`: expected a table, found true"),
+        (vm1("features.packed = 1"), "5: port \"vm1\": key `features.packed`: expected true or false, found 1"),
+        (
+            vm1("features = {\n  packed = true,\n  in-order = true\n}"),
+            "7: port \"vm1\": key `features.in-order`: unknown key, did you mean `in_order`?",
+        ),
+        (
+            "[[port]]\nname = \"x\"\nkind = \"vhost-user\"".into(),
+            "1: port \"x\": key `socket`: missing, expected the path of a Unix socket, 1 to 107 bytes",
+        ),
+        (socket(""), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, found \"\""),
+        (socket("a\\u0000b"), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 bytes, f"),
+        (socket(&"s".repeat(108)), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 "),
+        (server("/run//1"), "8: port \"vm2\": key `socket`: duplicate socket \"/run//1\", already used in line 4"),
+        // tap.
+        (
+            rr0("socket = \"x\""),
+            "5: port \"up\": key `socket`: only valid for kind \"vhost-user\", but this port is of k",
+        ),
+        (rr0("role = \"server\""), "5: port \"up\": key `role`: only valid for kind \"vhost-user\""),
+        (
+            rr0("mtu = 1500\nmac = \"52:54:00:12:34:56\""),
+            "6: port \"up\": key `mac`: only valid for kind \"vhost-user\"",
+        ),
+        (rr0("[port.features]"), "5: port \"up\": key `features`: only valid for kind \"vhost-user\""),
+        (
+            "[[port]]\nname = \"x\"\nkind = \"tap\"".into(),
+            "1: port \"x\": key `interface`: missing, expected the name of an interface, 1 to 15 bytes without ",
+        ),
+        (tap(""), "4: port \"x\": key `interface`: expected the name of an interface"),
+        (tap("sixteen-bytes.xx"), "4: port \"x\": key `interface`: expected the name of an interface"),
+        (tap("a/b"), "4: port \"x\": key `interface`: expected the name of an interface"),
+        (tap("a b"), "4: port \"x\": key `interface`: expected the name of an interface"),
+        (tap("rr%d"), "4: port \"x\": key `interface`: expected the name of an interface"),
+        (tap(".."), "4: port \"x\": key `interface`: expected the name of an interface"),
+        (rr0(&tap("rr0")), "8: port \"x\": key `interface`: duplicate interface \"rr0\", already used in line 4"),
+    ];
+    for (text, expected) in &rows {
+        let found = error(text);
+        assert!(found.starts_with(&format!("rr.toml:{expected}")), "{text}\nexpected {expected}\nfound {found}");
+        assert!(!found.contains('\n') && found.len() < 600, "not one short line: {found}");
+    }
+}
+
+#[test]
+fn complete_message() {
+    assert_eq!(error(&vm1("queues = 99")), "rr.toml:5: port \"vm1\": key `queues`: expected 1 to 16, found 99");
+}
+
+#[test]
+fn nothing_panics() {
+    for end in 0..EXAMPLE.len() {
+        let _ = Config::parse(&EXAMPLE[..end], "rr.toml");
+        for other in ["", "\"", "=", "[", "\n", "\0", "é"] {
+            let _ = Config::parse(&format!("{}{other}{}", &EXAMPLE[..end], &EXAMPLE[end + 1..]), "rr.toml");
+        }
+    }
+}
+
+#[test]
+fn files_that_cannot_be_read() {
+    let load = |path: &str| Config::load(Path::new(path)).unwrap_err().to_string();
+    assert_eq!(load("/nonexistent/rr.toml"), "/nonexistent/rr.toml: No such file or directory (os error 2)");
+    assert_eq!(load("/"), "/: Is a directory (os error 21)");
+    let large = "/dev/zero: expected at most 1048576 bytes, found more";
+    assert_eq!(load("/dev/zero"), large);
+}
+
+#[test]
+fn files() {
+    let path = std::env::temp_dir().join(format!("ringroad-config-{}.toml", std::process::id()));
+    std::fs::write(&path, EXAMPLE).unwrap();
+    let good = Config::load(&path);
+    std::fs::write(&path, b"[workers]\n# caf\xe9\n").unwrap();
+    let other = Config::load(&path);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(good.unwrap(), parse(EXAMPLE));
+    let expected = format!("{}:2: expected UTF-8, found an invalid byte", path.display());
+    assert_eq!(other.unwrap_err().to_string(), expected);
+}
