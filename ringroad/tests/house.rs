@@ -7,8 +7,15 @@ use std::{
 };
 
 /// The rooms, lower ones first. A room may import those of lower floors only.
-const FLOORS: &[&[&str]] =
-    &[&["mem", "wire"], &["frame", "ring"], &["net", "vsock", "switch"], &["host"], &["ringroad"]];
+const FLOORS: &[&[&str]] = &[
+    &["mem", "wire", "text"],
+    &["frame", "ring"],
+    &["net", "vsock", "switch"],
+    &["host"],
+    &["traffic"],
+    &["bench"],
+    &["ringroad"],
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -67,6 +74,21 @@ fn imports_run_one_way() {
                     assert!(is_lower(&room, to), "{} imports {to}, which is not below {room}", file.display());
                 }
             }
+        }
+    }
+}
+
+/// `serve`, its configuration and its log do not use what measures them; only the commands beside them do.
+#[test]
+fn the_product_does_not_measure() {
+    let folder = root().join("ringroad/src");
+    let mut files = vec![folder.join("serve.rs"), folder.join("logger.rs")];
+    ["serve", "config"].iter().for_each(|part| sources(&folder.join(part), &mut files));
+    assert!(files.len() > 5, "the search finds the files");
+    for file in files {
+        let text = fs::read_to_string(&file).unwrap();
+        for other in ["ringroad_traffic", "ringroad_bench", "crate::blast", "crate::demo", "crate::vsock"] {
+            assert!(!text.contains(other), "{} uses {other}", file.display());
         }
     }
 }

@@ -1,0 +1,29 @@
+//! Test traffic, for `ringroad blast`, `demo`, `vsock` and `bench`: probe frames, the virtio-net driver that sends, receives and
+//! reflects them, programs at the ends of vsock connections, child processes, and the command-line options that these share.
+//!
+//! Nothing here is part of the switch: `ringroad serve` does not use it.
+#![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo
+    )
+)]
+
+mod check;
+pub mod child;
+mod driver;
+pub mod options;
+pub mod probe;
+mod settings;
+mod totals;
+pub mod vsock;
+
+pub use driver::Traffic;
+pub use settings::{Mode, Settings, Touch};
+pub use totals::{Left, Totals, gbps};
