@@ -4,7 +4,6 @@
 use crate::Outcome;
 use ringroad_host::{cpu_time, vhost_user::Connector};
 use ringroad_net::bits;
-use ringroad_ring::BURST;
 use ringroad_text::{count, save, table, time};
 use ringroad_traffic::{
     Mode, Settings, Totals, Touch, Traffic, gbps,
@@ -17,7 +16,7 @@ use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use std::{path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 /// Generate, receive or reflect test traffic on any vhost-user network device
 #[derive(clap::Args)]
@@ -177,9 +176,8 @@ fn settings(args: &Args) -> Settings {
         },
         addresses: Addresses { destination: args.destination, source: args.source },
         event_driven: args.event_driven,
-        burst: BURST,
         reconnect: args.reconnect.map(Duration::from_secs_f64),
-        stop: Arc::default(),
+        ..Settings::default()
     }
 }
 
@@ -236,17 +234,13 @@ fn result(args: &Args, totals: &Totals) -> serde_json::Value {
 }
 
 fn print_summary(args: &Args, totals: &Totals) {
-    let result = result(args, totals);
-    let rows = ["sent", "received"].map(|name| {
-        let number = |key: String| result[key].as_f64().unwrap_or(0.0);
-        let frames = result[name].as_u64().unwrap_or(0);
-        vec![
-            name.to_owned(),
-            count(frames),
-            format!("{:.3}", number(format!("{name}_mpps"))),
-            format!("{:.2}", number(format!("{name}_gbps"))),
-        ]
-    });
+    let row = |name: &str, frames: u64, mpps: f64, bytes: u64| {
+        vec![name.to_owned(), count(frames), format!("{mpps:.3}"), format!("{:.2}", gbps(bytes, totals.time))]
+    };
+    let rows = [
+        row("sent", totals.sent, totals.sent_mpps(), totals.sent_bytes),
+        row("received", totals.received, totals.received_mpps(), totals.received_bytes),
+    ];
     print!("\n{}", table(&["", "frames", "Mpps", "Gb/s"], &rows));
     if !totals.round_trip.is_empty() {
         let at = |quantile| time(totals.round_trip.value_at_quantile(quantile));

@@ -2,6 +2,7 @@
 //! worker serves.
 
 use crate::{
+    figures::Spread,
     options::{Common, Layouts},
     rig::{Device, Rings},
     session::{Run, Session, Table},
@@ -51,7 +52,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         Curve::Ports => args.ports.len(),
     };
     let cells = args.curve.iter().map(cells).sum::<usize>() * args.layouts.ring.len();
-    let mut session = Session::new("curves", &args.common, cells);
+    let mut session = Session::new("curves", &args.common, cells, true);
     for curve in &args.curve {
         match curve {
             Curve::Burst => bursts(args, &mut session)?,
@@ -72,14 +73,14 @@ fn bursts(args: &Args, session: &mut Session<'_>) -> Result<(), String> {
             let name = format!("{layout} burst {burst}");
             let settings = Settings { burst: burst as usize, ..Settings::flood(*size as usize) };
             let rings = Rings { layout, size: *queue_size };
-            let one = |device: &Device| Ok(common.run(device, 0, rings, &settings)?.into());
-            let pairs = session.pairs((&ours, None), &name, one)?;
-            let cost = 1e3 / pairs.rate().median;
+            let one = |device: &&Device| Ok(common.run(device, 0, rings, &settings)?.into());
+            let pairs = session.rounds(&name, &[&ours], one)?;
+            let cost = 1e3 / Spread::of(&pairs.rates(0)).median;
             let row = json!({
                 "curve": "burst", "ring": layout.to_string(), "size": size, "touch": true, "queue_size": queue_size,
                 "burst": burst, "unit": "Mpps", "ns_per_frame": cost,
             });
-            let more = std::iter::once(format!("{cost:.1}")).chain(pairs.idle());
+            let more = std::iter::once(format!("{cost:.1}")).chain(pairs.idle_columns());
             session.push(table.add(&name, row, &pairs, more))?;
         }
     }
@@ -105,14 +106,14 @@ fn ports(args: &Args, session: &mut Session<'_>) -> Result<(), String> {
         for &layout in ring {
             let rings = Rings { layout, size: *queue_size };
             let name = format!("{layout} {ports} ports");
-            let one = |device: &Device| in_turn(common, device, rings, *size as usize);
-            let pairs = session.pairs((&many, Some(&single)), &name, one)?;
+            let one = |device: &&Device| in_turn(common, device, rings, *size as usize);
+            let pairs = session.rounds(&name, &[&many, &single], one)?;
             let touched = ports as usize * touched(rings, *size as usize) / 1024;
             let row = json!({
                 "curve": "ports", "ring": layout.to_string(), "size": size, "touch": true, "queue_size": queue_size,
                 "ports": ports, "unit": "Mpps", "touched_kib": touched,
             });
-            let more = std::iter::once(touched.to_string()).chain(pairs.idle());
+            let more = std::iter::once(touched.to_string()).chain(pairs.idle_columns());
             session.push(table.add(&name, row, &pairs, more))?;
         }
     }

@@ -174,8 +174,8 @@ impl<'a> Side<'a> {
         self.driver.hold(still);
     }
 
-    /// Measures the driver's mean rate for a number of seconds. Its first figure includes the time when it was stopped, and does not
-    /// count.
+    /// Measures the driver's mean rate for a number of seconds. Its first figure includes the time when it was stopped, and does
+    /// not count.
     fn measure(&self, seconds: usize) -> Result<Run, String> {
         let before = self.rates().len() + 1;
         self.hold(false);
@@ -221,7 +221,7 @@ impl Drop for Side<'_> {
 /// Measures every combination with each peer.
 pub fn run(args: &Args) -> Result<(), String> {
     let (peers, cells) = (args.peers.found()?, args.cells());
-    let mut session = Session::new("driver", &args.common, peers.len() * args.mode.len() * cells.len());
+    let mut session = Session::new("driver", &args.common, peers.len() * args.mode.len() * cells.len(), true);
     for peer in &peers {
         for &mode in &args.mode {
             measure(args, peer, mode, &cells, &mut session)?;
@@ -257,7 +257,7 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
             run
         };
         let name = cell.name(mode);
-        let pairs = session.pairs((&("on-ours", &ours), Some(&("on-peer", &theirs))), &name, one)?;
+        let pairs = session.rounds(&name, &[("on-ours", &ours), ("on-peer", &theirs)], one)?;
         let [rx_path, tx_path] = &paths;
         let row = json!({
             "mode": mode_name, "ring": cell.ring.to_string(), "mrg_rxbuf": cell.mrg_rxbuf == "1",

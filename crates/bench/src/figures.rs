@@ -61,8 +61,8 @@ pub const LINE: [&str; 3] = ["line_ns", "line_ns_min", "line_ns_max"];
 /// Explains the column of the cache-line round trip.
 pub const LINE_NOTE: &str = "line: round trip of a cache line between the two CPUs; rates depend on it";
 
-/// Measures the round trip of a cache line between two CPUs, in nanoseconds. Rates depend on it, and on virtual CPUs it can change
-/// from minute to minute.
+/// Measures the round trip of a cache line between two CPUs, in nanoseconds. Rates depend on it, and on virtual CPUs it can
+/// change from minute to minute.
 pub fn line_round_trip(cpus: [usize; 2]) -> Result<f64, String> {
     // The first part is a warm-up. The median of the others counts, so that an interruption does not matter.
     const PARTS: u64 = 6;

@@ -1,19 +1,12 @@
 //! `ringroad bench`: benchmarks of our devices, in pairs with a peer's, so that a noisy machine affects both alike. Called by the
 //! program's main.rs.
 //!
-//! A file for each bench. What they share: options.rs, devices and runs of our driver (rig.rs), peers (peer.rs), pairs, tables and
-//! JSON rows (session.rs), statistics (figures.rs), both ends of a vsock device (vsock_ends.rs).
+//! A file for each bench. What they share: options.rs, devices and runs of our driver (rig.rs), peers (peer.rs), rounds, tables
+//! and JSON rows (session.rs), statistics (figures.rs), both ends of a vsock device (vsock_ends.rs).
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
-    deny(
-        clippy::indexing_slicing,
-        clippy::unwrap_used,
-        clippy::expect_used,
-        clippy::panic,
-        clippy::unreachable,
-        clippy::todo
-    )
+    deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
 )]
 
 mod curves;

@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let device = common.ours(&folder, "ours", "unlimited", &ports)?;
     let touch = if *no_touch { Touch::Nothing } else { Touch::Word };
     let settings = Settings { touch, ..Settings::flood(*size as usize) };
-    let mut session = Session::new("packed", common, 1);
+    let mut session = Session::new("packed", common, 1, false);
     let rounds = session.rounds(&format!("{} steps", steps.len()), &steps, |&(step, ..)| {
         let rate = |port: usize| Ok::<_, String>(common.run(&device, port, rings, &settings)?.received_mpps());
         Ok([rate(0)?, rate(step)?])
@@ -86,7 +86,7 @@ pub fn run(args: &Args) -> Result<(), String> {
             "seed_ratio": (on.len() == SWITCHES.len()).then_some(SEED),
         });
         ratio.add_to(&mut row, RATIO);
-        rounds.line.add_to(&mut row, LINE);
+        rounds.line().add_to(&mut row, LINE);
         session.push(row)?;
         lines.push([vec![name.clone()], after.columns(2).to_vec(), ratio.columns(2).to_vec()].concat());
     }
@@ -95,7 +95,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         "{ring} {size} B, Mpps each way through one device core, ring {queue_size}, {pairs} pairs of {seconds} s, median and min–max\n\
          each step in turn with a run with all off; from \"+\" on, one after the other is added; the seed reports {SEED} for all"
     );
-    let Spread { median, min, max } = rounds.line;
+    let Spread { median, min, max } = rounds.line();
     let note = format!("{LINE_NOTE}: {median:.0} ns ({min:.0}–{max:.0})\n");
     session.print(&title, &(table(&["", "Mpps", "", "gain", ""], &lines) + &note));
     session.finish()

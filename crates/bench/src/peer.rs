@@ -100,8 +100,8 @@ impl Peers {
 }
 
 impl Peer {
-    /// Starts its device with a number of ports, stopped. testpmd forwards in the mode `forward`. OVS reflects frames with the MAC
-    /// addresses swapped if there is one port, and is a learning switch if there are several.
+    /// Starts its device with a number of ports, stopped. testpmd forwards in the mode `forward`. OVS reflects frames with the
+    /// MAC addresses swapped if there is one port, and is a learning switch if there are several.
     pub fn start(
         &self,
         common: &Common,
@@ -131,7 +131,8 @@ pub fn command(words: &[String]) -> Command {
     command
 }
 
-/// Returns the words of the command that runs a program in the chroot that `scripts/peers forky` sets up, or the file that is missing.
+/// Returns the words of the command that runs a program in the chroot that `scripts/peers forky` sets up, or the file that is
+/// missing.
 pub fn in_chroot(program: &str) -> Result<Vec<String>, String> {
     let folder = cache().join("forky");
     // The second file exists if the chroot's file systems are mounted.

@@ -1,5 +1,5 @@
-//! PvP (physical-virtual-physical): a driver sends frames to one port, the device swaps their MAC addresses and sends them back. One
-//! core for the driver, one for the device; the same light driver (ours) runs on our device and on the peer's in turn.
+//! PvP: a driver sends frames to one port, the device swaps their MAC addresses and sends them back. One core for the driver, one
+//! for the device; the same light driver (ours) runs on our device and on the peer's in turn.
 
 use crate::{
     options::Common,
@@ -110,7 +110,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         "PvP, Mpps each way through one device core, touch and ring 256 unless stated otherwise, {}",
         common.runs()
     );
-    let mut session = Session::new("pvp", common, peers.len() * cells.len());
+    let mut session = Session::new("pvp", common, peers.len() * cells.len(), true);
     let devices = peers.iter().map(|peer| peer.start(common, &folder, 1, "macswap"));
     session.compare(&title, &ours, devices, &cells, |device: &Device, cell| {
         Ok(common.run(device, 0, cell.rings, &cell.settings())?.into())

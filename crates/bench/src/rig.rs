@@ -30,8 +30,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// Starts `ringroad serve` with a configuration, waits for its sockets, and stops it (SIGSTOP). `name` distinguishes its files
-    /// from those of others in the folder.
+    /// Starts `ringroad serve` with a configuration, waits for its sockets, and stops it (SIGSTOP). `name` distinguishes its
+    /// files from those of others in the folder.
     pub fn ours(folder: &Folder, name: &str, config: &str, sockets: Vec<PathBuf>) -> Result<Device, String> {
         let program = Program::serve(folder, name, config, &[], &sockets)?;
         program.hold(true);

@@ -18,15 +18,16 @@ pub struct Session<'a> {
     start: Instant,
     cells: usize,
     done: usize,
+    steady: bool,
 }
 
 /// Maximum change of the cache-line round trip within a pair: its maximum divided by its minimum.
 const STEADY: f64 = 1.5;
 
 impl<'a> Session<'a> {
-    /// Starts a bench of this number of cells.
-    pub fn new(bench: &'static str, common: &'a Common, cells: usize) -> Session<'a> {
-        Session { bench, common, rows: Vec::new(), start: Instant::now(), cells, done: 0 }
+    /// Starts a bench of this number of cells. `steady`: whether its rounds must be.
+    pub fn new(bench: &'static str, common: &'a Common, cells: usize, steady: bool) -> Session<'a> {
+        Session { bench, common, rows: Vec::new(), start: Instant::now(), cells, done: 0, steady }
     }
 
     /// Leaves a cell out.
@@ -51,57 +52,37 @@ impl<'a> Session<'a> {
         eprint!("\r{text:79}");
     }
 
-    /// Measures our device and the peer's in turn, and the cache-line round trip before and after each run. A pair during which
-    /// that changes is discarded and repeated; after five and twice as many repetitions as there are pairs, unsteady pairs are kept.
-    pub fn pairs<D>(
-        &mut self,
-        (ours, peer): (&D, Option<&D>),
-        what: &str,
-        one: impl Fn(&D) -> Result<Run, String>,
-    ) -> Result<Pairs, String> {
-        let wanted = self.common.pairs as usize;
-        let mut pairs = Pairs::default();
-        while pairs.ours.len() < wanted {
-            self.show(what, pairs.ours.len());
-            let mut lines = vec![self.line()?];
-            let first = one(ours)?;
-            lines.push(self.line()?);
-            let second = peer.map(&one).transpose()?;
-            if peer.is_some() {
-                lines.push(self.line()?);
-            }
-            if !is_steady(&lines) {
-                if pairs.discarded < 2 * wanted + 5 {
-                    pairs.discarded += 1;
-                    continue;
-                }
-                pairs.unsteady += 1;
-            }
-            pairs.ours.push(first);
-            pairs.peer.extend(second);
-            pairs.lines.extend(lines);
-        }
-        self.done += 1;
-        Ok(pairs)
-    }
-
-    /// Measures several variants in turn, as often as pairs are requested, and the cache-line round trip before each round.
+    /// Measures several variants in turn, as often as pairs are requested, and the cache-line round trip before each round. Where
+    /// rounds must be steady, it is also measured after each run, and a round during which it changes is discarded and repeated;
+    /// after five and twice as many repetitions as there are pairs, unsteady rounds are kept.
     pub fn rounds<V, T>(
         &mut self,
         what: &str,
         variants: &[V],
         one: impl Fn(&V) -> Result<T, String>,
     ) -> Result<Rounds<T>, String> {
-        let mut rounds = Rounds { figures: variants.iter().map(|_| Vec::new()).collect(), line: Spread::of(&[]) };
-        let mut lines = Vec::new();
-        for round in 0..self.common.pairs {
-            self.show(what, round as usize);
-            lines.push(self.line()?);
-            for (variant, figures) in variants.iter().zip(&mut rounds.figures) {
+        let wanted = self.common.pairs as usize;
+        let mut rounds = Rounds::new(variants.iter().map(|_| Vec::new()).collect());
+        while rounds.count < wanted {
+            self.show(what, rounds.count);
+            let (mut figures, mut lines) = (Vec::new(), vec![self.line()?]);
+            for variant in variants {
                 figures.push(one(variant)?);
+                if self.steady {
+                    lines.push(self.line()?);
+                }
             }
+            if !is_steady(&lines) {
+                if rounds.discarded < 2 * wanted + 5 {
+                    rounds.discarded += 1;
+                    continue;
+                }
+                rounds.unsteady += 1;
+            }
+            rounds.figures.iter_mut().zip(figures).for_each(|(all, figure)| all.push(figure));
+            rounds.lines.extend(lines);
+            rounds.count += 1;
         }
-        rounds.line = Spread::of(&lines);
         self.done += 1;
         Ok(rounds)
     }
@@ -119,7 +100,8 @@ impl<'a> Session<'a> {
             let peer = peer?;
             let mut table = Table::new(peer.as_ref().map(|peer| peer.name.as_str()), ["ours", "peer"], &[]);
             for (name, row, cell) in cells {
-                let pairs = self.pairs((ours, peer.as_ref()), name, |device| one(device, cell))?;
+                let devices: Vec<_> = [ours].into_iter().chain(&peer).collect();
+                let pairs = self.rounds(name, &devices, |device| one(device, cell))?;
                 let row = table.add(name, row.clone(), &pairs, []);
                 self.push(row)?;
             }
@@ -180,14 +162,31 @@ fn machine() -> Value {
 /// Figures of several variants, by variant and round.
 pub struct Rounds<T> {
     figures: Vec<Vec<T>>,
-    /// The cache-line round trip.
-    pub line: Spread,
+    lines: Vec<f64>,
+    count: usize,
+    discarded: usize,
+    unsteady: usize,
 }
 
 impl<T> Rounds<T> {
+    /// Starts from these figures, which are usually empty.
+    pub fn new(figures: Vec<Vec<T>>) -> Rounds<T> {
+        Rounds { figures, lines: Vec::new(), count: 0, discarded: 0, unsteady: 0 }
+    }
+
     /// Returns one figure of each round of a variant; none, if there is no such variant.
     pub fn of(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Vec<f64> {
         self.figures.get(variant).map_or_else(Vec::new, |rounds| rounds.iter().map(figure).collect())
+    }
+
+    /// Returns the spread of a figure of a variant.
+    pub fn spread(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Spread {
+        Spread::of(&self.of(variant, figure))
+    }
+
+    /// Returns the cache-line round trip.
+    pub fn line(&self) -> Spread {
+        Spread::of(&self.lines)
     }
 }
 
@@ -206,40 +205,27 @@ impl From<Totals> for Run {
     }
 }
 
-/// Figures of our device and of its peer, measured in turn.
-#[derive(Default)]
-pub struct Pairs {
-    ours: Vec<Run>,
-    peer: Vec<Run>,
-    lines: Vec<f64>,
-    discarded: usize,
-    unsteady: usize,
-}
+impl Rounds<Run> {
+    /// Returns the rates of a device in millions of frames per second.
+    pub fn rates(&self, device: usize) -> Vec<f64> {
+        self.of(device, |run| run.mpps)
+    }
 
-impl Pairs {
-    /// Returns our device's rate in millions of frames per second.
-    pub fn rate(&self) -> Spread {
-        Spread::of(&rates(&self.ours))
+    /// Returns the empty rounds of our driver on a device in percent; `None` if the driver is another one.
+    fn idle(&self, device: usize) -> Option<f64> {
+        let idle: Vec<f64> = self.figures.get(device)?.iter().filter_map(|run| run.idle).collect();
+        (!idle.is_empty()).then(|| Spread::of(&idle).median)
     }
 
     /// Returns the driver's empty rounds in percent, for a table: with our device, and with the peer's.
-    pub fn idle(&self) -> impl Iterator<Item = String> {
-        [&self.ours, &self.peer].into_iter().filter_map(|runs| Some(format!("{:.0}", idle(runs)?)))
+    pub fn idle_columns(&self) -> impl Iterator<Item = String> {
+        [0, 1].into_iter().filter_map(|device| Some(format!("{:.0}", self.idle(device)?)))
     }
 }
 
 fn is_steady(lines: &[f64]) -> bool {
     let spread = Spread::of(lines);
     spread.max <= STEADY * spread.min
-}
-
-fn rates(runs: &[Run]) -> Vec<f64> {
-    runs.iter().map(|run| run.mpps).collect()
-}
-
-fn idle(runs: &[Run]) -> Option<f64> {
-    let idle: Vec<f64> = runs.iter().filter_map(|run| run.idle).collect();
-    (!idle.is_empty()).then(|| Spread::of(&idle).median)
 }
 
 /// A table of pairs, one line per cell.
@@ -259,22 +245,28 @@ impl Table {
     }
 
     /// Adds a cell. Returns its JSON row: `row` and the results.
-    pub fn add(&mut self, name: &str, mut row: Value, pairs: &Pairs, more: impl IntoIterator<Item = String>) -> Value {
-        let (ours, line) = (pairs.rate(), Spread::of(&pairs.lines));
+    pub fn add(
+        &mut self,
+        name: &str,
+        mut row: Value,
+        pairs: &Rounds<Run>,
+        more: impl IntoIterator<Item = String>,
+    ) -> Value {
+        let (rates, line) = (pairs.rates(0), pairs.line());
+        let ours = Spread::of(&rates);
         let mut columns = vec![name.to_owned()];
         columns.extend(ours.columns(2));
         ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
-        for (key, runs) in [("driver_idle", &pairs.ours), ("peer_driver_idle", &pairs.peer)] {
-            if let Some(idle) = idle(runs) {
+        for (device, key) in ["driver_idle", "peer_driver_idle"].into_iter().enumerate() {
+            if let Some(idle) = pairs.idle(device) {
                 extend(&mut row, json!({ key: idle }));
             }
         }
-        let Pairs { discarded, unsteady, .. } = pairs;
-        extend(&mut row, json!({ "pairs": pairs.ours.len(), "discarded": discarded, "unsteady": unsteady }));
+        let &Rounds { count, discarded, unsteady, .. } = pairs;
+        extend(&mut row, json!({ "pairs": count, "discarded": discarded, "unsteady": unsteady }));
         if let Some(name) = &self.peer {
+            let (peer, ratio) = (Spread::of(&pairs.rates(1)), Spread::of_ratios(&rates, &pairs.rates(1)));
             extend(&mut row, json!({ "peer_name": name }));
-            let (theirs, ours) = (rates(&pairs.peer), rates(&pairs.ours));
-            let (peer, ratio) = (Spread::of(&theirs), Spread::of_ratios(&ours, &theirs));
             peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
             ratio.add_to(&mut row, RATIO);
             columns.extend([peer.columns(2), ratio.columns(2)].concat());
@@ -320,13 +312,8 @@ mod tests {
     #[test]
     fn rows_contain_results_and_discarded_pairs() {
         let run = |mpps| Run { mpps, idle: Some(10.0) };
-        let pairs = Pairs {
-            ours: vec![run(4.0), run(6.0), run(9.0)],
-            peer: vec![run(2.0), run(2.0), run(3.0)],
-            lines: vec![100.0; 9],
-            discarded: 4,
-            unsteady: 1,
-        };
+        let figures = vec![vec![run(4.0), run(6.0), run(9.0)], vec![run(2.0), run(2.0), run(3.0)]];
+        let pairs = Rounds { figures, lines: vec![100.0; 9], count: 3, discarded: 4, unsteady: 1 };
         let mut table = Table::new(Some("other"), ["ours", "peer"], &["more"]);
         let row = table.add("cell", json!({ "ring": "split" }), &pairs, ["x".to_owned()]);
         for (key, value) in [("ours", 6.0), ("peer", 2.0), ("ratio", 3.0), ("min", 2.0), ("driver_idle", 10.0)] {

@@ -9,7 +9,7 @@ use crate::{
 use ringroad_traffic::{Settings, Traffic, child::Folder};
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use serde_json::json;
-use std::time::Duration;
+use std::{mem, time::Duration};
 
 /// Does one run and counts the frames that arrive.
 fn measure(common: &Common, device: &Device, rings: Rings, size: usize) -> Result<Run, String> {
@@ -25,7 +25,13 @@ fn measure(common: &Common, device: &Device, rings: Rings, size: usize) -> Resul
             .run(&mut to, Duration::from_millis(20), |_| {})
             .map_err(|error| format!("{}, {what}: {error}", device.name))?;
         let mut traffic = Traffic::new(Settings::flood(size), &mut from.driver);
-        Ok(move |time| traffic.run_across(&mut from, &mut to, time, |_| {}))
+        // One driver sends to the first port and receives from the second one.
+        mem::swap(&mut from.driver.rx, &mut to.driver.rx);
+        mem::swap(&mut from.rx, &mut to.rx);
+        Ok(move |time| {
+            let _to = &to;
+            traffic.run(&mut from, time, |_| {})
+        })
     })?;
     Ok(totals.into())
 }
@@ -48,7 +54,7 @@ pub fn run(args: &Frames) -> Result<(), String> {
         args.layouts.queue_size,
         common.runs()
     );
-    let mut session = Session::new("switch", common, peers.len() * cells.len());
+    let mut session = Session::new("switch", common, peers.len() * cells.len(), true);
     let devices = peers.iter().map(|peer| peer.start(common, &folder, 2, "io"));
     session.compare(&title, &ours, devices, &cells, |device, &(rings, size)| measure(common, device, rings, size))?;
     session.finish()

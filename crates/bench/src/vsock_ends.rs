@@ -5,18 +5,16 @@ use crate::{
     figures::{LINE, RATIO, Spread, extend},
     options::Common,
 };
-use ringroad_host::vsock::{HostSide, VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker};
+use ringroad_host::vsock::{VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker};
 use ringroad_traffic::{
     child::Folder,
     options::Ring,
     vsock::{RECEIVE, connector},
 };
-use ringroad_vsock::{DriverSide, Settings, Stack};
+use ringroad_vsock::Settings;
 use serde_json::{Value, json};
 use std::{
-    io,
-    sync::Arc,
-    thread,
+    io, thread,
     time::{Duration, Instant},
 };
 
@@ -49,21 +47,9 @@ pub const WAYS: [bool; 2] = [false, true];
 /// Both ends, connected.
 pub struct Ends {
     // Dropped in this order.
-    client: VsockClient,
-    server: VsockServer,
+    pub client: VsockClient,
+    pub server: VsockServer,
     _worker: VsockWorker,
-}
-
-impl Ends {
-    /// Returns the end of the host.
-    pub fn host(&self) -> &Arc<Stack<HostSide>> {
-        self.server.stack()
-    }
-
-    /// Returns the end of the guest.
-    pub fn guest(&self) -> &Arc<Stack<DriverSide>> {
-        self.client.stack()
-    }
 }
 
 impl Setup {

@@ -39,7 +39,7 @@ struct Times {
 /// Measures round trips of one size on new rings.
 fn ping(setup: &Setup, folder: &Folder, direct: bool, poll: Duration, size: usize) -> Result<Times, String> {
     let ends = setup.connect(folder, direct, poll)?;
-    let (host, guest) = (ends.host(), ends.guest());
+    let (host, guest) = (ends.server.stack(), ends.client.stack());
     let Common { driver_cpu, device_cpu, seconds, .. } = setup.common;
     let times = thread::scope(|scope| {
         let listener = Listener::bind(guest, PORT, SocketType::Stream).map_err(message)?;
@@ -67,7 +67,7 @@ fn ping(setup: &Setup, folder: &Folder, direct: bool, poll: Duration, size: usiz
 
 /// Checks that packets were sent in the intended way.
 fn check(ends: &Ends, direct: bool) -> Result<(), String> {
-    for (end, ways) in [("host", ends.host().report().ways), ("guest", ends.guest().report().ways)] {
+    for (end, ways) in [("host", ends.server.stack().report().ways), ("guest", ends.client.stack().report().ways)] {
         if direct && ways.direct <= ways.queued || !direct && ways.direct > 0 {
             return Err(format!("{end}: {} packets sent directly, {} queued", ways.direct, ways.queued));
         }
@@ -89,7 +89,7 @@ fn seed(size: u64) -> Option<f64> {
 pub fn run(args: &Args) -> Result<(), String> {
     let Args { setup, size: sizes, poll: polls } = args;
     let folder = Folder::new("vsock")?;
-    let mut session = Session::new("vsock-latency", &setup.common, polls.len() * sizes.len());
+    let mut session = Session::new("vsock-latency", &setup.common, polls.len() * sizes.len(), false);
     let mut lines = Vec::new();
     for polling in polls {
         let time = poll(polling)?;
@@ -98,13 +98,13 @@ pub fn run(args: &Args) -> Result<(), String> {
             let rounds = session.rounds(&name, &WAYS, |&direct| ping(setup, &folder, direct, time, size as usize))?;
             let mean = |way: usize| rounds.of(way, |times| times.mean);
             let (means, ratio) = ([0, 1].map(|way| Spread::of(&mean(way))), Spread::of_ratios(&mean(0), &mean(1)));
-            let p1 = [0, 1].map(|way| Spread::of(&rounds.of(way, |times| times.p1)).median);
-            let p99 = [0, 1].map(|way| Spread::of(&rounds.of(way, |times| times.p99)).median);
+            let p1 = [0, 1].map(|way| rounds.spread(way, |times| times.p1).median);
+            let p99 = [0, 1].map(|way| rounds.spread(way, |times| times.p99).median);
             let cell = json!({
                 "size": size, "poll": polling, "unit": "us",
                 "before_p1": p1[0], "after_p1": p1[1], "before_p99": p99[0], "after_p99": p99[1],
             });
-            let (row, last) = setup.row(cell, means, ratio, rounds.line, seed(size));
+            let (row, last) = setup.row(cell, means, ratio, rounds.line(), seed(size));
             let mut columns = vec![name];
             for ((mean, p1), p99) in means.iter().zip(p1).zip(p99) {
                 columns.extend(mean.columns(2));

@@ -303,7 +303,7 @@ impl Args {
         let mine = Spread::of(&ours);
         let mut row = json!({
             "unit": unit, "pairs": self.common.pairs, "poll": self.poll, "device_poll": self.device_poll,
-            "ring": self.ring.to_string(), "line_ns": rounds.line.median,
+            "ring": self.ring.to_string(), "line_ns": rounds.line().median,
         });
         extend(&mut row, fields);
         mine.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
@@ -331,7 +331,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let folder = Folder::new("vsock")?;
     let devices: Vec<Vsock> = [Some(args.ours(&folder)?), args.peer(&folder)?].into_iter().flatten().collect();
     let (ours, peer) = (devices.first().ok_or("no device")?, devices.get(1).map_or("", |peer| &peer.device.name));
-    let mut session = Session::new("vsock-peer", common, args.size.len() + 3);
+    let mut session = Session::new("vsock-peer", common, args.size.len() + 3, false);
     let lines = &mut Vec::new();
     for &size in &args.size {
         let rounds =

@@ -75,7 +75,7 @@ impl Load {
     /// Measures it on new rings. Returns Gb/s.
     fn measure(&self, setup: &Setup, folder: &Folder, direct: bool, poll: Duration) -> Result<f64, String> {
         let ends = setup.connect(folder, direct, poll)?;
-        let (host, guest) = (ends.host(), ends.guest());
+        let (host, guest) = (ends.server.stack(), ends.client.stack());
         let Common { driver_cpu, device_cpu, seconds, .. } = setup.common;
         let (rate, ways) = match self.direction {
             Direction::ToGuest => (self.run(host, guest, [device_cpu, driver_cpu], seconds)?, host.report().ways),
@@ -132,18 +132,14 @@ impl Load {
 
     /// Returns the gain that the original work (the seed) reports.
     fn seed(&self) -> Option<f64> {
-        match (self.connections, self.size >> 10) {
-            (1, 4) => Some(10.5 / 6.87),
-            (1, 64) => Some(39.4 / 29.3),
-            (1, 128) => Some(39.9 / 29.5),
-            (2, 4) => Some(17.8 / 10.5),
-            (2, 64) => Some(47.7 / 32.8),
-            (2, 128) => Some(48.5 / 33.2),
-            (4, 4) => Some(16.9 / 12.7),
-            (4, 64) => Some(48.1 / 33.6),
-            (4, 128) => Some(50.5 / 34.2),
-            _ => None,
-        }
+        let size = [4, 64, 128].iter().position(|&kib| kib == self.size >> 10)?;
+        let gains = match self.connections {
+            1 => [10.5 / 6.87, 39.4 / 29.3, 39.9 / 29.5],
+            2 => [17.8 / 10.5, 47.7 / 32.8, 48.5 / 33.2],
+            4 => [16.9 / 12.7, 48.1 / 33.6, 50.5 / 34.2],
+            _ => return None,
+        };
+        gains.get(size).copied()
     }
 }
 
@@ -152,7 +148,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let Args { setup, poll: polling, .. } = args;
     let (time, loads) = (poll(polling)?, args.loads());
     let folder = Folder::new("vsock")?;
-    let mut session = Session::new("vsock-stream", &setup.common, loads.len());
+    let mut session = Session::new("vsock-stream", &setup.common, loads.len(), false);
     let mut lines = Vec::new();
     for load in &loads {
         let Load { direction, connections, size } = load;
@@ -164,7 +160,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         let cell = json!({
             "direction": direction, "connections": connections, "size": size, "poll": polling, "unit": "Gb/s",
         });
-        let (row, last) = setup.row(cell, rates, ratio, rounds.line, load.seed());
+        let (row, last) = setup.row(cell, rates, ratio, rounds.line(), load.seed());
         let mut columns = vec![format!("{direction}, {connections} × {} KiB", size >> 10)];
         columns.extend(rates.iter().flat_map(|rate| rate.columns(1)));
         lines.push([columns, last].concat());

@@ -28,8 +28,8 @@ impl Program {
         Ok(Program { child, name: name.to_owned() })
     }
 
-    /// Starts `ringroad serve` with a configuration and further arguments, and waits until its sockets exist. `name` distinguishes
-    /// its files from those of others in the folder.
+    /// Starts `ringroad serve` with a configuration and further arguments, and waits until its sockets exist. `name`
+    /// distinguishes its files from those of others in the folder.
     ///
     /// # Errors
     /// It cannot be started, or has exited, or a socket does not exist after 5 s.

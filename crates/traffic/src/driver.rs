@@ -1,5 +1,5 @@
-//! The virtio-net driver that sends, receives and reflects test frames: over one connection ([`Traffic::run`]), from one to
-//! another ([`Traffic::run_across`]), or over several in turn ([`Traffic::run_in_turn`]).
+//! The virtio-net driver that sends, receives and reflects test frames: over one connection ([`Traffic::run`]) or over several in
+//! turn ([`Traffic::run_in_turn`]).
 
 use crate::{
     check::{Frame, Lost, Seen, gather, timed, verify},
@@ -86,7 +86,8 @@ impl Traffic {
         }
     }
 
-    /// Runs until the time is over, it is stopped, or the device has disconnected for good. Calls `tick` every second.
+    /// Runs until the time is over, it is stopped, or the device has disconnected for good. Calls `tick` every second. To receive
+    /// from another connection, exchange receive queues and their notifiers with it.
     ///
     /// # Errors
     /// The device broke a rule of the rings.
@@ -102,8 +103,7 @@ impl Traffic {
                 (Some(rx), Some(tx)) => (rx, tx),
                 _ => return Ok(self.totals.clone()),
             };
-            let mut ends = Ends { rx: &mut rx, tx: &mut tx, from: connection, to: connection };
-            let result = self.run_queues(&mut ends, time, &mut tick);
+            let result = self.run_queues(connection, (&mut rx, &mut tx), time, &mut tick);
             connection.driver.rx.push(rx);
             connection.driver.tx.push(tx);
             result?;
@@ -172,29 +172,6 @@ impl Traffic {
         Ok(left)
     }
 
-    /// Like [`Traffic::run`], but sends on one connection and receives on another.
-    ///
-    /// # Errors
-    /// A device broke a rule of the rings.
-    pub fn run_across(
-        &mut self,
-        from: &mut Connection,
-        to: &mut Connection,
-        time: Duration,
-        mut tick: impl FnMut(&Totals),
-    ) -> Result<Totals, DriverFault> {
-        let (mut rx, mut tx) = match (to.driver.rx.pop(), from.driver.tx.pop()) {
-            (Some(rx), Some(tx)) => (rx, tx),
-            _ => return Ok(self.totals.clone()),
-        };
-        self.start = Instant::now();
-        let mut ends = Ends { rx: &mut rx, tx: &mut tx, from, to };
-        let result = self.run_queues(&mut ends, time, &mut tick);
-        to.driver.rx.push(rx);
-        from.driver.tx.push(tx);
-        result.map(|()| mem::take(&mut self.totals))
-    }
-
     /// Runs several drivers in turn, one round each, polling. Returns their totals without round trips.
     ///
     /// # Errors
@@ -226,11 +203,11 @@ impl Traffic {
 
     fn run_queues(
         &mut self,
-        ends: &mut Ends<'_>,
+        connection: &Connection,
+        (rx, tx): (&mut DriverRx, &mut DriverTx),
         time: Duration,
         tick: &mut impl FnMut(&Totals),
     ) -> Result<(), DriverFault> {
-        let Ends { rx, tx, from, to } = ends;
         // After a reconnect, the time continues.
         let begun = self.start.elapsed();
         let mut pace = Pace {
@@ -242,21 +219,19 @@ impl Traffic {
         rx.disable_notification();
         tx.disable_notification();
         for round in 0u64.. {
-            if (round % ROUNDS == 0 || self.settings.event_driven)
-                && !self.look(&mut pace, time, || from.is_closed() || to.is_closed(), tick)
-            {
+            if (round % ROUNDS == 0 || self.settings.event_driven) && !self.look(&mut pace, connection, time, tick) {
                 break;
             }
             let worked = self.round(rx, tx, pace.allowed)?;
             // Asking costs a full fence. A polling device does not need to be notified; one that sleeps is notified when there
             // is nothing else to do, or soon.
             if worked == 0 || round % ROUNDS == 0 || self.settings.event_driven {
-                kick(tx.wants_notification(), from.tx.first());
-                kick(rx.wants_notification(), to.rx.first());
+                kick(tx.wants_notification(), connection.tx.first());
+                kick(rx.wants_notification(), connection.rx.first());
             }
             if worked == 0 {
                 if self.settings.event_driven {
-                    self.sleep(to, rx, tx, time, pace.allowed);
+                    self.sleep(connection, rx, tx, time, pace.allowed);
                 } else {
                     std::hint::spin_loop();
                 }
@@ -266,12 +241,12 @@ impl Traffic {
         Ok(())
     }
 
-    /// Looks at the clock: reports, notices lost frames and a disconnected device, and sets the pace. Returns whether to continue.
+    /// Looks at the clock: reports, notices lost frames and a disconnected device, sets the pace. Returns whether to continue.
     fn look(
         &mut self,
         pace: &mut Pace,
+        connection: &Connection,
         time: Duration,
-        is_closed: impl Fn() -> bool,
         tick: &mut impl FnMut(&Totals),
     ) -> bool {
         let now = self.start.elapsed();
@@ -285,7 +260,7 @@ impl Traffic {
         if checks {
             pace.next_check = now + CHECK;
         }
-        if now >= time || self.is_stopped() || (ticks || checks) && is_closed() {
+        if now >= time || self.is_stopped() || (ticks || checks) && connection.is_closed() {
             return false;
         }
         if let Some((since, before)) = self.recovering
@@ -443,14 +418,6 @@ impl Traffic {
         tx.publish();
         Ok(count)
     }
-}
-
-/// The queues that frames are sent and received on, and their connections: usually the same one.
-struct Ends<'a> {
-    rx: &'a mut DriverRx,
-    tx: &'a mut DriverTx,
-    from: &'a Connection,
-    to: &'a Connection,
 }
 
 fn kick(wanted: bool, notifier: Option<&Notifier>) {

@@ -88,7 +88,10 @@ impl Probe {
     /// [`ProbeError::Size`] if the frame is too short or too long; it is not changed then.
     pub fn write(&self, addresses: &Addresses, frame: &mut [u8]) -> Result<(), ProbeError> {
         let size = frame.len();
-        let (head, body) = split_mut(frame)?;
+        let (head, body) = match frame.split_first_chunk_mut::<MIN_SIZE>() {
+            Some(parts) if size <= MAX_SIZE => parts,
+            _ => return Err(ProbeError::Size(size)),
+        };
         head[..6].copy_from_slice(&addresses.destination.0);
         head[6..12].copy_from_slice(&addresses.source.0);
         head[12..IP].copy_from_slice(&[0x08, 0x00]);
@@ -96,22 +99,11 @@ impl Probe {
         put(head, UDP + 2, MAGIC.to_be_bytes());
         put(head, UDP + 4, udp_length(size).to_be_bytes());
         put(head, UDP + 6, [0, 0]);
-        self.put_fields(head);
+        put(head, UDP, self.flow.wrapping_add(FLOW_PORT).to_be_bytes());
+        put(head, SEQUENCE, self.sequence.to_be_bytes());
+        put(head, SENT_NS, self.sent_ns.to_be_bytes());
+        put(head, CHECK, self.check().to_be_bytes());
         fill(self.sequence, body);
-        Ok(())
-    }
-
-    /// Updates flow, sequence and sent_ns in a frame written by [`Probe::write`], for loops that cannot afford a full
-    /// write.
-    ///
-    /// The body keeps the pattern of the previous sequence: [`Probe::read`] accepts such a frame, [`Probe::verify`] reports
-    /// its body as damaged unless it has none or the sequence did not change.
-    ///
-    /// # Errors
-    /// [`ProbeError::Size`] if the frame is too short or too long; it is not changed then.
-    #[inline]
-    pub fn rewrite(&self, frame: &mut [u8]) -> Result<(), ProbeError> {
-        self.put_fields(split_mut(frame)?.0);
         Ok(())
     }
 
@@ -163,14 +155,6 @@ impl Probe {
         }
     }
 
-    #[inline]
-    fn put_fields(&self, head: &mut [u8; MIN_SIZE]) {
-        put(head, UDP, self.flow.wrapping_add(FLOW_PORT).to_be_bytes());
-        put(head, SEQUENCE, self.sequence.to_be_bytes());
-        put(head, SENT_NS, self.sent_ns.to_be_bytes());
-        put(head, CHECK, self.check().to_be_bytes());
-    }
-
     /// The modulus is a prime above 255 * 256, so that every change within one byte is detected; the factors distinguish
     /// the fields.
     #[inline]
@@ -190,15 +174,6 @@ fn split(frame: &[u8]) -> Result<(&[u8; MIN_SIZE], &[u8]), ProbeError> {
     match frame.split_first_chunk() {
         Some(parts) if frame.len() <= MAX_SIZE => Ok(parts),
         _ => Err(ProbeError::Size(frame.len())),
-    }
-}
-
-#[inline]
-fn split_mut(frame: &mut [u8]) -> Result<(&mut [u8; MIN_SIZE], &mut [u8]), ProbeError> {
-    let size = frame.len();
-    match frame.split_first_chunk_mut() {
-        Some(parts) if size <= MAX_SIZE => Ok(parts),
-        _ => Err(ProbeError::Size(size)),
     }
 }
 
