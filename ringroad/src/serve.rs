@@ -187,7 +187,7 @@ fn control(
     state.print(false);
     progress.at("writing the counters");
     if let Some(file) = &args.json {
-        crate::blast::write_json(file, &state.json())?;
+        ringroad_text::save(file, &state.json())?;
     }
     state.end();
     Ok(())

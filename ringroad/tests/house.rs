@@ -11,8 +11,15 @@ use std::{
 };
 
 /// The rooms, lower ones first. A room may import those of lower floors only.
-const FLOORS: &[&[&str]] =
-    &[&["mem", "wire"], &["frame", "ring"], &["net", "vsock", "switch"], &["host"], &["ringroad"]];
+const FLOORS: &[&[&str]] = &[
+    &["mem", "wire", "text"],
+    &["frame", "ring"],
+    &["net", "vsock", "switch"],
+    &["host"],
+    &["traffic"],
+    &["bench"],
+    &["ringroad"],
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -94,6 +101,21 @@ fn files_of_a_room_do_not_import_each_other_in_a_circle() {
     assert_eq!(imports::circle(&graph(&[("a", &["b", "c"]), ("b", &["c"]), ("c", &[])])), None);
     let circle = imports::circle(&graph(&[("a", &["b"]), ("b", &["c"]), ("c", &["b"])])).unwrap();
     assert_eq!(circle.into_iter().collect::<BTreeSet<_>>(), names(&["b", "c"]));
+}
+
+/// `serve`, its configuration and its log do not use what measures them; only the commands beside them do.
+#[test]
+fn the_product_does_not_measure() {
+    let folder = root().join("ringroad/src");
+    let mut files = vec![folder.join("serve.rs"), folder.join("logger.rs")];
+    ["serve", "config"].iter().for_each(|part| sources(&folder.join(part), &mut files));
+    assert!(files.len() > 5, "the search finds the files");
+    for file in files {
+        let text = fs::read_to_string(&file).unwrap();
+        for other in ["ringroad_traffic", "ringroad_bench", "crate::blast", "crate::demo", "crate::vsock"] {
+            assert!(!text.contains(other), "{} uses {other}", file.display());
+        }
+    }
 }
 
 /// Whether a line of code, comments and strings apart, has the word.

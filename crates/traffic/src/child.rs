@@ -1,6 +1,8 @@
 //! Child processes of `demo` and `bench` (the daemon, drivers, DPDK) and their temporary directory.
 
+use ringroad_host::{Signal, signal};
 use std::{
+    ffi::OsStr,
     fs, io,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -16,6 +18,9 @@ pub struct Program {
 
 impl Program {
     /// Starts it, with stderr redirected to the file `log`.
+    ///
+    /// # Errors
+    /// The file cannot be created, or the process cannot be started.
     pub fn start(name: &str, command: &mut Command, log: &Path) -> Result<Program, String> {
         let failed = |error: io::Error| format!("cannot start {name}: {error}");
         let log = fs::File::create(log).map_err(failed)?;
@@ -23,12 +28,38 @@ impl Program {
         Ok(Program { child, name: name.to_owned() })
     }
 
+    /// Starts `ringroad serve` with a configuration and further arguments, and waits until its sockets exist. `name`
+    /// distinguishes its files from those of others in the folder.
+    ///
+    /// # Errors
+    /// It cannot be started, or has exited, or a socket does not exist after 5 s.
+    pub fn serve<'a>(
+        folder: &Folder,
+        name: &str,
+        config: &str,
+        arguments: &[&OsStr],
+        sockets: impl IntoIterator<Item = &'a PathBuf>,
+    ) -> Result<Program, String> {
+        let (file, log) = (folder.file(&format!("{name}.toml")), folder.file(&format!("{name}.log")));
+        fs::write(&file, config).map_err(|error| format!("cannot write {}: {error}", file.display()))?;
+        let mut command = ourselves()?;
+        command.arg("serve").arg("-c").arg(&file).args(arguments).stdout(Stdio::null());
+        let mut program = Program::start("ringroad serve", &mut command, &log)?;
+        for socket in sockets {
+            program.wait_for(socket, Duration::from_secs(5), &log)?;
+        }
+        Ok(program)
+    }
+
     /// Returns the process.
     pub fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
-    /// Waits until `path` exists. Fails if the process exits first or after `patience`.
+    /// Waits until `path` exists.
+    ///
+    /// # Errors
+    /// The process has exited (the message contains its log), or `patience` is over.
     pub fn wait_for(&mut self, path: &Path, patience: Duration, log: &Path) -> Result<(), String> {
         let start = Instant::now();
         while !path.exists() {
@@ -46,7 +77,7 @@ impl Program {
 
     /// Sends SIGTERM and waits; SIGKILL after 5 s.
     pub fn end(&mut self) {
-        ringroad_host::signal(self.child.id(), ringroad_host::Signal::Terminate);
+        signal(self.child.id(), Signal::Terminate);
         let start = Instant::now();
         while matches!(self.child.try_wait(), Ok(None)) {
             if start.elapsed() > Duration::from_secs(5) {
@@ -60,8 +91,7 @@ impl Program {
 
     /// Stops (SIGSTOP) or continues the process: while one is being measured, others must not even poll.
     pub fn hold(&self, still: bool) {
-        use ringroad_host::Signal::{Continue, Stop};
-        ringroad_host::signal(self.child.id(), if still { Stop } else { Continue });
+        signal(self.child.id(), if still { Signal::Stop } else { Signal::Continue });
     }
 
     /// Returns its CPU time, user and system.
@@ -87,6 +117,9 @@ pub struct Folder(PathBuf);
 
 impl Folder {
     /// Creates it, with a name that is unique to this process.
+    ///
+    /// # Errors
+    /// It cannot be created.
     pub fn new(what: &str) -> Result<Folder, String> {
         let path = std::env::temp_dir().join(format!("ringroad-{what}-{}", std::process::id()));
         fs::create_dir_all(&path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
@@ -105,7 +138,16 @@ impl Drop for Folder {
     }
 }
 
+/// Returns the `[[port]]` section of a vhost-user port for frames of any size, with further lines.
+pub fn port(name: &str, socket: &Path, more: &str) -> String {
+    let socket = socket.display();
+    format!("[[port]]\nname = \"{name}\"\nkind = \"vhost-user\"\nsocket = \"{socket}\"\nmtu = 65535\n{more}\n")
+}
+
 /// Returns a command that starts this program.
+///
+/// # Errors
+/// The executable cannot be found.
 pub fn ourselves() -> Result<Command, String> {
     std::env::current_exe().map(Command::new).map_err(|error| format!("cannot find the ringroad executable: {error}"))
 }

@@ -1,21 +1,21 @@
-//! PvP: a driver sends frames through one port, the device swaps their MAC addresses and sends them back. One core for
-//! the driver, one for the device; the same light driver drives our device and a peer's, in turn.
+//! PvP: a driver sends frames to one port, the device swaps their MAC addresses and sends them back. One core for the driver, one
+//! for the device; the same light driver (ours) runs on our device and on the peer's in turn.
 
-use super::{
+use crate::{
+    options::Common,
     peer::Peers,
-    rig::{Common, Device, Pairs, Progress, Rings, Table, finished},
+    rig::{Device, Rings},
+    session::Session,
 };
-use crate::{Outcome, blast::Ring, child::Folder, traffic};
-use serde_json::json;
-use std::process::ExitCode;
+use ringroad_traffic::{self as traffic, Settings, child::Folder, options::Ring};
+use serde_json::{Value, json};
 
-/// Frames reflected by a device on one core, ours against a peer's
 #[derive(clap::Args)]
 pub struct Args {
-    /// The layouts of the rings [default: both]
+    /// Ring layouts, as a list [default: both]
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "packed"], hide_default_value = true)]
     ring: Vec<Ring>,
-    /// Frame sizes without FCS
+    /// Frame sizes in bytes, without FCS, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [64, 256, 1518],
           value_parser = clap::value_parser!(u64).range(60..=65000))]
     size: Vec<u64>,
@@ -25,28 +25,28 @@ pub struct Args {
     /// Short for --touch notouch
     #[arg(long, conflicts_with = "touch")]
     no_touch: bool,
-    /// Entries of each ring
+    /// Numbers of entries of each ring, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [256],
           value_parser = clap::value_parser!(u32).range(32..=32768))]
     queue_size: Vec<u32>,
-    /// The whole matrix: both layouts, six sizes of 64 to 1518, touch and notouch, rings of 256 and 1024
+    /// The whole matrix: both layouts, six sizes from 64 to 1518, touch and notouch, rings of 256 and 1024
     #[arg(long, conflicts_with_all = ["ring", "size", "touch", "no_touch", "queue_size"])]
     all: bool,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: Peers,
+    peers: Peers,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Touch {
-    /// Writes 4 bytes of each frame, reads 4 bytes
+    /// Write 4 bytes of each frame sent, read 4 bytes of each frame received
     Touch,
-    /// Leaves it alone: the cost of the rings
+    /// Leave it alone: measures the rings
     Notouch,
 }
 
-/// What is measured at once.
+/// One combination of options.
 struct Cell {
     rings: Rings,
     size: usize,
@@ -54,16 +54,28 @@ struct Cell {
 }
 
 impl Cell {
-    /// As tables name it: what is not the default is said.
+    /// Returns its name in tables, which leaves defaults out.
     fn name(&self) -> String {
         let notouch = if self.touch == Touch::Notouch { " notouch" } else { "" };
         let ring = if self.rings.size == 256 { String::new() } else { format!(" ring {}", self.rings.size) };
-        format!("{} {}{notouch}{ring}", self.rings.layout.name(), self.size)
+        format!("{} {}{notouch}{ring}", self.rings.layout, self.size)
+    }
+
+    fn row(&self) -> Value {
+        json!({
+            "ring": self.rings.layout.to_string(), "size": self.size, "touch": self.touch == Touch::Touch,
+            "queue_size": self.rings.size, "unit": "Mpps",
+        })
+    }
+
+    fn settings(&self) -> Settings {
+        let touch = if self.touch == Touch::Touch { traffic::Touch::Word } else { traffic::Touch::Nothing };
+        Settings { touch, ..Settings::flood(self.size) }
     }
 }
 
 impl Args {
-    /// All combinations of what was asked for.
+    /// Returns all combinations of the options.
     fn cells(&self) -> Vec<Cell> {
         let (mut layouts, mut sizes) = (self.ring.clone(), self.size.clone());
         let (mut touches, mut queue_sizes) = (self.touch.clone(), self.queue_size.clone());
@@ -88,37 +100,22 @@ impl Args {
 }
 
 /// Measures every combination with each peer.
-pub fn run(args: Args) -> Outcome {
-    let Args { common, .. } = &args;
-    let (peers, cells) = (args.peer.found()?, args.cells());
+pub fn run(args: &Args) -> Result<(), String> {
+    let Args { common, peers, .. } = args;
+    let peers = peers.found()?;
+    let cells: Vec<_> = args.cells().into_iter().map(|cell| (cell.name(), cell.row(), cell)).collect();
     let folder = Folder::new("pvp")?;
-    let ours = common.ours(&folder, "ours", "\"unlimited\"", &["mode = \"reflect\""])?;
-    let mut progress = Progress::new(peers.len() * cells.len());
-    let mut rows = Vec::new();
-    for peer in &peers {
-        let peer = peer.start(common, &folder, 1, "macswap")?;
-        let mut table = Table::new(peer.as_ref().map(|peer| peer.name.as_str()), ["ours", "peer"], &[]);
-        for cell in &cells {
-            let touch = if cell.touch == Touch::Touch { traffic::Touch::Word } else { traffic::Touch::Nothing };
-            let settings = traffic::Settings { touch, ..traffic::Settings::flood(cell.size) };
-            let one = |device: &Device| Ok(common.run(device, 0, cell.rings, &settings)?.into());
-            let pairs = Pairs::measure(common, &mut progress, (&ours, peer.as_ref()), &cell.name(), one)?;
-            let row = json!({
-                "ring": cell.rings.layout.name(), "size": cell.size, "touch": cell.touch == Touch::Touch,
-                "queue_size": cell.rings.size, "unit": "Mpps",
-            });
-            rows.push(table.add(cell.name(), row, &pairs, Vec::new()));
-            common.save("pvp", &rows, false)?;
-        }
-        finished();
-        let Common { pairs, seconds, .. } = common;
-        println!(
-            "PvP, Mpps each way through one device core, touch and ring 256 where nothing else is said, {pairs} runs of {seconds} s, median and min–max"
-        );
-        table.print();
-    }
-    common.save("pvp", &rows, true)?;
-    Ok(ExitCode::SUCCESS)
+    let ours = common.ours(&folder, "ours", "unlimited", &["mode = \"reflect\""])?;
+    let title = format!(
+        "PvP, Mpps each way through one device core, touch and ring 256 unless stated otherwise, {}",
+        common.runs()
+    );
+    let mut session = Session::new("pvp", common, peers.len() * cells.len(), true);
+    let devices = peers.iter().map(|peer| peer.start(common, &folder, 1, "macswap"));
+    session.compare(&title, &ours, devices, &cells, |device: &Device, cell| {
+        Ok(common.run(device, 0, cell.rings, &cell.settings())?.into())
+    })?;
+    session.finish()
 }
 
 #[cfg(test)]

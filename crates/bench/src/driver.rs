@@ -1,71 +1,58 @@
-//! DPDK's own driver (testpmd, net_virtio_user) on our device, against the same driver on DPDK's device (net_vhost). One core
-//! for the driver, one for the device; the figures are those of the driver.
+//! DPDK's driver (testpmd, net_virtio_user) on our device, against the same driver on DPDK's device (net_vhost). One core for the
+//! driver, one for the device; the driver's own figures count.
 
-use super::{
-    peer::{self, Peer, Peers},
-    rig::{Common, Device, Pairs, Progress, Run, Table, finished},
-};
 use crate::{
-    Outcome,
-    blast::Ring,
-    child::{Folder, Program},
+    options::{Common, Layouts},
+    peer::{self, Peer, Peers},
+    rig::Device,
+    session::{Run, Session, Table},
 };
-use serde_json::{Value, json};
+use ringroad_traffic::{
+    child::{Folder, Program},
+    options::{Ring, name},
+};
+use serde_json::json;
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::ExitCode,
     thread,
     time::{Duration, Instant},
 };
 
-/// DPDK's own driver on our device, against the same driver on DPDK's
 #[derive(clap::Args)]
 pub struct Args {
-    /// What the driver does
+    /// What the driver does, as a list
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["flowgen", "txonly", "rxonly"])]
     mode: Vec<Mode>,
-    /// The layouts of the rings [default: both]
-    #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "packed"], hide_default_value = true)]
-    ring: Vec<Ring>,
+    #[command(flatten)]
+    layouts: Layouts,
     /// Without and with VIRTIO_NET_F_MRG_RXBUF
     #[arg(long, value_delimiter = ',', default_values = ["0", "1"], value_parser = ["0", "1"])]
     mrg_rxbuf: Vec<String>,
     /// Without and with VIRTIO_F_IN_ORDER
     #[arg(long, value_delimiter = ',', default_values = ["0", "1"], value_parser = ["0", "1"])]
     in_order: Vec<String>,
-    /// Without and with its vectorized functions, where it has any
+    /// Without and with its vectorized functions, if it has any for the case
     #[arg(long, value_delimiter = ',', default_values = ["0", "1"], value_parser = ["0", "1"])]
     vectorized: Vec<String>,
-    /// Entries of each ring
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(32..=32768))]
-    queue_size: u32,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    peer: Peers,
+    peers: Peers,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Mode {
-    /// Sends; the device sends back
+    /// Send frames that the device reflects
     Flowgen,
-    /// Sends; the device drops
+    /// Send frames that the device drops
     Txonly,
-    /// Receives what the device generates
+    /// Receive frames that the device generates
     Rxonly,
 }
 
 impl Mode {
-    fn name(self) -> &'static str {
-        match self {
-            Mode::Flowgen => "flowgen",
-            Mode::Txonly => "txonly",
-            Mode::Rxonly => "rxonly",
-        }
-    }
-
-    /// What our device does then, and DPDK's.
+    /// Returns the configuration line of our device, and the forwarding mode of DPDK's.
     fn devices(self) -> (&'static str, &'static str) {
         match self {
             Mode::Flowgen => ("mode = \"reflect\"", "macswap"),
@@ -74,7 +61,7 @@ impl Mode {
         }
     }
 
-    /// Which of the driver's functions, for receiving and sending, do the work.
+    /// Returns those of the driver's functions (receive, transmit) that do the work.
     fn path(self, [rx, tx]: &[String; 2]) -> String {
         match self {
             Mode::Flowgen => format!("{rx} {tx}"),
@@ -83,17 +70,17 @@ impl Mode {
         }
     }
 
-    /// Which of the driver's rates counts.
+    /// Returns the name of the driver's rate that counts.
     fn rate(self) -> &'static str {
         if self == Mode::Txonly { "Tx-pps:" } else { "Rx-pps:" }
     }
 }
 
 impl Args {
-    /// All combinations of what was asked for, but for the modes.
+    /// Returns all combinations of the options, modes apart.
     fn cells(&self) -> Vec<Cell<'_>> {
         let mut cells = Vec::new();
-        for &ring in &self.ring {
+        for &ring in &self.layouts.ring {
             for mrg_rxbuf in &self.mrg_rxbuf {
                 for in_order in &self.in_order {
                     cells.extend(self.vectorized.iter().map(|vectorized| Cell {
@@ -109,7 +96,7 @@ impl Args {
     }
 }
 
-/// What is measured at once, for one mode.
+/// One combination of options, for one mode.
 struct Cell<'a> {
     ring: Ring,
     mrg_rxbuf: &'a str,
@@ -120,48 +107,48 @@ struct Cell<'a> {
 impl Cell<'_> {
     fn name(&self, mode: Mode) -> String {
         let Cell { ring, mrg_rxbuf, in_order, vectorized } = self;
-        format!("{} {} mrg={mrg_rxbuf} in_order={in_order} vec={vectorized}", mode.name(), ring.name())
+        format!("{} {ring} mrg={mrg_rxbuf} in_order={in_order} vec={vectorized}", name(&mode))
     }
 }
 
-/// A driver on a device, both held still but while they are measured.
+/// A driver on a device. Both only run while they are measured.
 struct Side<'a> {
     driver: Program,
     device: &'a Device,
-    /// What the driver prints: its rates, every second.
+    /// The driver's output: its rates, every second.
     output: PathBuf,
     log: PathBuf,
     rate: &'static str,
-    /// The functions that it has chosen, for receiving and sending.
+    /// The functions that it has chosen for receiving and sending.
     paths: [String; 2],
 }
 
 impl<'a> Side<'a> {
-    /// Starts a driver on a device and waits until it has made its choice.
+    /// Starts a driver on a device and waits until it has chosen its functions.
     fn start(
         args: &Args,
         words: &[String],
         folder: &Folder,
         mode: Mode,
         cell: &Cell<'_>,
-        (name, device): (&str, &'a Device),
+        (title, device): (&str, &'a Device),
     ) -> Result<Side<'a>, String> {
-        let (log, output) = (folder.file(&format!("{name}.log")), folder.file(&format!("{name}.out")));
+        let (log, output) = (folder.file(&format!("{title}.log")), folder.file(&format!("{title}.out")));
         let stdout = fs::File::create(&output).map_err(|error| format!("{}: {error}", output.display()))?;
         let packed = u8::from(cell.ring == Ring::Packed);
-        let queue_size = args.queue_size;
+        let queue_size = args.layouts.queue_size;
         let vdev = format!(
             "net_virtio_user0,path={},queues=1,queue_size={queue_size},packed_vq={packed},mrg_rxbuf={},in_order={},vectorized={}",
-            device.sockets[0].display(),
+            device.socket(0)?.display(),
             cell.mrg_rxbuf,
             cell.in_order,
             cell.vectorized
         );
-        let mut command = peer::testpmd(words, args.common.driver_cpu, name);
+        let mut command = peer::testpmd(words, args.common.driver_cpu, title);
         command
             .args(["--single-file-segments", "--force-max-simd-bitwidth=512"])
             .args(["--log-level=pmd.net.virtio.init:debug", "--vdev", &vdev])
-            .args(["--", "--nb-cores=1", &format!("--forward-mode={}", mode.name()), "--txpkts=64", "--auto-start"])
+            .args(["--", "--nb-cores=1", &format!("--forward-mode={}", name(&mode)), "--txpkts=64", "--auto-start"])
             .args([&format!("--rxd={queue_size}"), &format!("--txd={queue_size}")])
             .args(["--no-flush-rx", "--stats-period", "1"])
             .stdout(stdout);
@@ -174,7 +161,7 @@ impl<'a> Side<'a> {
         Ok(side)
     }
 
-    /// Ends the driver, and holds the device still when it has noticed.
+    /// Ends the driver, and stops the device when it has noticed.
     fn end(self) {
         let device = self.device;
         drop(self);
@@ -187,14 +174,14 @@ impl<'a> Side<'a> {
         self.driver.hold(still);
     }
 
-    /// The driver's mean rate over so many seconds. Its first figure covers the time when it was held still, too, and does
+    /// Measures the driver's mean rate for a number of seconds. Its first figure includes the time when it was stopped, and does
     /// not count.
     fn measure(&self, seconds: usize) -> Result<Run, String> {
         let before = self.rates().len() + 1;
         self.hold(false);
         let rates = self.wait(before + seconds)?;
         self.hold(true);
-        let rates = &rates[before..];
+        let rates = rates.get(before..).unwrap_or_default();
         let mpps = rates.iter().sum::<f64>() / rates.len() as f64 / 1e6;
         match mpps {
             0.0 => Err(format!("testpmd on {}: no frames", self.device.name)),
@@ -202,12 +189,12 @@ impl<'a> Side<'a> {
         }
     }
 
-    /// The rates that the driver has printed so far, in frames per second.
+    /// Returns the rates that the driver has printed so far, in frames per second.
     fn rates(&self) -> Vec<f64> {
         rates(&fs::read_to_string(&self.output).unwrap_or_default(), self.rate)
     }
 
-    /// Waits until it has printed so many.
+    /// Waits until it has printed this number of rates.
     fn wait(&self, count: usize) -> Result<Vec<f64>, String> {
         let (start, missing) = (Instant::now(), count.saturating_sub(self.rates().len()));
         loop {
@@ -216,8 +203,8 @@ impl<'a> Side<'a> {
                 return Ok(rates);
             }
             if start.elapsed() > Duration::from_secs(15 + 2 * missing as u64) {
-                let said = fs::read_to_string(&self.log).unwrap_or_default();
-                return Err(format!("testpmd on {} does not say how fast it is:\n{said}", self.device.name));
+                let log = fs::read_to_string(&self.log).unwrap_or_default();
+                return Err(format!("testpmd on {} printed too few rates:\n{log}", self.device.name));
             }
             thread::sleep(Duration::from_millis(50));
         }
@@ -226,90 +213,79 @@ impl<'a> Side<'a> {
 
 impl Drop for Side<'_> {
     fn drop(&mut self) {
-        // The driver, which ends now, asks it to stop its queues.
+        // The driver asks it to stop its queues when it ends.
         self.device.hold(false);
     }
 }
 
 /// Measures every combination with each peer.
-pub fn run(args: Args) -> Outcome {
-    let Args { common, .. } = &args;
-    let (peers, cells) = (args.peer.found()?, args.cells());
-    let mut progress = Progress::new(peers.len() * args.mode.len() * cells.len());
-    let mut rows = Vec::new();
+pub fn run(args: &Args) -> Result<(), String> {
+    let (peers, cells) = (args.peers.found()?, args.cells());
+    let mut session = Session::new("driver", &args.common, peers.len() * args.mode.len() * cells.len(), true);
     for peer in &peers {
         for &mode in &args.mode {
-            measure(&args, peer, mode, &cells, &mut progress, &mut rows)?;
+            measure(args, peer, mode, &cells, &mut session)?;
         }
     }
-    common.save("driver", &rows, true)?;
-    Ok(ExitCode::SUCCESS)
+    session.finish()
 }
 
-/// A table of one mode with one peer.
-fn measure(
-    args: &Args,
-    peer: &Peer,
-    mode: Mode,
-    cells: &[Cell<'_>],
-    progress: &mut Progress,
-    rows: &mut Vec<Value>,
-) -> Result<(), String> {
-    let Args { common, queue_size, .. } = args;
+/// Measures one mode with one peer.
+fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &mut Session<'_>) -> Result<(), String> {
+    let Args { common, layouts: Layouts { queue_size, .. }, .. } = args;
     let Peer::Testpmd(words) = peer else { return Err("bench driver needs DPDK: --peer dpdk or forky".into()) };
-    let folder = Folder::new(&format!("driver-{}", mode.name()))?;
-    let (what_ours, what_theirs) = mode.devices();
-    let ours = common.ours(&folder, "ours", "\"unlimited\"", &[what_ours])?;
-    let Some(theirs) = peer.start(common, &folder, 1, what_theirs)? else { return Ok(()) };
+    let mode_name = name(&mode);
+    let folder = Folder::new(&format!("driver-{mode_name}"))?;
+    let (line, forward) = mode.devices();
+    let ours = common.ours(&folder, "ours", "unlimited", &[line])?;
+    let Some(theirs) = peer.start(common, &folder, 1, forward)? else { return Ok(()) };
     let seconds = common.seconds.round().max(1.0) as usize;
     let mut table = Table::new(Some(&theirs.name), ["ours", "peer"], &["its Rx path", "its Tx path"]);
     for cell in cells {
-        let probe = Side::start(args, words, &folder, mode, cell, ("on-ours", &ours))?;
-        let (paths, version) = (probe.paths.clone(), peer::version(&probe.log));
-        probe.end();
+        let first = Side::start(args, words, &folder, mode, cell, ("on-ours", &ours))?;
+        let (paths, version) = (first.paths.clone(), peer::version(&first.log));
+        first.end();
         if cell.vectorized == "1" && !mode.path(&paths).contains("vectorized") {
-            progress.skip();
+            session.skip();
             continue;
         }
-        let name = cell.name(mode);
-        // A driver anew for each run: where its memory happens to lie is worth 15 %.
-        let one = |&(name, device): &(&str, &Device)| {
-            let side = Side::start(args, words, &folder, mode, cell, (name, device))?;
+        // A new driver for each run: where its memory happens to be makes a difference of 15 %.
+        let one = |&(title, device): &(&str, &Device)| {
+            let side = Side::start(args, words, &folder, mode, cell, (title, device))?;
             let run = side.measure(seconds);
             side.end();
             run
         };
-        let pairs = Pairs::measure(common, progress, (&("on-ours", &ours), Some(&("on-peer", &theirs))), &name, one)?;
+        let name = cell.name(mode);
+        let pairs = session.rounds(&name, &[("on-ours", &ours), ("on-peer", &theirs)], one)?;
+        let [rx_path, tx_path] = &paths;
         let row = json!({
-            "mode": mode.name(), "ring": cell.ring.name(), "mrg_rxbuf": cell.mrg_rxbuf == "1",
+            "mode": mode_name, "ring": cell.ring.to_string(), "mrg_rxbuf": cell.mrg_rxbuf == "1",
             "in_order": cell.in_order == "1", "vectorized": cell.vectorized == "1", "size": 64, "queue_size": queue_size,
-            "unit": "Mpps", "driver": format!("DPDK {version} net_virtio_user"), "rx_path": paths[0], "tx_path": paths[1],
+            "unit": "Mpps", "driver": format!("DPDK {version} net_virtio_user"), "rx_path": rx_path, "tx_path": tx_path,
         });
-        rows.push(table.add(name, row, &pairs, paths.to_vec()));
-        common.save("driver", rows, false)?;
+        session.push(table.add(&name, row, &pairs, paths))?;
     }
-    finished();
-    println!(
-        "DPDK's driver, {}, 64 B, Mpps that it counts, ring {queue_size}, {} runs of {seconds} s, median and min–max",
-        mode.name(),
+    let title = format!(
+        "DPDK's driver, {mode_name}, 64 B, Mpps as it counts them, ring {queue_size}, {} runs of {seconds} s, median and min–max\n\
+         vec=1 is left out if the driver has no vectorized function for the case: it is the same as vec=0",
         common.pairs
     );
-    println!("vec=1 where the driver has no vectorized function for it: left out, as it is the same as vec=0");
-    table.print();
+    session.print(&title, &table.text());
     Ok(())
 }
 
-/// The rates of a name in what testpmd prints; one that is not complete yet is not one.
+/// Returns the rates with this name in testpmd's output, without one that is not complete yet.
 fn rates(output: &str, name: &str) -> Vec<f64> {
     let rest = output.split(name).skip(1);
     rest.filter_map(|rest| rest.trim_start().split_once(char::is_whitespace)?.0.parse().ok()).collect()
 }
 
-/// The function that a driver's log says it uses.
+/// Returns the function that a driver uses, from its log.
 fn path(log: &Path, way: &str) -> String {
-    let said = fs::read_to_string(log).unwrap_or_default();
+    let log = fs::read_to_string(log).unwrap_or_default();
     let end = format!(" {way} path on port 0");
-    let line = said.lines().rfind(|line| line.contains(&end)).unwrap_or_default();
+    let line = log.lines().rfind(|line| line.contains(&end)).unwrap_or_default();
     let path = line.split(&end).next().and_then(|line| line.rsplit("using ").next());
     path.unwrap_or("unknown").to_owned()
 }
@@ -320,10 +296,10 @@ mod tests {
 
     #[test]
     fn rates_of_testpmd() {
-        let said = "  Throughput (since last show)\n  Rx-pps:            0          Rx-bps:            0\n  \
+        let output = "  Throughput (since last show)\n  Rx-pps:            0          Rx-bps:            0\n  \
                     Tx-pps:      6532032          Tx-bps:   3135375824\n  Rx-pps:      1525469          Rx-bps: 7\n  Rx-pps:   12";
-        assert_eq!(rates(said, "Rx-pps:"), [0.0, 1525469.0], "the last one is not complete");
-        assert_eq!(rates(said, "Tx-pps:"), [6532032.0]);
+        assert_eq!(rates(output, "Rx-pps:"), [0.0, 1525469.0], "the last one is incomplete");
+        assert_eq!(rates(output, "Tx-pps:"), [6532032.0]);
         assert_eq!(rates("", "Tx-pps:"), [0.0; 0]);
     }
 }
