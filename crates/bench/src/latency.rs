@@ -3,7 +3,7 @@
 
 use crate::{
     figures::{LINE, LINE_NOTE, RATIO, Spread, extend},
-    options::Frames,
+    frames::Frames,
     rig::{Device, Rings},
     session::{Rounds, Session},
 };

@@ -12,6 +12,7 @@
 mod curves;
 mod driver;
 mod figures;
+mod frames;
 mod latency;
 mod options;
 mod packed;
@@ -44,9 +45,9 @@ enum Bench {
     /// Gain of each optimisation in `port.tuning`: each alone, then added one by one
     Packed(packed::Args),
     /// Throughput from guest to guest through two ports; ringroad against a peer
-    Switch(options::Frames),
+    Switch(frames::Frames),
     /// Round trip of a single frame, polling and event driven; ringroad against a peer, which polls
-    Latency(options::Frames),
+    Latency(frames::Frames),
     /// Cost per frame by the driver's burst size, and by the number of ports per worker
     Curves(curves::Args),
     /// Throughput of DPDK's driver on our device, against the same driver on DPDK's device

@@ -1,6 +1,5 @@
 //! Command-line options that benches share.
 
-use crate::{peer::Peers, rig::Rings};
 use ringroad_traffic::options::{Ring, Without};
 use std::path::PathBuf;
 
@@ -48,28 +47,4 @@ pub struct Layouts {
     /// Number of entries of each ring
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(32..=32768))]
     pub queue_size: u32,
-}
-
-/// Options of `switch` and `latency`.
-#[derive(clap::Args)]
-pub struct Frames {
-    #[command(flatten)]
-    pub layouts: Layouts,
-    /// Frame sizes in bytes, without FCS, as a list
-    #[arg(long, value_delimiter = ',', default_values_t = [64, 1518],
-          value_parser = clap::value_parser!(u64).range(60..=65000))]
-    size: Vec<u64>,
-    #[command(flatten)]
-    pub common: Common,
-    #[command(flatten)]
-    pub peers: Peers,
-}
-
-impl Frames {
-    /// Returns all combinations of layout and frame size.
-    pub fn cells(&self) -> Vec<(Rings, usize)> {
-        let Frames { layouts: Layouts { ring, queue_size }, size: sizes, .. } = self;
-        let with = |&layout: &Ring| sizes.iter().map(move |&size| (Rings { layout, size: *queue_size }, size as usize));
-        ring.iter().flat_map(with).collect()
-    }
 }

@@ -2,7 +2,8 @@
 //! drivers. Our switch learns and looks up addresses, as does OVS; DPDK's testpmd passes all frames from one port to the other.
 
 use crate::{
-    options::{Common, Frames},
+    frames::Frames,
+    options::Common,
     rig::{Device, Rings},
     session::{Run, Session},
 };

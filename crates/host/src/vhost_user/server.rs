@@ -8,7 +8,7 @@ use super::{
     device::VhostDevice,
     limits::{Lines, say},
     place::connect,
-    quirks::{self, CANNOT_REFUSE, explain, is_violation},
+    quirks::{self, CANNOT_REFUSE, Early, explain, is_violation},
     session::{Session, SessionContext},
 };
 use crate::{Quota, notes::Notes, sys};
@@ -383,7 +383,7 @@ impl<D: VhostDevice> Thread<D> {
                 read_after = messages.until();
                 continue;
             }
-            match quirks::set_vring_enable(&socket, &mut lock(session)) {
+            match quirks::set_vring_enable(&socket, &mut *lock(session)) {
                 Ok(true) => continue,
                 Ok(false) => {}
                 Err(error) => return End::Closed(error.to_string()),

@@ -7,6 +7,7 @@ use super::{
     descriptor::{CallFd, Disposal, MemoryFile, Refused},
     inflight::InflightRegion,
     limits::{Lines, say},
+    quirks::Early,
 };
 use crate::{Quota, notes::Notes};
 use parking_lot::Mutex;
@@ -102,17 +103,6 @@ impl<D: VhostDevice> Session<D> {
             | Protocol::INFLIGHT_SHMFD;
         // A frontend need not ask for a single pair.
         if self.device.queue_num() > 1 { always | Protocol::MQ } else { always }
-    }
-
-    /// Returns whether a refused message is answered with an error.
-    pub(crate) fn can_refuse(&self) -> bool {
-        self.protocol.contains(Protocol::REPLY_ACK)
-    }
-
-    /// Returns whether SET_VRING_ENABLE is accepted although PROTOCOL_FEATURES is not acknowledged: once protocol features
-    /// are negotiated, or, before SET_FEATURES, to disable a vring that does not run yet.
-    pub(crate) fn is_early(&self, enable: bool) -> bool {
-        self.acked & bits::PROTOCOL_FEATURES == 0 && (!self.protocol.is_empty() || self.acked == 0 && !enable)
     }
 
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
@@ -328,6 +318,23 @@ impl<D: VhostDevice> Session<D> {
     fn end_notes(&self, index: usize) {
         self.context.notes.journal(index).end();
         self.inflight.iter().for_each(|region| region.end(index));
+    }
+}
+
+impl<D: VhostDevice> Early for Session<D> {
+    /// Once protocol features are negotiated, or, before SET_FEATURES, to disable a vring that does not run yet.
+    fn is_early(&self, enable: bool) -> bool {
+        self.acked & bits::PROTOCOL_FEATURES == 0 && (!self.protocol.is_empty() || self.acked == 0 && !enable)
+    }
+
+    fn enable_early(&mut self, vring: u32, enable: bool) -> bool {
+        let refused = self.set_vring_enable(vring, enable).is_err();
+        self.refused = false;
+        refused
+    }
+
+    fn can_refuse(&self) -> bool {
+        self.protocol.contains(Protocol::REPLY_ACK)
     }
 }
 
