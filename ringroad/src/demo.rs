@@ -68,29 +68,7 @@ pub fn run(args: Args) -> Outcome {
         ["--mode", "tx", "--verify", "--size", &args.size, "--window", &window, "--seconds", &seconds];
     let mut sender = blast(&here, &sender_arguments)?;
     let start = Instant::now();
-    let mut switch_cpu = serve.cpu_time();
-    let output = sender.child().stdout.take().ok_or("a driver has no output")?;
-    let mut result = Value::Null;
-    for line in BufReader::new(output).lines() {
-        let line: Value = serde_json::from_str(&line?)?;
-        if line["blast"].is_string() {
-            result = line;
-            break;
-        }
-        let cpu = serve.cpu_time();
-        let other = lock(&reflected)["cpu_percent"].as_f64().unwrap_or(0.0);
-        println!(
-            "{:>3} s   sent {:.3} Mpps   returned {:.3} Mpps   payload errors {}   CPU: switch {:.0} %, sender {:.0} %, reflector {:.0} %",
-            line["second"],
-            line["sent"].as_f64().unwrap_or(0.0) / 1e6,
-            line["received"].as_f64().unwrap_or(0.0) / 1e6,
-            line["errors"],
-            (cpu - switch_cpu).as_secs_f64() * 100.0,
-            line["cpu_percent"].as_f64().unwrap_or(0.0),
-            other
-        );
-        switch_cpu = cpu;
-    }
+    let result = show(&mut sender, &serve, &reflected)?;
     let elapsed = start.elapsed().as_secs_f64();
     let busy = |program: &Program| program.cpu_time().as_secs_f64() / elapsed * 100.0;
     let (switch_busy, reflector_busy) = (busy(&serve), busy(&reflector));
@@ -103,6 +81,32 @@ pub fn run(args: Args) -> Outcome {
     }
     let counters: Value = serde_json::from_str(&fs::read_to_string(&counters)?)?;
     Ok(summary(&result, &counters, switch_busy, reflector_busy))
+}
+
+/// Prints what the sender reports each second, until it reports its result. Returns that; null if the sender exits without one.
+fn show(sender: &mut Program, serve: &Program, reflected: &Mutex<Value>) -> Result<Value, Box<dyn std::error::Error>> {
+    let mut switch_cpu = serve.cpu_time();
+    let output = sender.child().stdout.take().ok_or("a driver has no output")?;
+    for line in BufReader::new(output).lines() {
+        let line: Value = serde_json::from_str(&line?)?;
+        if line["blast"].is_string() {
+            return Ok(line);
+        }
+        let cpu = serve.cpu_time();
+        let other = lock(reflected)["cpu_percent"].as_f64().unwrap_or(0.0);
+        println!(
+            "{:>3} s   sent {:.3} Mpps   returned {:.3} Mpps   payload errors {}   CPU: switch {:.0} %, sender {:.0} %, reflector {:.0} %",
+            line["second"],
+            line["sent"].as_f64().unwrap_or(0.0) / 1e6,
+            line["received"].as_f64().unwrap_or(0.0) / 1e6,
+            line["errors"],
+            (cpu - switch_cpu).as_secs_f64() * 100.0,
+            line["cpu_percent"].as_f64().unwrap_or(0.0),
+            other
+        );
+        switch_cpu = cpu;
+    }
+    Ok(Value::Null)
 }
 
 /// Follows a program's output; the result holds its last line.
