@@ -105,7 +105,7 @@ fn one(mut input: Input<'_>, region: &Arc<Region>, table: &Arc<Table>) {
         backlog: 3,
         ..Settings::default()
     };
-    let host = Arc::new(Stack::<Side>::new("fuzz", 2, Some(3), settings, Box::new(Nobody)));
+    let host = Arc::new(Stack::<Side>::new(2, Some(3), settings, Box::new(Nobody)));
     host.set_socket_types(socket_types(acked));
     let (mut tx, tx_at) = driver(region, 0, features);
     let (mut rx, rx_at) = driver(region, 4096, features);

@@ -76,7 +76,7 @@ impl Host<Sink> for FuzzHost {
         keys.push(key);
         match key.port % 5 {
             0 => OpenResult::Refused,
-            1 | 2 => OpenResult::Pending(sink),
+            1 | 2 => OpenResult::Pending(sink, Instant::now()),
             _ => OpenResult::Connected(sink),
         }
     }
@@ -151,7 +151,7 @@ impl Guest {
         };
         let keys = Arc::<Mutex<Vec<Key>>>::default();
         let host = FuzzHost { requests: Mutex::new(200), keys: keys.clone() };
-        let stack = Arc::new(Stack::<Side>::new("fuzz", 2, Some(cid), settings, Box::new(host)));
+        let stack = Arc::new(Stack::<Side>::new(2, Some(cid), settings, Box::new(host)));
         stack.set_socket_types(socket_types(acked));
         let features = Features::negotiated(acked);
         let ((tx, tx_at), (rx, rx_at)) = (driver(region, 0, features), driver(region, 4096, features));
@@ -257,7 +257,7 @@ impl Guest {
                 let Some(&key) = usize::from(which).checked_rem(keys.len()).and_then(|index| keys.get(index)) else {
                     let sink = Sink { takes: len, gone: which & 1 == 0 };
                     let peer = Addr { cid: self.cid, port: u32::from(what % 8) };
-                    if let Ok(key) = self.stack.connect_relay(peer, SocketType::Stream, sink) {
+                    if let Ok(key) = self.stack.connect_relay(peer, SocketType::Stream, sink, Instant::now()) {
                         self.keys.lock().unwrap().push(key);
                     }
                     return;
@@ -266,8 +266,8 @@ impl Guest {
                     0 => self.stack.finish_open(key, true),
                     1 => self.stack.finish_open(key, false),
                     2 => self.stack.drain(key),
-                    3 => self.stack.shut_relay(key, len & 1 == 0),
-                    4 => self.stack.shut_relay_read(key),
+                    3 => self.stack.shut_relay(key, len & 1 == 0, Instant::now()),
+                    4 => self.stack.shut_relay_read(key, Instant::now()),
                     5 => self.stack.reset_relay(key),
                     _ => {
                         let mut read = |spans: &[Span<'_>]| {

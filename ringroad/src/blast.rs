@@ -1,48 +1,22 @@
 //! `ringroad blast`: a virtio-net driver (virtio 1.3, 5.1) that sends, receives or reflects test traffic on a vhost-user device.
-//! Command line and summary; the traffic itself is in traffic.rs. `demo` and `bench` start it too.
+//! Command line and summary; the driver is in the crate `traffic`. `demo` starts this command, too.
 
-use crate::{
-    Outcome, report,
-    traffic::{Mode, Settings, Totals, Touch, Traffic},
-};
-use clap::ValueEnum;
-use ringroad_host::{cpu_time, pin_current_thread, vhost_user::Connector};
-use ringroad_net::{Features, bits};
-use ringroad_ring::BURST;
-use ringroad_wire::{
-    ethernet::{Addresses, MacAddr},
+use crate::Outcome;
+use ringroad_host::{cpu_time, vhost_user::Connector};
+use ringroad_net::bits;
+use ringroad_text::{count, save, table, time};
+use ringroad_traffic::{
+    Mode, Settings, Totals, Touch, Traffic, gbps,
+    options::{Ring, Target, Without, name, pin, seconds},
     probe,
 };
+use ringroad_wire::ethernet::{Addresses, MacAddr};
 use serde_json::json;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
-
-/// Layout of a driver's rings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Ring {
-    /// Virtio 1.3, 2.7
-    Split,
-    /// Virtio 1.3, 2.8
-    Packed,
-}
-
-impl Ring {
-    /// Returns its name on the command line and in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Ring::Split => "split",
-            Ring::Packed => "packed",
-        }
-    }
-}
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 /// Generate, receive or reflect test traffic on any vhost-user network device
 #[derive(clap::Args)]
@@ -54,8 +28,8 @@ impl Ring {
     The device can be a port of `ringroad serve` or of any other vhost-user back end. The first SIGINT (Ctrl-C) or SIGTERM\n\
     stops it early, with its summary; the second one at once.")]
 pub struct Args {
-    /// Vhost-user socket of the device
-    socket: PathBuf,
+    #[command(flatten)]
+    target: Target,
     /// What the driver does
     #[arg(long, value_enum, default_value = "tx")]
     mode: Mode,
@@ -71,9 +45,6 @@ pub struct Args {
     /// Number of flows (UDP source ports), used in turn
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     flows: u16,
-    /// Ring layout
-    #[arg(long, value_enum, default_value = "packed")]
-    ring: Ring,
     /// Number of entries of each ring
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=32768))]
     queue_size: u32,
@@ -89,9 +60,6 @@ pub struct Args {
     /// Write the result as JSON to FILE (- for standard output)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Create the socket and wait for the device to connect, instead of connecting to it
-    #[arg(long)]
-    listen: bool,
     /// Frame bytes per receive buffer; larger frames take several buffers [default: the largest of --size, at least 1518]
     #[arg(long, value_name = "BYTES", conflicts_with = "size", value_parser = clap::value_parser!(u16).range(64..))]
     buffer: Option<u16>,
@@ -104,9 +72,8 @@ pub struct Args {
     /// If the device disconnects, wait up to SECONDS for it to return and resume, including frames in flight
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "10", value_parser = seconds)]
     reconnect: Option<f64>,
-    /// Features not to negotiate, as a list: in_order, mrg_rxbuf, event_idx, indirect
-    #[arg(long, value_delimiter = ',', value_parser = ["in_order", "mrg_rxbuf", "event_idx", "indirect"])]
-    without: Vec<String>,
+    #[command(flatten)]
+    without: Without,
     /// Source MAC address
     #[arg(long, default_value = "02:00:00:00:00:01")]
     source: MacAddr,
@@ -150,91 +117,33 @@ fn rate(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Parses a number of seconds.
-pub fn seconds(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
-        _ => Err(format!("expected a number of seconds above 0, found {text}")),
-    }
-}
-
-/// Returns the feature bits that our driver requests.
-pub fn features(ring: Ring, without: &[String]) -> u64 {
-    let off: Features = without.iter().filter_map(|name| Features::from_name(&name.to_uppercase())).collect();
-    Features::layout(ring == Ring::Packed).difference(off).bits()
-}
-
 /// Runs the driver for the requested time.
 pub fn run(args: Args) -> Outcome {
-    if args.ring == Ring::Split && !args.queue_size.is_power_of_two() {
+    let Target { socket, listen, ring } = &args.target;
+    if *ring == Ring::Split && !args.queue_size.is_power_of_two() {
         return Err(format!("--queue-size {}: a split ring needs a power of two", args.queue_size).into());
     }
     if let Some(cpu) = args.cpu {
-        pin_current_thread(cpu).map_err(|error| format!("--cpu {cpu}: {error}"))?;
+        pin("--cpu", cpu)?;
     }
-    let longest = args.size.0.iter().copied().max().unwrap_or(0);
+    let settings = settings(&args);
+    let frame = args.buffer.map_or(settings.longest().max(1518), usize::from);
     let connector = Connector {
-        socket: args.socket.clone(),
-        listen: args.listen,
-        patience: Duration::from_secs(if args.listen { 60 } else { 1 }),
-        features: features(args.ring, &args.without),
-        queue_pairs: 1,
-        queue_size: args.queue_size,
-        frame: args.buffer.map_or(longest.max(1518), usize::from),
-        huge: true,
+        listen: *listen,
+        patience: Duration::from_secs(if *listen { 60 } else { 1 }),
+        ..args.without.connector(socket, *ring, args.queue_size, frame)
     };
     let mut connection = connector.connect()?;
-    if args.ring == Ring::Packed && connection.acked & bits::RING_PACKED == 0 {
+    if *ring == Ring::Packed && connection.acked & bits::RING_PACKED == 0 {
         return Err("the device does not offer VIRTIO_F_RING_PACKED; use --ring split".into());
     }
-    let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         // In this order: the first signal finds the flag clear and sets it; the second one finds it set and exits.
-        flag::register_conditional_shutdown(signal, 1, stop.clone())?;
-        flag::register(signal, stop.clone())?;
+        flag::register_conditional_shutdown(signal, 1, settings.stop.clone())?;
+        flag::register(signal, settings.stop.clone())?;
     }
-    let settings = Settings {
-        mode: args.mode,
-        sizes: args.size.0.clone(),
-        flows: args.flows,
-        rate: args.rate,
-        window: args.window,
-        touch: if args.verify {
-            Touch::All
-        } else if args.no_touch {
-            Touch::Nothing
-        } else {
-            Touch::Word
-        },
-        addresses: Addresses { destination: args.destination, source: args.source },
-        event_driven: args.event_driven,
-        burst: BURST,
-        reconnect: args.reconnect.map(Duration::from_secs_f64),
-        stop,
-    };
     let mut traffic = Traffic::new(settings, &mut connection.driver);
-    let mut before = (0, 0, cpu_time());
-    let mut tick = |totals: &Totals| {
-        let (sent, received, cpu) = (totals.sent - before.0, totals.received - before.1, cpu_time());
-        let busy = (cpu - before.2).as_secs_f64() * 100.0;
-        before = (totals.sent, totals.received, cpu);
-        if args.lines {
-            println!(
-                "{}",
-                json!({ "second": totals.time.as_secs(), "sent": sent, "received": received,
-                "errors": totals.errors, "cpu_percent": busy })
-            );
-        } else {
-            println!(
-                "{:>4} s   sent {:7.3} Mpps   received {:7.3} Mpps   errors {}   CPU {busy:.0} %",
-                totals.time.as_secs(),
-                sent as f64 / 1e6,
-                received as f64 / 1e6,
-                totals.errors
-            );
-        }
-    };
-    let totals = traffic.run(&mut connection, Duration::from_secs_f64(args.seconds), &mut tick)?;
+    let totals = traffic.run(&mut connection, Duration::from_secs_f64(args.seconds), second(args.lines))?;
     let disconnected = connection.is_closed();
     let result = result(&args, &totals);
     if args.lines {
@@ -243,26 +152,66 @@ pub fn run(args: Args) -> Outcome {
         print_summary(&args, &totals);
     }
     if let Some(file) = &args.json {
-        write_json(file, &result)?;
+        save(file, &result)?;
     }
     if disconnected {
         let advice = if args.reconnect.is_some() { "" } else { "; use --reconnect to wait for it and resume" };
-        return Err(format!("the device at {} has disconnected{advice}", args.socket.display()).into());
+        return Err(format!("the device at {} has disconnected{advice}", socket.display()).into());
     }
     let lost = totals.left.is_some_and(|left| left.under_way > 0 || left.missing != Some(0));
     Ok(if totals.errors > 0 || lost { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
+fn settings(args: &Args) -> Settings {
+    Settings {
+        mode: args.mode,
+        sizes: args.size.0.clone(),
+        flows: args.flows,
+        rate: args.rate,
+        window: args.window,
+        touch: match args {
+            Args { verify: true, .. } => Touch::All,
+            Args { no_touch: true, .. } => Touch::Nothing,
+            _ => Touch::Word,
+        },
+        addresses: Addresses { destination: args.destination, source: args.source },
+        event_driven: args.event_driven,
+        reconnect: args.reconnect.map(Duration::from_secs_f64),
+        ..Settings::default()
+    }
+}
+
+/// Returns a function that prints what has happened since its last call, as text or as `lines` of JSON.
+fn second(lines: bool) -> impl FnMut(&Totals) {
+    let mut before = (0, 0, cpu_time());
+    move |totals| {
+        let (sent, received, cpu) = (totals.sent - before.0, totals.received - before.1, cpu_time());
+        let (busy, second) = ((cpu - before.2).as_secs_f64() * 100.0, totals.time.as_secs());
+        before = (totals.sent, totals.received, cpu);
+        let errors = totals.errors;
+        if lines {
+            println!(
+                "{}",
+                json!({ "second": second, "sent": sent, "received": received, "errors": errors, "cpu_percent": busy })
+            );
+        } else {
+            let [sent, received] = [sent, received].map(|frames| frames as f64 / 1e6);
+            println!(
+                "{second:>4} s   sent {sent:7.3} Mpps   received {received:7.3} Mpps   errors {errors}   CPU {busy:.0} %"
+            );
+        }
+    }
+}
+
 fn result(args: &Args, totals: &Totals) -> serde_json::Value {
-    let gbps = |bytes: u64| bytes as f64 * 8.0 / totals.time.as_secs_f64() / 1e9;
     let percentile = |p: f64| (!totals.round_trip.is_empty()).then(|| totals.round_trip.value_at_quantile(p));
     let recovery = (!totals.recovery.is_empty()).then(|| {
         let times = &totals.recovery;
         json!({ "min": times.min(), "p50": times.value_at_quantile(0.5), "max": times.max(), "samples": times.len() })
     });
     json!({
-        "blast": format!("{:?}", args.mode).to_lowercase(),
-        "ring": args.ring.name(),
+        "blast": name(&args.mode),
+        "ring": name(&args.target.ring),
         "queue_size": args.queue_size,
         "sizes": args.size.0,
         "seconds": totals.time.as_secs_f64(),
@@ -277,62 +226,43 @@ fn result(args: &Args, totals: &Totals) -> serde_json::Value {
         "missing": totals.left.and_then(|left| left.missing),
         "sent_mpps": totals.sent_mpps(),
         "received_mpps": totals.received_mpps(),
-        "sent_gbps": gbps(totals.sent_bytes),
-        "received_gbps": gbps(totals.received_bytes),
+        "sent_gbps": gbps(totals.sent_bytes, totals.time),
+        "received_gbps": gbps(totals.received_bytes, totals.time),
         "round_trip_ns": { "p50": percentile(0.5), "p99": percentile(0.99), "samples": totals.round_trip.len() },
         "cpu_seconds": cpu_time().as_secs_f64(),
     })
 }
 
-/// Writes JSON to a file, or to standard output if the path is `-`.
-pub fn write_json(file: &Path, value: &serde_json::Value) -> Result<(), String> {
-    let text = format!("{value:#}\n");
-    if file == Path::new("-") {
-        print!("{text}");
-        return Ok(());
-    }
-    std::fs::write(file, text).map_err(|error| format!("cannot write {}: {error}", file.display()))
-}
-
 fn print_summary(args: &Args, totals: &Totals) {
-    let result = result(args, totals);
-    let rows = ["sent", "received"].map(|name| {
-        let number = |key: String| result[key].as_f64().unwrap_or(0.0);
-        let frames = result[name].as_u64().unwrap_or(0);
-        vec![
-            name.to_owned(),
-            report::count(frames),
-            format!("{:.3}", number(format!("{name}_mpps"))),
-            format!("{:.2}", number(format!("{name}_gbps"))),
-        ]
-    });
-    print!("\n{}", report::table(&["", "frames", "Mpps", "Gb/s"], &rows));
+    let row = |name: &str, frames: u64, mpps: f64, bytes: u64| {
+        vec![name.to_owned(), count(frames), format!("{mpps:.3}"), format!("{:.2}", gbps(bytes, totals.time))]
+    };
+    let rows = [
+        row("sent", totals.sent, totals.sent_mpps(), totals.sent_bytes),
+        row("received", totals.received, totals.received_mpps(), totals.received_bytes),
+    ];
+    print!("\n{}", table(&["", "frames", "Mpps", "Gb/s"], &rows));
     if !totals.round_trip.is_empty() {
-        let at = |quantile| report::time(totals.round_trip.value_at_quantile(quantile));
-        println!(
-            "round trip  p50 {}  p99 {}  ({} frames timed)",
-            at(0.5),
-            at(0.99),
-            report::count(totals.round_trip.len())
-        );
+        let at = |quantile| time(totals.round_trip.value_at_quantile(quantile));
+        println!("round trip  p50 {}  p99 {}  ({} frames timed)", at(0.5), at(0.99), count(totals.round_trip.len()));
     }
     if totals.foreign > 0 {
-        println!("foreign frames received: {}", report::count(totals.foreign));
+        println!("foreign frames received: {}", count(totals.foreign));
     }
     if totals.reconnects > 0 {
-        println!("reconnects to the device: {}", report::count(totals.reconnects));
+        println!("reconnects to the device: {}", count(totals.reconnects));
     }
     if !totals.recovery.is_empty() {
         let [min, median, max] =
-            [totals.recovery.min(), totals.recovery.value_at_quantile(0.5), totals.recovery.max()].map(report::time);
+            [totals.recovery.min(), totals.recovery.value_at_quantile(0.5), totals.recovery.max()].map(time);
         println!("from disconnect to the next frame  min {min}  median {median}  max {max}");
     }
     if let Some(left) = totals.left {
-        let missing = left.missing.map_or("unknown".into(), |missing| report::count(missing.into()));
+        let missing = left.missing.map_or("unknown".into(), |missing| count(missing.into()));
         println!(
             "at the end  {} frames not returned by the device, {missing} buffers lost by it, {} duplicate frames",
-            report::count(left.under_way as u64),
-            report::count(totals.duplicates)
+            count(left.under_way as u64),
+            count(totals.duplicates)
         );
     }
     println!("payload errors {}{}", totals.errors, if args.verify { "" } else { " (--verify checks every byte)" });

@@ -1,10 +1,10 @@
 //! `ringroad demo`: a switch (`serve`) and two drivers (`blast`) over vhost-user sockets, each in its own process.
 
-use crate::{
-    Outcome,
-    blast::Ring,
-    child::{Folder, Program, ourselves},
-    report,
+use crate::Outcome;
+use ringroad_text::{count, time};
+use ringroad_traffic::{
+    child::{Folder, Program, ourselves, port},
+    options::Ring,
 };
 use serde_json::Value;
 use std::{
@@ -14,7 +14,7 @@ use std::{
     process::{ExitCode, Stdio},
     sync::{Arc, Mutex},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 /// Run a switch with two built-in drivers for a few seconds and show rates, round trips and drops
@@ -41,26 +41,18 @@ pub struct Args {
 pub fn run(args: Args) -> Outcome {
     let folder = Folder::new("demo")?;
     let (here, there) = (folder.file("here.sock"), folder.file("there.sock"));
-    let config = folder.file("ringroad.toml");
-    let port = |name: &str, socket: &Path| {
-        format!("[[port]]\nname = \"{name}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\nmtu = 65535\n", socket.display())
-    };
-    fs::write(&config, port("here", &here) + &port("there", &there))?;
     let counters = folder.file("counters.json");
-
     println!("switch   ringroad serve, ports `here` and `there`");
-    let mut serve = ourselves()?;
-    serve.arg("serve").arg("-c").arg(&config).arg("--json").arg(&counters).stdout(Stdio::null());
-    let log = folder.file("serve.log");
-    let mut serve = Program::start("the switch", &mut serve, &log)?;
-    serve.wait_for(&there, Duration::from_secs(5), &log)?;
+    let config = port("here", &here, "") + &port("there", &there, "");
+    let arguments = ["--json".as_ref(), counters.as_os_str()];
+    let mut serve = Program::serve(&folder, "serve", &config, &arguments, [&here, &there])?;
 
     let blast = |socket: &Path, arguments: &[&str]| -> Result<Program, String> {
         let mut command = ourselves()?;
         command
             .arg("blast")
             .arg(socket)
-            .args(["--lines", "--event-driven", "--ring", args.ring.name()])
+            .args(["--lines", "--event-driven", "--ring", &args.ring.to_string()])
             .args(arguments);
         command.stdout(Stdio::piped());
         Program::start("a driver", &mut command, &socket.with_extension("log"))
@@ -76,29 +68,7 @@ pub fn run(args: Args) -> Outcome {
         ["--mode", "tx", "--verify", "--size", &args.size, "--window", &window, "--seconds", &seconds];
     let mut sender = blast(&here, &sender_arguments)?;
     let start = Instant::now();
-    let mut switch_cpu = serve.cpu_time();
-    let output = sender.child().stdout.take().ok_or("a driver has no output")?;
-    let mut result = Value::Null;
-    for line in BufReader::new(output).lines() {
-        let line: Value = serde_json::from_str(&line?)?;
-        if line["blast"].is_string() {
-            result = line;
-            break;
-        }
-        let cpu = serve.cpu_time();
-        let other = lock(&reflected)["cpu_percent"].as_f64().unwrap_or(0.0);
-        println!(
-            "{:>3} s   sent {:.3} Mpps   returned {:.3} Mpps   payload errors {}   CPU: switch {:.0} %, sender {:.0} %, reflector {:.0} %",
-            line["second"],
-            line["sent"].as_f64().unwrap_or(0.0) / 1e6,
-            line["received"].as_f64().unwrap_or(0.0) / 1e6,
-            line["errors"],
-            (cpu - switch_cpu).as_secs_f64() * 100.0,
-            line["cpu_percent"].as_f64().unwrap_or(0.0),
-            other
-        );
-        switch_cpu = cpu;
-    }
+    let result = show(&mut sender, &serve, &reflected)?;
     let elapsed = start.elapsed().as_secs_f64();
     let busy = |program: &Program| program.cpu_time().as_secs_f64() / elapsed * 100.0;
     let (switch_busy, reflector_busy) = (busy(&serve), busy(&reflector));
@@ -111,6 +81,32 @@ pub fn run(args: Args) -> Outcome {
     }
     let counters: Value = serde_json::from_str(&fs::read_to_string(&counters)?)?;
     Ok(summary(&result, &counters, switch_busy, reflector_busy))
+}
+
+/// Prints what the sender reports each second, until it reports its result. Returns that; null if the sender exits without one.
+fn show(sender: &mut Program, serve: &Program, reflected: &Mutex<Value>) -> Result<Value, Box<dyn std::error::Error>> {
+    let mut switch_cpu = serve.cpu_time();
+    let output = sender.child().stdout.take().ok_or("a driver has no output")?;
+    for line in BufReader::new(output).lines() {
+        let line: Value = serde_json::from_str(&line?)?;
+        if line["blast"].is_string() {
+            return Ok(line);
+        }
+        let cpu = serve.cpu_time();
+        let other = lock(reflected)["cpu_percent"].as_f64().unwrap_or(0.0);
+        println!(
+            "{:>3} s   sent {:.3} Mpps   returned {:.3} Mpps   payload errors {}   CPU: switch {:.0} %, sender {:.0} %, reflector {:.0} %",
+            line["second"],
+            line["sent"].as_f64().unwrap_or(0.0) / 1e6,
+            line["received"].as_f64().unwrap_or(0.0) / 1e6,
+            line["errors"],
+            (cpu - switch_cpu).as_secs_f64() * 100.0,
+            line["cpu_percent"].as_f64().unwrap_or(0.0),
+            other
+        );
+        switch_cpu = cpu;
+    }
+    Ok(Value::Null)
 }
 
 /// Follows a program's output; the result holds its last line.
@@ -136,19 +132,19 @@ fn summary(result: &Value, counters: &Value, switch_busy: f64, reflector_busy: f
     let dropped: u64 =
         ports.iter().flat_map(|port| [&port["from"], &port["to"]]).filter_map(|side| side["dropped"].as_u64()).sum();
     let number = |key: &str| result[key].as_f64().unwrap_or(0.0);
-    let trip = |key: &str| result["round_trip_ns"][key].as_u64().map_or("-".into(), report::time);
+    let trip = |key: &str| result["round_trip_ns"][key].as_u64().map_or("-".into(), time);
     let sender_busy = number("cpu_seconds") / number("seconds") * 100.0;
     let errors = result["errors"].as_u64().unwrap_or(u64::MAX);
     let received = result["received"].as_u64().unwrap_or(0);
     let rows = [
-        ("frames returned", report::count(received)),
+        ("frames returned", count(received)),
         (
             "switch throughput",
             format!("{:.3} Mpps, {:.2} Gb/s", 2.0 * number("received_mpps"), 2.0 * number("received_gbps")),
         ),
         ("round trip p50 / p99", format!("{} / {}", trip("p50"), trip("p99"))),
-        ("dropped", report::count(dropped)),
-        ("payload errors", report::count(errors)),
+        ("dropped", count(dropped)),
+        ("payload errors", count(errors)),
         ("CPU of the switch", format!("{switch_busy:.0} %")),
         ("CPU of the sender", format!("{sender_busy:.0} %")),
         ("CPU of the reflector", format!("{reflector_busy:.0} %")),

@@ -1,15 +1,12 @@
 //! The `ringroad` command line: dispatches to the subcommands, sets up logging, turns errors into exit codes. See README.md.
 #![forbid(unsafe_code)]
 
-mod bench;
 mod blast;
-mod child;
 mod config;
 mod demo;
 mod logger;
-mod report;
+mod ports;
 mod serve;
-mod traffic;
 mod vsock;
 
 use clap::{Parser, Subcommand};
@@ -46,7 +43,7 @@ enum Command {
     /// Act as the guest of any vhost-user vsock device: cat, echo server, benchmark
     Vsock(vsock::Args),
     /// Benchmark network and vsock paths, in pairs against a peer
-    Bench(bench::Args),
+    Bench(ringroad_bench::Args),
 }
 
 fn main() -> ExitCode {
@@ -68,7 +65,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Blast(args) => blast::run(args),
         Command::Vsock(args) => vsock::run(args),
-        Command::Bench(args) => bench::run(args),
+        Command::Bench(args) => ringroad_bench::run(args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
     };
     let code = result.unwrap_or_else(|error| {
         logger::print_error(&format!("ringroad: {error}"));

@@ -1,25 +1,22 @@
 //! `ringroad vsock`: a vsock driver (virtio 1.3, 5.10) for the command line: acts as the guest of any vhost-user vsock device.
 
-use crate::{
-    Outcome,
-    blast::{Ring, seconds, write_json},
-    report::{count, time},
-};
+use crate::Outcome;
 use clap::Subcommand;
-use hdrhistogram::Histogram;
-use ringroad_host::{
-    pin_current_thread,
-    vsock::{VsockClient, VsockConnector},
+use ringroad_host::vsock::{VsockClient, VsockConnector};
+use ringroad_text::{count, save, time};
+use ringroad_traffic::{
+    options::{Ring, Target, pin, poll, seconds},
+    vsock::{connector, each_read, round_trips, throughput},
 };
-use ringroad_vsock::{Addr, DriverSide, Features, Listener, SeqPacket, Settings, SocketType, Stream, bits};
+use ringroad_vsock::{Addr, Listener, SeqPacket, Settings, SocketType, Stream, bits};
 use serde_json::json;
 use std::{
-    io::{self, Read, Write},
+    io::{self, Write},
     net::Shutdown,
     path::PathBuf,
     process::ExitCode,
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// Act as the guest of any vhost-user vsock device: cat, echo server, benchmark
@@ -46,15 +43,9 @@ enum Command {
 
 /// Options of the driver.
 #[derive(clap::Args, Clone)]
-pub struct Common {
-    /// Vhost-user socket of the device
-    socket: PathBuf,
-    /// Create the socket and wait for the device to connect, instead of connecting to it
-    #[arg(long)]
-    listen: bool,
-    /// Ring layout
-    #[arg(long, value_enum, default_value = "packed")]
-    ring: Ring,
+struct Common {
+    #[command(flatten)]
+    target: Target,
     /// Number of entries of each ring
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(2..=32768))]
     queue_size: u32,
@@ -131,49 +122,30 @@ fn addr(text: &str) -> Result<Addr, String> {
     Ok(Addr { cid: cid.parse().map_err(|_| wrong())?, port: port.parse().map_err(|_| wrong())? })
 }
 
-/// Parses "0", "50us", "3ms" or "unlimited".
-pub fn poll(text: &str) -> Result<Duration, String> {
-    let number = |unit: &str| text.strip_suffix(unit).and_then(|digits| digits.parse::<u64>().ok());
-    match text {
-        "0" => Ok(Duration::ZERO),
-        "unlimited" => Ok(Duration::MAX),
-        _ => number("us")
-            .map(Duration::from_micros)
-            .or_else(|| number("ms").map(Duration::from_millis))
-            .ok_or_else(|| format!("expected 0, a number of us or ms, or unlimited, found {text}")),
-    }
-}
-
 impl Common {
     /// Connects the driver to the device.
     fn connect(&self) -> Result<VsockClient, Box<dyn std::error::Error>> {
-        let features = Features::layout(self.ring == Ring::Packed);
+        let Target { socket, listen, ring } = &self.target;
+        let settings =
+            Settings { direct: self.send == "direct", poll: self.poll, buffer: self.buffer, ..Settings::default() };
         let connector = VsockConnector {
-            socket: self.socket.clone(),
-            listen: self.listen,
-            patience: Duration::from_secs(5),
-            features: features.bits(),
+            listen: *listen,
             queue_size: self.queue_size,
-            receive: RECEIVE,
             cid: self.cid,
-            settings: Settings {
-                direct: self.send == "direct",
-                poll: self.poll,
-                buffer: self.buffer,
-                ..Settings::default()
-            },
             reconnect: self.reconnect.map(Duration::from_secs_f64),
+            ..connector(socket, *ring, settings)
         };
         let client = connector.connect()?;
-        if client.acked() & bits::RING_PACKED == 0 && self.ring == Ring::Packed {
+        if client.acked() & bits::RING_PACKED == 0 && *ring == Ring::Packed {
             log::info!("the device does not offer packed rings; using split rings");
         }
         Ok(client)
     }
-}
 
-/// Payload bytes of each of the driver's receive buffers.
-pub const RECEIVE: usize = 16 << 10;
+    fn kind(&self) -> SocketType {
+        if self.seqpacket { SocketType::SeqPacket } else { SocketType::Stream }
+    }
+}
 
 /// Runs the subcommand.
 pub fn run(args: Args) -> Outcome {
@@ -187,7 +159,7 @@ pub fn run(args: Args) -> Outcome {
 fn cat(args: &Cat) -> Outcome {
     let client = args.common.connect()?;
     let stack = client.stack();
-    let kind = if args.common.seqpacket { SocketType::SeqPacket } else { SocketType::Stream };
+    let kind = args.common.kind();
     let listener = args.accept.map(|port| Listener::bind(stack, port, kind)).transpose()?;
     let connect = |error: io::Error| match args.peer {
         Some(peer) => format!("cannot connect to {peer}: {error}"),
@@ -236,7 +208,7 @@ fn cat(args: &Cat) -> Outcome {
 fn echo(args: &Echo) -> Outcome {
     let client = args.common.connect()?;
     let stack = client.stack();
-    let kind = if args.common.seqpacket { SocketType::SeqPacket } else { SocketType::Stream };
+    let kind = args.common.kind();
     let listener = Listener::bind(stack, args.port, kind)?;
     eprintln!("echo server listening on {}:{}", stack.cid(), args.port);
     let size = args.common.buffer as usize;
@@ -244,7 +216,11 @@ fn echo(args: &Echo) -> Outcome {
         match kind {
             SocketType::Stream => {
                 let stream = listener.accept()?;
-                thread::spawn(move || echo_bytes(&stream));
+                thread::spawn(move || {
+                    if each_read(&stream, 64 << 10, |bytes| (&stream).write_all(bytes)).is_ok() {
+                        stream.shutdown(Shutdown::Write);
+                    }
+                });
             }
             SocketType::SeqPacket => {
                 let socket = listener.accept_messages()?;
@@ -261,21 +237,9 @@ fn echo(args: &Echo) -> Outcome {
     }
 }
 
-/// Echoes a stream until the peer shuts it down.
-fn echo_bytes(stream: &Stream<DriverSide>) {
-    let mut stream = stream;
-    let mut buffer = vec![0; 64 << 10];
-    while let Ok(count @ 1..) = stream.read(&mut buffer) {
-        if stream.write_all(&buffer[..count]).is_err() {
-            return;
-        }
-    }
-    stream.shutdown(Shutdown::Write);
-}
-
 fn bench(args: &Bench) -> Outcome {
     if let Some(cpu) = args.cpu {
-        pin_current_thread(cpu).map_err(|error| format!("--cpu {cpu}: {error}"))?;
+        pin("--cpu", cpu)?;
     }
     let client = args.common.connect()?;
     let duration = Duration::from_secs_f64(args.seconds);
@@ -293,52 +257,16 @@ fn bench(args: &Bench) -> Outcome {
             "p1": times.value_at_quantile(0.01), "p50": times.value_at_quantile(0.5),
             "p99": times.value_at_quantile(0.99) }));
     }
-    let stream = connect()?;
-    let (there, back) = (stream.clone(), stream);
     let write = args.write;
-    let start = Instant::now();
-    let sender = thread::spawn(move || {
-        let bytes = vec![0x5a; write];
-        while start.elapsed() < duration {
-            (&there).write_all(&bytes)?;
-        }
-        there.shutdown(Shutdown::Write);
-        io::Result::Ok(())
-    });
-    let (mut buffer, mut total) = (vec![0; 256 << 10], 0u64);
-    loop {
-        match (&back).read(&mut buffer)? {
-            0 => break,
-            got => total += got as u64,
-        }
-    }
-    sender.join().map_err(|_| "the sender thread panicked")??;
-    let rate = total as f64 * 8.0 / start.elapsed().as_secs_f64() / 1e9;
+    let rate = throughput(connect()?, write, duration)?;
     println!("writes of {write} B: {rate:.2} Gb/s round trip");
     rows.push(json!({ "write": write, "gbps": rate }));
     let ways = client.stack().report().ways;
     println!("packets sent: {} direct, {} queued", count(ways.direct), count(ways.queued));
     if let Some(file) = &args.json {
-        write_json(file, &json!({ "rows": rows, "direct": ways.direct, "queued": ways.queued }))?;
+        save(file, &json!({ "rows": rows, "direct": ways.direct, "queued": ways.queued }))?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Measures round trips of `size` bytes for `duration`, in nanoseconds.
-pub fn round_trips<S: Read + Write>(stream: S, size: usize, duration: Duration) -> io::Result<Histogram<u64>> {
-    let mut stream = stream;
-    let mut times = Histogram::new(3).map_err(io::Error::other)?;
-    let (out, mut back) = (vec![0xa5; size], vec![0; size]);
-    let start = Instant::now();
-    let mut sent = start;
-    while sent.duration_since(start) < duration {
-        stream.write_all(&out)?;
-        stream.read_exact(&mut back)?;
-        let now = Instant::now();
-        times.record(now.duration_since(sent).as_nanos() as u64).map_err(io::Error::other)?;
-        sent = now;
-    }
-    Ok(times)
 }
 
 #[cfg(test)]
@@ -346,14 +274,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_and_poll_times() {
+    fn addresses() {
         assert_eq!(addr("2:1024"), Ok(Addr { cid: 2, port: 1024 }));
         for wrong in ["", "2", "2:", ":1", "2:x", "-1:1", "2:4294967296"] {
             assert!(addr(wrong).unwrap_err().contains("expected CID:PORT"), "{wrong}");
         }
-        assert_eq!(poll("0"), Ok(Duration::ZERO));
-        assert_eq!(poll("50us"), Ok(Duration::from_micros(50)));
-        assert_eq!(poll("unlimited"), Ok(Duration::MAX));
-        assert!(poll("5").is_err());
     }
 }

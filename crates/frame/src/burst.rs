@@ -160,6 +160,12 @@ impl Burst {
         self.count.checked_sub(1).map_or(0, |last| self.range(last).end)
     }
 
+    /// Removes all frames, as the source has dealt with them itself. The pieces stay until the burst ends.
+    #[inline]
+    pub fn remove_frames(&mut self) {
+        self.count = 0;
+    }
+
     /// Ends the burst and gives the list of pieces back that [`Burst::exchange`] has taken.
     #[inline]
     pub fn finish(&mut self, pieces: &mut Pieces) {

@@ -8,6 +8,7 @@
 )]
 
 mod deaf;
+mod event_loop;
 mod gate;
 mod notes;
 mod port;
@@ -20,10 +21,20 @@ pub mod vhost_user;
 pub mod vsock;
 mod worker;
 
-pub use port::{Port, PortReport, PortSettings};
+pub use port::{Port, PortKind, PortReport, PortSettings};
 pub use quota::Quota;
 pub use sys::{
     Signal, cpu_time, group_id, is_writable, keep_freed_memory, pin_current_thread, raise_file_limit, signal, user_id,
 };
-pub use tap::{Tap, TapError};
+pub use tap::{TapError, TapLease, TapPort, TapSink, TapSource};
 pub use worker::{PortHandle, Worker, WorkerConfig};
+
+/// What [`ports!`] needs, wherever it is used.
+#[doc(hidden)]
+pub mod embed {
+    pub use crate::{PortKind, PortSettings};
+    pub use ringroad_frame::{Burst, Counters, Sink, Source};
+    pub use ringroad_mem::Span;
+    pub use ringroad_ring::Tuning;
+    pub use std::{os::fd::BorrowedFd, sync::Arc};
+}

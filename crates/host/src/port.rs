@@ -1,47 +1,124 @@
-//! The ports of this program: guests and TAP interfaces.
+//! A port of the switch: a [`PortKind`] with its settings and what is logged of it. Kinds are in files of their own (`tap.rs`,
+//! `vhost_user/port.rs`, or whoever embeds this crate); [`ports!`](crate::ports) makes several kinds one.
 
-use crate::deaf::{Deaf, Said};
-use crate::{
-    tap::{Tap, TapLease, TapSink, TapSource},
-    vhost_user::{VhostLease, VhostPort},
-};
 use parking_lot::Mutex;
-use ringroad_frame::{Burst, Counters, Sink, Snapshot, Source};
-use ringroad_mem::Span;
+use ringroad_frame::{Counters, Sink, Snapshot, Source};
 use ringroad_ring::Tuning;
-use ringroad_switch::{Claim, Dropped, Limits, Mode, Poll};
+use ringroad_switch::{Claim, Dropped, Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU8, Ordering},
+use std::{
+    os::fd::BorrowedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
-/// What a port is made of.
-pub(crate) enum Kind {
-    Vhost(VhostPort),
-    Tap(Tap),
+/// What a port is made of: queues that frames come from and queues that they go to. The worker calls it, never two calls for
+/// one queue at once; calls must not block.
+pub trait PortKind: Send + Sync + 'static {
+    /// Exclusive use of a queue that frames come from, which the worker keeps from burst to burst.
+    type Lease;
+    /// The same for one burst.
+    type Source<'a>: Source
+    where
+        Self: 'a;
+    /// A queue that frames go to, for one burst.
+    type Sink<'a>: Sink
+    where
+        Self: 'a;
+
+    /// Returns the port's name, for the log.
+    fn name(&self) -> &str;
+
+    /// Returns the counters of each queue that frames come from.
+    fn received(&self) -> &[Arc<Counters>];
+
+    /// Returns the counters of each queue that frames go to.
+    fn sent(&self) -> &[Arc<Counters>];
+
+    /// Returns a queue that frames come from; `None` if it does not exist or control uses it.
+    fn lease(&self, queue: usize) -> Option<Self::Lease>;
+
+    /// Returns whether control waits for a queue: its lease must be dropped.
+    #[inline]
+    fn is_wanted(&self, _queue: usize) -> bool {
+        false
+    }
+
+    /// Returns a leased queue for one burst; `None` if it has stopped.
+    fn source<'a>(&'a self, queue: usize, lease: &'a mut Self::Lease) -> Option<Self::Source<'a>>;
+
+    /// Returns a queue for `frames` frames, the one that `hint` selects; `None` if they are dropped, which it has counted.
+    fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
+
+    /// Returns whether flooded frames go here: broadcast, multicast, and those to unknown addresses.
+    #[inline]
+    fn is_flooded(&self) -> bool {
+        true
+    }
+
+    /// Sends notifications that were left open for lack of certainty. Returns `false` to be called again.
+    fn settle(&self) -> bool {
+        true
+    }
+
+    /// Returns what a frame costs, in units of a copy between two guests.
+    #[inline]
+    fn weight(&self) -> usize {
+        1
+    }
+
+    /// Returns the descriptors that become readable when queues have frames, from queue 0 on. They are watched, edge-triggered,
+    /// as long as the port is part of the switch. A kind whose queues start and stop watches them itself, by its
+    /// [`PortHandle`](crate::PortHandle).
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
+    }
+
+    /// Turns a queue's notifications on. Returns whether it is empty, so that the worker may wait for one.
+    fn enable_notification(&self, _queue: usize) -> bool {
+        true
+    }
+
+    /// Turns a queue's notifications off: the worker polls it.
+    fn disable_notification(&self, _queue: usize) {}
+
+    /// Applies changed settings, between two bursts.
+    fn set(&self, _settings: &PortSettings) {}
+
+    /// Applies a changed tuning to queues that run; called by control, which may wait for them.
+    fn tune(&self, _tuning: Tuning) {}
+
+    /// Stops the port if its memory is lost. Returns `false` if it could not check, to be called again.
+    fn check_memory(&self) -> bool {
+        true
+    }
+
+    /// Called about once a second while there is something to do; `now` in seconds.
+    fn tick(&self, _now: u32) {}
+
+    /// Stops all queues after a panic in the port's code.
+    fn abandon(&self) {}
 }
 
 /// How a port behaves: what can be changed while it runs, without its guest noticing. See [`crate::PortHandle::set`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortSettings {
-    /// What becomes of its frames.
-    pub mode: Mode,
     /// Whether frames may go back out of it.
     pub hairpin: bool,
     /// For how long its worker polls it.
     pub poll: Poll,
-    /// What is turned off, for measuring; a TAP port has nothing of it.
+    /// What is turned off, for measuring; only guests have it.
     pub tuning: Tuning,
     /// What it may do to other ports.
     pub limits: Limits,
 }
 
 impl Default for PortSettings {
-    /// As the configuration's: switched, event driven, everything on.
+    /// Event driven, everything on, the limits of a guest.
     fn default() -> PortSettings {
         PortSettings {
-            mode: Mode::Switch,
             hairpin: false,
             poll: Poll::For(std::time::Duration::ZERO),
             tuning: Tuning::default(),
@@ -51,29 +128,21 @@ impl Default for PortSettings {
 }
 
 /// A port of the switch.
-pub struct Port {
-    pub(crate) kind: Kind,
+pub struct Port<K> {
+    kind: K,
     settings: Mutex<PortSettings>,
-    /// What of these the worker asks for in each burst: loads without a lock. Written by the worker too, between bursts.
-    mode: AtomicU8,
+    /// Of the settings, what the worker needs in each burst.
     hairpin: AtomicBool,
-    /// See [`Limits::link_local`]: what is read past the switch is held to it too.
-    link_local: AtomicBool,
-    /// What was said of it already: things that a guest can do all the time are said once.
-    told: [AtomicBool; 3],
-    /// Of each queue that frames go to.
-    deaf: Mutex<Vec<Deaf>>,
+    /// Which warnings were logged: what a guest can cause all the time is logged once.
+    warned: [AtomicBool; 3],
 }
 
-/// Each mode at its own number.
-const MODES: [Mode; 4] = [Mode::Switch, Mode::Reflect, Mode::Drop, Mode::Generate];
-
-/// Indices of what is said once.
+/// Indices of warnings that are logged once.
 const STORM: usize = 0;
 const SPOOFED: usize = 1;
 const CROWDED: usize = 2;
 
-/// What happened at a port, seen from outside: `received` came from it, `sent` went to it.
+/// The counters of a port: `received` came from it, `sent` went to it.
 #[derive(Clone, Debug, Default)]
 pub struct PortReport {
     /// Its name in the configuration.
@@ -84,191 +153,81 @@ pub struct PortReport {
     pub sent: Snapshot,
 }
 
-impl Port {
-    fn new(kind: Kind, settings: PortSettings) -> Port {
-        let (mode, hairpin) = (AtomicU8::new(settings.mode as u8), AtomicBool::new(settings.hairpin));
-        let link_local = AtomicBool::new(settings.limits.link_local);
-        let (told, deaf) = (Default::default(), Mutex::default());
-        Port { kind, settings: Mutex::new(settings), mode, hairpin, link_local, told, deaf }
+impl<K: PortKind> Port<K> {
+    /// Returns a port with these settings.
+    pub fn new(kind: K, settings: PortSettings) -> Port<K> {
+        kind.set(&settings);
+        let hairpin = AtomicBool::new(settings.hairpin);
+        Port { kind, settings: Mutex::new(settings), hairpin, warned: Default::default() }
     }
 
-    /// A guest.
-    pub fn vhost(port: VhostPort, settings: PortSettings) -> Port {
-        Port::new(Kind::Vhost(port), settings)
+    /// Returns what it is made of.
+    #[inline]
+    pub fn kind(&self) -> &K {
+        &self.kind
     }
 
-    /// An interface of the host.
-    pub fn tap(tap: Tap, settings: PortSettings) -> Port {
-        Port::new(Kind::Tap(tap), settings)
-    }
-
-    /// How it behaves now.
+    /// Returns the current settings.
     pub fn settings(&self) -> PortSettings {
         *self.settings.lock()
     }
 
-    /// For the worker, between two bursts: from the next one on it behaves like this. Queues are tuned by control, which
-    /// waits for them.
+    /// Changes the settings, between two bursts. Queues are tuned by control, which waits for them.
     pub(crate) fn set(&self, settings: PortSettings) {
         *self.settings.lock() = settings;
-        self.mode.store(settings.mode as u8, Ordering::Relaxed);
         self.hairpin.store(settings.hairpin, Ordering::Relaxed);
-        self.link_local.store(settings.limits.link_local, Ordering::Relaxed);
+        self.kind.set(&settings);
     }
 
-    /// For control: has the queues that run, and those that will be started, do this.
-    pub(crate) fn tune(&self) {
-        if let Kind::Vhost(port) = &self.kind {
-            port.tune(self.settings().tuning);
-        }
-    }
-
-    /// The MTU of a TAP interface, changed while it runs. A guest reads its own in the configuration space, once.
-    pub fn set_mtu(&self, mtu: u16) -> std::io::Result<()> {
-        match &self.kind {
-            Kind::Vhost(_) => Err(std::io::ErrorKind::Unsupported.into()),
-            Kind::Tap(tap) => tap.set_mtu(mtu),
-        }
-    }
-
-    /// Counters of the queues that frames come from.
-    fn from(&self) -> &[Arc<Counters>] {
-        match &self.kind {
-            Kind::Vhost(port) => &port.tx_counters,
-            Kind::Tap(tap) => &tap.received,
-        }
-    }
-
-    /// Whether something is said for the first time.
-    fn first(&self, what: usize) -> bool {
-        self.told.get(what).is_some_and(|told| !told.swap(true, Ordering::Relaxed))
-    }
-
-    /// Says which queues have stopped taking frames, and which take some again; `now` in seconds. To be called once a second,
-    /// while there is something to do.
-    pub(crate) fn check_deaf(&self, now: u32) {
-        let Kind::Vhost(port) = &self.kind else { return };
-        let mut deaf = self.deaf.lock();
-        deaf.resize(port.rx_counters.len(), Deaf::default());
-        for (queue, (deaf, counters)) in deaf.iter_mut().zip(&port.rx_counters).enumerate() {
-            let (name, vring) = (port.name(), 2 * queue);
-            match deaf.look(now, &counters.snapshot()) {
-                None => {}
-                Some(Said::Deaf { seconds, dropped }) => log::warn!(
-                    "port {name} queue {vring}: the guest has taken no frame for {seconds} s, and {dropped} were dropped as \
-                     its ring is full; see whether it runs, and whether its interface is up"
-                ),
-                Some(Said::Recovered { dropped }) => log::info!(
-                    "port {name} queue {vring}: the guest takes frames again; {dropped} were dropped meanwhile"
-                ),
-            }
-        }
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        match &self.kind {
-            Kind::Vhost(port) => port.name(),
-            Kind::Tap(tap) => tap.name(),
-        }
-    }
-
-    /// How often what has happened.
+    /// Returns the sum of the counters of all queues.
     pub fn report(&self) -> PortReport {
-        let (received, sent) = match &self.kind {
-            Kind::Vhost(port) => (&port.tx_counters, &port.rx_counters),
-            Kind::Tap(tap) => (&tap.received, &tap.sent),
+        let sum = |counters: &[Arc<Counters>]| {
+            let mut sum = Snapshot::default();
+            counters.iter().for_each(|counters| sum += counters.snapshot());
+            sum
         };
-        let mut report = PortReport { name: self.name().to_owned(), ..PortReport::default() };
-        received.iter().for_each(|counters| report.received += counters.snapshot());
-        sent.iter().for_each(|counters| report.sent += counters.snapshot());
-        report
+        let name = self.kind.name().to_owned();
+        PortReport { name, received: sum(self.kind.received()), sent: sum(self.kind.sent()) }
     }
 
-    /// Turns a queue's notifications on. `true`: its worker may wait for one.
-    pub(crate) fn sleep(&self, queue: usize) -> bool {
-        match &self.kind {
-            Kind::Vhost(port) => port.sleep(queue),
-            // Edge-triggered: what comes after the interface was found empty is an event.
-            Kind::Tap(_) => true,
-        }
-    }
-
-    /// Turns a queue's notifications off.
-    pub(crate) fn awake(&self, queue: usize) {
-        if let Kind::Vhost(port) = &self.kind {
-            port.awake(queue);
-        }
-    }
-
-    /// Stops a guest whose memory is gone. `false`: could not look; once more, later.
-    pub(crate) fn check_memory(&self) -> bool {
-        match &self.kind {
-            Kind::Vhost(port) => port.check_memory(),
-            Kind::Tap(_) => true,
-        }
+    /// Returns whether a warning was not logged before.
+    fn first(&self, what: usize) -> bool {
+        self.warned.get(what).is_some_and(|warned| !warned.swap(true, Ordering::Relaxed))
     }
 }
 
-/// A queue that frames come from, kept from burst to burst.
-pub struct PortLease(KindLease);
+impl<K: PortKind> ringroad_switch::Port for Port<K> {
+    type Lease = K::Lease;
+    type Source<'a> = K::Source<'a>;
+    type Sink<'a> = K::Sink<'a>;
 
-enum KindLease {
-    Vhost(VhostLease),
-    Tap(TapLease),
-}
-
-impl ringroad_switch::Port for Port {
-    type Lease = PortLease;
-    type Source<'a> = PortSource<'a>;
-    type Sink<'a> = PortSink<'a>;
-
-    fn lease(&self, queue: usize) -> Option<PortLease> {
-        match &self.kind {
-            Kind::Vhost(port) => port.lease(queue).map(KindLease::Vhost),
-            Kind::Tap(tap) => tap.lease(queue).map(KindLease::Tap),
-        }
-        .map(PortLease)
+    #[inline]
+    fn lease(&self, queue: usize) -> Option<K::Lease> {
+        self.kind.lease(queue)
     }
 
     #[inline]
     fn is_wanted(&self, queue: usize) -> bool {
-        match &self.kind {
-            Kind::Vhost(port) => port.is_wanted(queue),
-            Kind::Tap(_) => false,
-        }
+        self.kind.is_wanted(queue)
     }
 
     #[inline]
-    fn source<'a>(&'a self, queue: usize, lease: &'a mut PortLease) -> Option<PortSource<'a>> {
-        match (&self.kind, &mut lease.0) {
-            (Kind::Vhost(port), KindLease::Vhost(lease)) => port.source(queue, lease).map(PortSource::Vhost),
-            (Kind::Tap(tap), KindLease::Tap(lease)) => {
-                let link_local = self.link_local.load(Ordering::Relaxed);
-                tap.source(queue, lease, link_local).map(PortSource::Tap)
-            }
-            _ => None,
-        }
+    fn source<'a>(&'a self, queue: usize, lease: &'a mut K::Lease) -> Option<K::Source<'a>> {
+        self.kind.source(queue, lease)
     }
 
     #[inline]
-    fn sink(&self, hint: usize, frames: usize) -> Option<PortSink<'_>> {
-        match &self.kind {
-            Kind::Vhost(port) => port.sink(hint, frames).map(PortSink::Vhost),
-            Kind::Tap(tap) => tap.sink(hint, frames).map(PortSink::Tap),
-        }
+    fn sink(&self, hint: usize, frames: usize) -> Option<K::Sink<'_>> {
+        self.kind.sink(hint, frames)
     }
 
     fn settle(&self) -> bool {
-        match &self.kind {
-            Kind::Vhost(port) => port.settle(),
-            Kind::Tap(_) => true,
-        }
+        self.kind.settle()
     }
 
     #[inline]
-    fn mode(&self) -> Mode {
-        MODES.get(usize::from(self.mode.load(Ordering::Relaxed))).copied().unwrap_or_default()
+    fn is_flooded(&self) -> bool {
+        self.kind.is_flooded()
     }
 
     #[inline]
@@ -282,23 +241,19 @@ impl ringroad_switch::Port for Port {
 
     #[inline]
     fn weight(&self) -> usize {
-        match &self.kind {
-            Kind::Vhost(_) => 1,
-            // A system call for each frame.
-            Kind::Tap(_) => 8,
-        }
+        self.kind.weight()
     }
 
     fn dropped(&self, queue: usize, why: Dropped, frames: usize) {
-        let Some(counters) = self.from().get(queue) else { return };
-        let (name, frames) = (self.name(), frames as u64);
+        let Some(counters) = self.kind.received().get(queue) else { return };
+        let (name, frames) = (self.kind.name(), frames as u64);
         match why {
             Dropped::Storm => {
                 counters.storm.add(frames);
                 if self.first(STORM) {
                     log::warn!(
-                        "port {name}: it sends more frames to everybody (broadcast, multicast, unknown addresses) than its \
-                         `limits.storm` allows; the others are dropped and counted as `storm`, and nothing more is said of it"
+                        "port {name}: more broadcast, multicast and unknown-unicast frames than its `limits.storm` allows; the \
+                         excess is dropped and counted as `storm`; not logged again"
                     );
                 }
             }
@@ -306,8 +261,8 @@ impl ringroad_switch::Port for Port {
                 counters.spoofed.add(frames);
                 if self.first(SPOOFED) {
                     log::warn!(
-                        "port {name}: frames came with a source address that it may not use; they are dropped and counted as \
-                         `spoofed`, and nothing more is said of it; with `addresses = \"fixed\"` the guest must use the port's `mac`"
+                        "port {name}: frames with a source address that it may not use are dropped and counted as `spoofed`; not \
+                         logged again; with `addresses = \"fixed\"` the guest must use the port's `mac`"
                     );
                 }
             }
@@ -316,13 +271,13 @@ impl ringroad_switch::Port for Port {
     }
 
     fn crowded(&self, queue: usize) {
-        let Some(counters) = self.from().get(queue) else { return };
+        let Some(counters) = self.kind.received().get(queue) else { return };
         counters.crowded.add(1);
         if self.first(CROWDED) {
             log::warn!(
-                "port {}: it uses more source addresses than its `limits.addresses` ({}) allows, or than there is room for; \
-                 further ones are not learned, and frames to them go to all ports",
-                self.name(),
+                "port {}: more source addresses than its `limits.addresses` ({}) allows, or than the table has room for; \
+                 further ones are not learned, and frames to them are flooded",
+                self.kind.name(),
                 self.settings().limits.addresses
             );
         }
@@ -330,21 +285,19 @@ impl ringroad_switch::Port for Port {
 
     fn claimed(&self, queue: usize, address: MacAddr, claim: Claim, from: &Self, tell: bool) {
         const ADVICE: &str = "give each guest an address of its own (QEMU's default is the same for all: mac=)";
-        if let Some(counters) = self.from().get(queue) {
+        if let Some(counters) = self.kind.received().get(queue) {
             counters.claimed.add(1);
         }
         if !tell {
             return;
         }
-        let (name, other) = (self.name(), from.name());
+        let (name, other) = (self.kind.name(), from.kind.name());
         match claim {
             Claim::Moved => {
-                log::warn!(
-                    "port {name}: address {address} has moved here from port {other}; if it should not, {ADVICE}"
-                );
+                log::warn!("port {name}: address {address} has moved here from port {other}; if unexpected, {ADVICE}");
             }
             Claim::Held => log::warn!(
-                "port {name}: frames came from address {address}, which is in use at port {other} and stays there until that \
+                "port {name}: frames from address {address}, which is in use at port {other} and stays there until that port \
                  is silent; {ADVICE}"
             ),
             Claim::Owned => log::warn!(
@@ -357,88 +310,140 @@ impl ringroad_switch::Port for Port {
     fn panicked(&self, message: &str) {
         log::error!(
             "port {}: stopped by a bug in ringroad: {message}; please report it; a new connection starts the port again",
-            self.name()
+            self.kind.name()
         );
-        if let Some(counters) = self.from().first() {
+        if let Some(counters) = self.kind.received().first() {
             counters.panics.add(1);
         }
-        if let Kind::Vhost(port) = &self.kind {
-            port.abandon();
-        }
+        self.kind.abandon();
     }
 }
 
-/// A queue that frames come from, told apart once per burst.
-pub enum PortSource<'a> {
-    #[doc(hidden)]
-    Vhost(crate::vhost_user::VhostSource<'a>),
-    #[doc(hidden)]
-    Tap(TapSource<'a>),
-}
+/// Makes an enum of several kinds of ports, which is a [`PortKind`] itself. Which kind it is, is decided once per call, so once
+/// per burst.
+///
+/// ```
+/// use ringroad_host::{TapPort, vhost_user::VhostPort};
+///
+/// ringroad_host::ports! {
+///     /// Guests and interfaces.
+///     pub enum Ports {
+///         /// A guest.
+///         Vhost(VhostPort),
+///         /// An interface of the host.
+///         Tap(TapPort),
+///     }
+/// }
+/// let worker = ringroad_host::Worker::<Ports>::start(Default::default()).unwrap();
+/// ```
+#[macro_export]
+macro_rules! ports {
+    ($(#[$doc:meta])* $vis:vis enum $name:ident { $($(#[$kind_doc:meta])* $variant:ident($kind:ty)),+ $(,)? }) => {
+        // With other parameters, the same enum holds what the kinds return: leases, sources, sinks.
+        $(#[$doc])*
+        $vis enum $name<$($variant = $kind),+> { $($(#[$kind_doc])* $variant($variant)),+ }
 
-impl Source for PortSource<'_> {
-    #[inline]
-    fn take(&mut self, burst: &mut Burst) -> usize {
-        match self {
-            PortSource::Vhost(source) => source.take(burst),
-            PortSource::Tap(source) => source.take(burst),
-        }
-    }
+        const _: () = {
+            use $crate::embed::{Arc, BorrowedFd, Burst, Counters, PortKind, PortSettings, Sink, Source, Span, Tuning};
 
-    #[inline]
-    fn done(&mut self, burst: &mut Burst) {
-        match self {
-            PortSource::Vhost(source) => source.done(burst),
-            PortSource::Tap(source) => source.done(burst),
-        }
-    }
+            impl<$($variant: Source),+> Source for $name<$($variant),+> {
+                #[inline]
+                fn take(&mut self, burst: &mut Burst) -> usize {
+                    match self { $($name::$variant(source) => source.take(burst)),+ }
+                }
+                #[inline]
+                fn done(&mut self, burst: &mut Burst) {
+                    match self { $($name::$variant(source) => source.done(burst)),+ }
+                }
+                #[inline]
+                fn pours(&self) -> bool {
+                    match self { $($name::$variant(source) => source.pours()),+ }
+                }
+                fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+                    match self { $($name::$variant(source) => source.pour(sink)),+ }
+                }
+            }
 
-    #[inline]
-    fn pours(&self) -> bool {
-        matches!(self, PortSource::Tap(_))
-    }
+            impl<$($variant: Sink),+> Sink for $name<$($variant),+> {
+                #[inline]
+                fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+                    match self { $($name::$variant(sink) => sink.put(burst, which)),+ }
+                }
+                fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+                    match self { $($name::$variant(sink) => sink.fill(room, read)),+ }
+                }
+            }
 
-    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
-        match self {
-            PortSource::Vhost(_) => None,
-            PortSource::Tap(source) => source.pour(sink),
-        }
-    }
-}
+            impl PortKind for $name {
+                type Lease = $name<$(<$kind as PortKind>::Lease),+>;
+                type Source<'a> = $name<$(<$kind as PortKind>::Source<'a>),+>;
+                type Sink<'a> = $name<$(<$kind as PortKind>::Sink<'a>),+>;
 
-/// A queue that frames go to, told apart once per burst.
-pub enum PortSink<'a> {
-    #[doc(hidden)]
-    Vhost(crate::vhost_user::VhostSink<'a>),
-    #[doc(hidden)]
-    Tap(TapSink<'a>),
-}
-
-impl Sink for PortSink<'_> {
-    #[inline]
-    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
-        match self {
-            PortSink::Vhost(sink) => sink.put(burst, which),
-            PortSink::Tap(sink) => sink.put(burst, which),
-        }
-    }
-
-    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
-        match self {
-            PortSink::Vhost(sink) => sink.fill(room, read),
-            PortSink::Tap(_) => None,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_mode_comes_back_as_it_was_set() {
-        for (index, mode) in MODES.into_iter().enumerate() {
-            assert_eq!(mode as usize, index);
-        }
-    }
+                fn name(&self) -> &str {
+                    match self { $($name::$variant(kind) => kind.name()),+ }
+                }
+                fn received(&self) -> &[Arc<Counters>] {
+                    match self { $($name::$variant(kind) => kind.received()),+ }
+                }
+                fn sent(&self) -> &[Arc<Counters>] {
+                    match self { $($name::$variant(kind) => kind.sent()),+ }
+                }
+                #[inline]
+                fn lease(&self, queue: usize) -> Option<Self::Lease> {
+                    match self { $($name::$variant(kind) => kind.lease(queue).map($name::$variant)),+ }
+                }
+                #[inline]
+                fn is_wanted(&self, queue: usize) -> bool {
+                    match self { $($name::$variant(kind) => kind.is_wanted(queue)),+ }
+                }
+                #[inline]
+                #[allow(unreachable_patterns, reason = "there may be one kind only")]
+                fn source<'a>(&'a self, queue: usize, lease: &'a mut Self::Lease) -> Option<Self::Source<'a>> {
+                    match (self, lease) {
+                        $(($name::$variant(kind), $name::$variant(lease)) => kind.source(queue, lease).map($name::$variant),)+
+                        _ => None,
+                    }
+                }
+                #[inline]
+                fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>> {
+                    match self { $($name::$variant(kind) => kind.sink(hint, frames).map($name::$variant)),+ }
+                }
+                #[inline]
+                fn is_flooded(&self) -> bool {
+                    match self { $($name::$variant(kind) => kind.is_flooded()),+ }
+                }
+                fn settle(&self) -> bool {
+                    match self { $($name::$variant(kind) => kind.settle()),+ }
+                }
+                #[inline]
+                fn weight(&self) -> usize {
+                    match self { $($name::$variant(kind) => kind.weight()),+ }
+                }
+                fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+                    match self { $($name::$variant(kind) => kind.descriptors()),+ }
+                }
+                fn enable_notification(&self, queue: usize) -> bool {
+                    match self { $($name::$variant(kind) => kind.enable_notification(queue)),+ }
+                }
+                fn disable_notification(&self, queue: usize) {
+                    match self { $($name::$variant(kind) => kind.disable_notification(queue)),+ }
+                }
+                fn set(&self, settings: &PortSettings) {
+                    match self { $($name::$variant(kind) => kind.set(settings)),+ }
+                }
+                fn tune(&self, tuning: Tuning) {
+                    match self { $($name::$variant(kind) => kind.tune(tuning)),+ }
+                }
+                fn check_memory(&self) -> bool {
+                    match self { $($name::$variant(kind) => kind.check_memory()),+ }
+                }
+                fn tick(&self, now: u32) {
+                    match self { $($name::$variant(kind) => kind.tick(now)),+ }
+                }
+                fn abandon(&self) {
+                    match self { $($name::$variant(kind) => kind.abandon()),+ }
+                }
+            }
+        };
+    };
 }

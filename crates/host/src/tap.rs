@@ -1,7 +1,8 @@
-//! TAP ports: the host's own network.
+//! TAP ports: interfaces of the host.
 
 use crate::{
     gate::{Gate, Lease},
+    port::{PortKind, PortSettings},
     quota::Quota,
     sys,
 };
@@ -19,7 +20,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
 
@@ -97,14 +98,14 @@ impl Longest {
 }
 
 /// Where frames of one queue come from.
-pub(crate) struct Queue {
+struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
     pool: Arc<Table>,
 }
 
 /// A TAP interface as a port.
-pub struct Tap {
+pub struct TapPort {
     name: String,
     interface: String,
     /// The queues' two directions, each with a gate of its own: of a hairpin both are in use at once.
@@ -113,24 +114,25 @@ pub struct Tap {
     /// Descriptors of the queues, to wait for frames.
     files: Vec<File>,
     longest: Longest,
-    /// Frames that came from the interface.
-    pub(crate) received: Vec<Arc<Counters>>,
-    /// Frames that went to it.
-    pub(crate) sent: Vec<Arc<Counters>>,
+    /// Whether frames to link-local addresses are read; else they are dropped.
+    link_local: AtomicBool,
+    received: Vec<Arc<Counters>>,
+    sent: Vec<Arc<Counters>>,
 }
 
-impl Tap {
+impl TapPort {
     /// Opens or makes the interface and brings it up.
-    pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<Tap, TapError> {
+    pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<TapPort, TapError> {
         let name = interface;
         let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());
-        let mut tap = Tap {
+        let mut tap = TapPort {
             name: port.to_owned(),
             interface: interface.to_owned(),
             sources: Vec::new(),
             sinks: Vec::new(),
             files: Vec::new(),
             longest: Longest::new(interface),
+            link_local: AtomicBool::new(false),
             received: Vec::new(),
             sent: Vec::new(),
         };
@@ -157,36 +159,46 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Its name in the configuration.
-    pub fn name(&self) -> &str {
+    /// Changes the interface's MTU. Its queues notice at the first frame that is longer than before.
+    ///
+    /// # Errors
+    /// The interface no longer exists or does not allow this MTU.
+    pub fn set_mtu(&self, mtu: u16) -> io::Result<()> {
+        sys::set_mtu(&self.interface, mtu)
+    }
+}
+
+impl PortKind for TapPort {
+    type Lease = TapLease;
+    type Source<'a> = TapSource<'a>;
+    type Sink<'a> = TapSink<'a>;
+
+    fn name(&self) -> &str {
         &self.name
     }
 
-    /// Changes the interface's MTU. Its queues see it at the first frame that is longer than before.
-    pub(crate) fn set_mtu(&self, mtu: u16) -> io::Result<()> {
-        sys::set_mtu(&self.interface, mtu)
+    fn received(&self) -> &[Arc<Counters>] {
+        &self.received
     }
 
-    /// The descriptors that become readable when frames have come, one for each queue.
-    pub(crate) fn files(&self) -> &[File] {
-        &self.files
+    fn sent(&self) -> &[Arc<Counters>] {
+        &self.sent
     }
 
-    pub(crate) fn lease(&self, index: usize) -> Option<TapLease> {
-        self.sources.get(index)?.try_lease()
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.files.iter().map(File::as_fd).collect()
     }
 
-    /// `link_local`: whether frames to link-local addresses are read; else they are dropped.
-    pub(crate) fn source<'a>(
-        &'a self,
-        index: usize,
-        queue: &'a mut TapLease,
-        link_local: bool,
-    ) -> Option<TapSource<'a>> {
+    fn lease(&self, index: usize) -> Option<TapLease> {
+        self.sources.get(index)?.try_lease().map(TapLease)
+    }
+
+    fn source<'a>(&'a self, index: usize, TapLease(queue): &'a mut TapLease) -> Option<TapSource<'a>> {
+        let link_local = self.link_local.load(Ordering::Relaxed);
         Some(TapSource { queue, counters: self.received.get(index)?, longest: &self.longest, link_local })
     }
 
-    pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
+    fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
         let index = hint % self.sinks.len().max(1);
         let counters = self.sent.get(index)?;
         match self.sinks.get(index)?.try_enter() {
@@ -196,6 +208,16 @@ impl Tap {
                 None
             }
         }
+    }
+
+    fn set(&self, settings: &PortSettings) {
+        self.link_local.store(settings.limits.link_local, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn weight(&self) -> usize {
+        // A system call for each frame.
+        8
     }
 }
 
@@ -213,7 +235,7 @@ fn explain(name: &str, error: io::Error, driver: bool) -> TapError {
 }
 
 /// Exclusive use of one queue that frames come from.
-pub(crate) type TapLease = Lease<Queue>;
+pub struct TapLease(Lease<Queue>);
 
 /// The same for one burst.
 pub struct TapSource<'a> {

@@ -1,26 +1,19 @@
-//! A worker: the thread that carries frames. It owns a [`Switch`] and asks its [`Schedule`] what to look at; control sends
-//! it commands, which it takes up between bursts.
+//! A worker: the thread that forwards frames. It owns a [`Switch`] and asks its [`Schedule`] which queue is next; control sends
+//! it commands, which it takes between bursts.
 
 use crate::{
-    port::{Kind, Port, PortSettings},
-    sandbox, sys,
+    event_loop::{EventLoop, Events, pin},
+    port::{Port, PortKind, PortSettings},
+    sandbox,
 };
 use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, panic_message};
 use std::{
     io,
-    os::fd::{AsRawFd, RawFd},
+    os::fd::AsRawFd,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{
-        Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
-    thread::{self, JoinHandle},
+    sync::{Arc, mpsc},
+    thread::JoinHandle,
     time::{Duration, Instant},
-};
-use vmm_sys_util::{
-    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
-    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
 };
 
 /// How a worker is set up.
@@ -32,12 +25,19 @@ pub struct WorkerConfig {
     pub addresses: usize,
     /// Seconds for which an address is remembered.
     pub ageing: u32,
-    /// Seconds for which nothing must have come from an address before it can move to another port.
+    /// Seconds for which an address must have been silent before it can move to another port.
     pub hold: u32,
-    /// For how long it leaves the only queue that it polls alone between bursts that are not full.
+    /// How long it leaves the only queue that it polls alone between bursts that are not full.
     pub gather: Gather,
-    /// How many full bursts it carries from a queue before the others have their turn.
+    /// How many full bursts a queue may send before the others have their turn.
     pub turn: usize,
+}
+
+impl Default for WorkerConfig {
+    /// Any CPU, 4096 addresses for five minutes, turns of four bursts.
+    fn default() -> WorkerConfig {
+        WorkerConfig { cpu: None, addresses: 4096, ageing: 300, hold: 2, gather: Gather::default(), turn: 4 }
+    }
 }
 
 /// A queue of a port, by their numbers.
@@ -48,208 +48,172 @@ struct Key {
 }
 
 impl Key {
-    const WAKE: u64 = u64::MAX;
-
-    fn to_data(self) -> u64 {
+    fn to_token(self) -> u64 {
         u64::from(self.port) << 16 | u64::from(self.queue)
     }
 
-    fn from_data(data: u64) -> Key {
-        Key { port: (data >> 16) as u32, queue: data as u16 }
+    fn from_token(token: u64) -> Key {
+        Key { port: (token >> 16) as u32, queue: token as u16 }
     }
 }
 
-enum Command {
-    Add(Arc<Port>, mpsc::Sender<u32>),
+/// A change of a port's kind, made between two bursts.
+type Change<K> = Box<dyn FnOnce(&K) + Send>;
+
+enum Command<K> {
+    Add(Arc<Port<K>>, mpsc::Sender<u32>),
     Remove(u32, mpsc::Sender<()>),
     Set(u32, PortSettings, mpsc::Sender<()>),
+    Change(u32, Change<K>, mpsc::Sender<()>),
     Configure(WorkerConfig, mpsc::Sender<io::Result<()>>),
-    Wake(Key),
-    Rest(Key),
+    Start(Key),
+    Stop(Key),
     Forget(u32),
-    Stop,
-}
-
-struct Shared {
-    epoll: Epoll,
-    wake: EventFd,
-    commands: Mutex<Vec<Command>>,
-    /// There are commands: what the worker looks at between bursts.
-    pending: AtomicBool,
-}
-
-impl Shared {
-    fn commands(&self) -> MutexGuard<'_, Vec<Command>> {
-        self.commands.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    fn send(&self, command: Command) {
-        self.commands().push(command);
-        self.pending.store(true, Ordering::Release);
-        let _ = self.wake.write(1);
-    }
+    End,
 }
 
 /// A running worker.
-pub struct Worker {
-    shared: Arc<Shared>,
+pub struct Worker<K: PortKind> {
+    events: Arc<EventLoop<Command<K>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Worker {
+impl<K: PortKind> Worker<K> {
     /// Starts the thread.
-    pub fn start(config: WorkerConfig) -> io::Result<Worker> {
-        let shared = Arc::new(Shared {
-            epoll: Epoll::new()?,
-            wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
-            commands: Mutex::default(),
-            pending: AtomicBool::new(false),
-        });
-        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, Key::WAKE);
-        shared.epoll.ctl(ControlOperation::Add, shared.wake.as_raw_fd(), event)?;
-        let (started, result) = mpsc::channel();
-        let thread = {
-            let shared = shared.clone();
-            thread::Builder::new().name("worker".into()).spawn(move || {
-                let pinned = sandbox::narrow().and_then(|()| config.cpu.map_or(Ok(()), sys::pin_current_thread));
-                let go = pinned.is_ok();
-                let _ = started.send(pinned);
-                if go {
-                    Loop::new(&shared, config).run();
-                }
-            })?
-        };
-        result.recv().unwrap_or_else(|_| Err(io::Error::other("the worker has ended")))?;
-        Ok(Worker { shared, thread: Some(thread) })
-    }
-
-    /// Has it work like this from its next round on. The forwarding table keeps what it knows, as far as there is room.
     ///
     /// # Errors
-    /// The CPU is not there or not allowed; all the rest is as it should be.
-    pub fn set(&self, config: WorkerConfig) -> io::Result<()> {
-        let (sender, done) = mpsc::channel();
-        self.shared.send(Command::Configure(config, sender));
-        done.recv().unwrap_or_else(|_| Err(io::Error::other("the worker has ended")))
+    /// The CPU does not exist or is not allowed, or the system has no more threads or descriptors.
+    pub fn start(config: WorkerConfig) -> io::Result<Worker<K>> {
+        let events = Arc::new(EventLoop::new()?);
+        let running = events.clone();
+        let prepare = move || sandbox::narrow().and_then(|()| config.cpu.map_or(Ok(()), |cpu| pin(Some(cpu))));
+        let thread = events.spawn("worker", prepare, move || Loop::new(&running, config).run())?;
+        Ok(Worker { events, thread: Some(thread) })
     }
 
-    /// Adds a port; a TAP interface is watched from now on, a guest's queues when they are started.
-    pub fn add(&self, port: Arc<Port>) -> io::Result<PortHandle> {
-        let (sender, number) = mpsc::channel();
-        self.shared.send(Command::Add(port.clone(), sender));
-        let number = number.recv().map_err(|_| io::Error::other("the worker has ended"))?;
-        let handle = PortHandle { shared: self.shared.clone(), port: port.clone(), number };
-        if let Kind::Tap(tap) = &port.kind {
-            for (queue, file) in tap.files().iter().enumerate() {
-                handle.watch(queue as u16, file.as_raw_fd())?;
-            }
+    /// Changes the configuration. The forwarding table keeps the addresses that it has room for.
+    ///
+    /// # Errors
+    /// The CPU does not exist or is not allowed; everything else is in effect.
+    pub fn set(&self, config: WorkerConfig) -> io::Result<()> {
+        self.events.ask(|reply| Command::Configure(config, reply))?
+    }
+
+    /// Adds a port to the worker's switch.
+    ///
+    /// # Errors
+    /// Its descriptors cannot be watched.
+    pub fn add(&self, port: Port<K>) -> io::Result<PortHandle<K>> {
+        let port = Arc::new(port);
+        let number = self.events.ask(|reply| Command::Add(port.clone(), reply))?;
+        let handle = PortHandle { events: self.events.clone(), port, number };
+        for (queue, fd) in (0..).zip(handle.port.kind().descriptors()) {
+            handle.watch(queue, &fd)?;
+            handle.start(queue);
         }
         Ok(handle)
     }
 }
 
-impl Drop for Worker {
+impl<K: PortKind> Drop for Worker<K> {
     fn drop(&mut self) {
-        self.shared.send(Command::Stop);
+        self.events.send(Command::End);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
 }
 
-/// A port that a worker serves. Dropped, it is removed.
-pub struct PortHandle {
-    shared: Arc<Shared>,
-    port: Arc<Port>,
+/// A port that a worker serves. Dropped, it is removed from the switch.
+pub struct PortHandle<K: PortKind> {
+    events: Arc<EventLoop<Command<K>>>,
+    port: Arc<Port<K>>,
     number: u32,
 }
 
-impl PortHandle {
-    /// The port.
-    pub fn port(&self) -> &Arc<Port> {
+impl<K: PortKind> PortHandle<K> {
+    /// Returns the port.
+    pub fn port(&self) -> &Arc<Port<K>> {
         &self.port
     }
 
-    /// Has the port behave like this, from the next burst on; returns when it does. Its guest does not notice.
+    /// Changes the port's settings, from the next burst on. Its guest does not notice.
     pub fn set(&self, settings: PortSettings) {
         let before = self.port.settings();
-        let (sender, done) = mpsc::channel();
-        self.shared.send(Command::Set(self.number, settings, sender));
-        let _ = done.recv();
+        let _ = self.events.ask(|reply| Command::Set(self.number, settings, reply));
         if settings.tuning != before.tuning {
-            self.port.tune();
+            self.port.kind().tune(settings.tuning);
         }
     }
 
-    /// From now on a readable descriptor means that the queue has something.
-    pub(crate) fn watch(&self, queue: u16, fd: RawFd) -> io::Result<()> {
-        let key = Key { port: self.number, queue };
-        // Edge-triggered: each notification is one event, and nobody need read the counter back to zero.
-        let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, key.to_data());
-        self.shared.epoll.ctl(ControlOperation::Add, fd, event)
+    /// Changes something in the port's kind between two bursts. Addresses learned from the port are forgotten.
+    pub fn change(&self, change: impl FnOnce(&K) + Send + 'static) {
+        let _ = self.events.ask(|reply| Command::Change(self.number, Box::new(change), reply));
     }
 
-    /// To be called before the descriptor is closed: the peer still has the same file open, so that closing does not end
-    /// the watch.
-    pub(crate) fn unwatch(&self, fd: &impl AsRawFd) {
-        let _ = self.shared.epoll.ctl(ControlOperation::Delete, fd.as_raw_fd(), EpollEvent::default());
+    /// Watches a descriptor: when it becomes readable, the queue has frames.
+    ///
+    /// # Errors
+    /// It cannot be watched.
+    pub fn watch(&self, queue: u16, fd: &impl AsRawFd) -> io::Result<()> {
+        self.events.watch(fd, Key { port: self.number, queue }.to_token())
     }
 
-    /// The queue has stopped: it is not polled any more.
-    pub(crate) fn rest(&self, queue: u16) {
-        self.shared.send(Command::Rest(Key { port: self.number, queue }));
+    /// To be called before the descriptor is closed: the peer has the same file open, so closing does not end the watch.
+    pub fn unwatch(&self, fd: &impl AsRawFd) {
+        self.events.unwatch(fd);
     }
 
-    /// Nobody is there any more: what was learned of the port is forgotten, so that a guest that turns up at another one is
-    /// found there at once.
-    pub(crate) fn forget(&self) {
-        self.shared.send(Command::Forget(self.number));
+    /// The queue has started and may have frames.
+    pub fn start(&self, queue: u16) {
+        self.events.send(Command::Start(Key { port: self.number, queue }));
     }
 
-    /// The queue may have something now.
-    pub(crate) fn wake(&self, queue: u16) {
-        self.shared.send(Command::Wake(Key { port: self.number, queue }));
+    /// The queue has stopped; it is no longer polled.
+    pub fn stop(&self, queue: u16) {
+        self.events.send(Command::Stop(Key { port: self.number, queue }));
+    }
+
+    /// Forgets the addresses learned from the port: its guest has disconnected, and may turn up at another port.
+    pub fn forget(&self) {
+        self.events.send(Command::Forget(self.number));
     }
 }
 
-impl Drop for PortHandle {
+impl<K: PortKind> Drop for PortHandle<K> {
     fn drop(&mut self) {
-        if let Kind::Tap(tap) = &self.port.kind {
-            tap.files().iter().for_each(|file| self.unwatch(file));
-        }
-        let (sender, removed) = mpsc::channel();
-        self.shared.send(Command::Remove(self.number, sender));
-        let _ = removed.recv();
+        self.port.kind().descriptors().iter().for_each(|fd| self.unwatch(fd));
+        let _ = self.events.ask(|reply| Command::Remove(self.number, reply));
     }
 }
 
-/// Most rounds between looks at the clock and at the events of queues that are not polled.
+/// Maximum rounds between looks at the clock and at the events of queues that are not polled.
 const ROUNDS: u32 = 64;
-/// How long these rounds should take at most: frames of a TAP port cost a system call each, and who has an event waits.
+/// How long these rounds may take: frames of a TAP port cost a system call each, and queues with an event wait.
 const LOOK: Duration = Duration::from_micros(100);
 
-struct Loop<'a> {
-    shared: &'a Shared,
-    switch: Switch<Port>,
+struct Loop<'a, K: PortKind> {
+    control: &'a EventLoop<Command<K>>,
+    switch: Switch<Port<K>>,
     schedule: Schedule<Key>,
-    /// All queues that may get something. While each of them is polled, events say nothing new.
+    /// All queues that run. While each of them is polled, events carry no information.
     known: Vec<Key>,
-    ports: Vec<Option<Served>>,
+    ports: Vec<Option<Served<K>>>,
     start: Instant,
     faults: u64,
     config: WorkerConfig,
 }
 
-/// A port, and for how long its queues are polled: asked for with each event.
-struct Served {
-    port: Arc<Port>,
+/// A port, and for how long its queues are polled, which is needed with each event.
+struct Served<K> {
+    port: Arc<Port<K>>,
     poll: Poll,
 }
 
-impl<'a> Loop<'a> {
-    fn new(shared: &'a Shared, config: WorkerConfig) -> Self {
+impl<'a, K: PortKind> Loop<'a, K> {
+    fn new(control: &'a EventLoop<Command<K>>, config: WorkerConfig) -> Self {
         Loop {
-            shared,
+            control,
             switch: Switch::new(Fdb::new(config.addresses, config.ageing).with_hold(config.hold)),
             schedule: Schedule::new(config.gather, config.turn),
             known: Vec::new(),
@@ -261,33 +225,34 @@ impl<'a> Loop<'a> {
     }
 
     fn run(mut self) {
-        let mut events = [EpollEvent::default(); 64];
+        let mut events = Events::default();
         let (mut rounds, mut limit) = (0, ROUNDS);
         let mut looked = Duration::ZERO;
         let mut settled = true;
         loop {
-            if self.shared.pending.load(Ordering::Relaxed) && !self.obey() {
+            if self.control.is_pending() && !self.obey() {
                 return;
             }
             let idle = self.schedule.is_empty() && settled;
             if idle || rounds == 0 {
-                // Before sleeping: what the last round has run into is not left until the next event.
+                // Before sleeping: a fault of the last round is not left until the next event.
                 if ringroad_mem::faults() != self.faults {
                     self.check_memory();
                 }
                 let took = self.start.elapsed() - looked;
                 limit = if took > LOOK { (limit / 2).max(1) } else { (limit * 2).min(ROUNDS) };
                 if idle || self.schedule.len() < self.known.len() {
-                    // Not for long while memory has yet to be looked at: control was in, which takes it a moment.
-                    let timeout = if idle && ringroad_mem::faults() == self.faults { -1 } else { 0 };
-                    self.wait(timeout, &mut events);
+                    // Not while memory has yet to be checked: control held a queue, which takes a moment.
+                    let sleeps = idle && ringroad_mem::faults() == self.faults;
+                    self.control.wait(if sleeps { None } else { Some(Duration::ZERO) }, &mut events);
+                    events.tokens().for_each(|token| self.wake(Key::from_token(token)));
                 }
                 let before = looked.as_secs();
                 looked = self.start.elapsed();
                 if looked.as_secs() != before {
                     let seconds = looked.as_secs() as u32;
                     for Served { port, .. } in self.ports.iter().flatten() {
-                        guarded(port, (), || port.check_deaf(seconds));
+                        guarded(port, (), || port.kind().tick(seconds));
                     }
                 }
             }
@@ -298,7 +263,9 @@ impl<'a> Loop<'a> {
                 Instant::now,
                 |key| switch.carry(key.port, key.queue.into(), looked),
                 |key| {
-                    port(key).is_none_or(|served| guarded(&served.port, true, || served.port.sleep(key.queue.into())))
+                    port(key).is_none_or(|Served { port, .. }| {
+                        guarded(port, true, || port.kind().enable_notification(key.queue.into()))
+                    })
                 },
             );
             if !any || rounds == 0 {
@@ -308,40 +275,24 @@ impl<'a> Loop<'a> {
         }
     }
 
-    fn wait(&mut self, timeout: i32, events: &mut [EpollEvent]) {
-        // Interrupted by a signal: the caller comes back.
-        let count = self.shared.epoll.wait(timeout, events).unwrap_or(0);
-        for event in events.iter().take(count) {
-            if event.data() != Key::WAKE {
-                self.wake(Key::from_data(event.data()));
-            }
-        }
-    }
-
     fn wake(&mut self, key: Key) {
         if let Some(Some(Served { port, poll })) = self.ports.get(key.port as usize)
             && self.known.contains(&key)
             && self.schedule.wake(key, *poll)
         {
-            guarded(port, (), || port.awake(key.queue.into()));
+            guarded(port, (), || port.kind().disable_notification(key.queue.into()));
         }
     }
 
-    /// Takes up what control wants. `false`: to stop.
+    /// Executes control's commands. Returns `false` to stop.
     fn obey(&mut self) -> bool {
-        self.shared.pending.store(false, Ordering::Relaxed);
         // A queue that has stopped should not keep its guest's memory.
         self.switch.release();
-        let commands = std::mem::take(&mut *self.shared.commands());
-        for command in commands {
+        for command in self.control.take() {
             match command {
                 Command::Add(port, reply) => {
                     let number = self.switch.add(port.clone());
                     let index = number as usize;
-                    if let Kind::Tap(tap) = &port.kind {
-                        let queues = 0..tap.files().len() as u16;
-                        self.known.extend(queues.map(|queue| Key { port: number, queue }));
-                    }
                     self.ports.resize_with(self.ports.len().max(index + 1), || None);
                     let poll = port.settings().poll;
                     if let Some(place) = self.ports.get_mut(index) {
@@ -362,21 +313,29 @@ impl<'a> Loop<'a> {
                     self.set(number, settings);
                     let _ = reply.send(());
                 }
+                Command::Change(number, change, reply) => {
+                    if let Some(Some(Served { port, .. })) = self.ports.get(number as usize) {
+                        change(port.kind());
+                    }
+                    self.switch.forget(number);
+                    self.wake_all(number);
+                    let _ = reply.send(());
+                }
                 Command::Configure(config, reply) => {
                     let _ = reply.send(self.configure(config));
                 }
-                Command::Wake(key) => {
+                Command::Start(key) => {
                     if !self.known.contains(&key) {
                         self.known.push(key);
                     }
                     self.wake(key);
                 }
                 Command::Forget(number) => self.switch.forget(number),
-                Command::Rest(key) => {
+                Command::Stop(key) => {
                     self.schedule.forget(|other| other == key);
                     self.known.retain(|&other| other != key);
                 }
-                Command::Stop => return false,
+                Command::End => return false,
             }
         }
         true
@@ -390,12 +349,12 @@ impl<'a> Loop<'a> {
         if settings.limits != before.limits {
             self.switch.limit(number, settings.limits);
         }
-        if settings.mode != before.mode {
-            // Of a port that is no part of the switch nothing is learned: frames for what was there go to all again.
-            self.switch.forget(number);
-        }
         self.schedule.set_poll(|key: Key| key.port == number, settings.poll);
-        // Queues that are asleep: from now on they may have to be polled for ever, or be fed without a frame of their own.
+        self.wake_all(number);
+    }
+
+    /// Wakes queues that are idle: they may have to be polled from now on.
+    fn wake_all(&mut self, number: u32) {
         let queues: Vec<Key> = self.known.iter().copied().filter(|key| key.port == number).collect();
         queues.into_iter().for_each(|key| self.wake(key));
     }
@@ -407,7 +366,7 @@ impl<'a> Loop<'a> {
         if config.cpu == before.cpu {
             return Ok(());
         }
-        let moved = config.cpu.map_or_else(sys::unpin_current_thread, sys::pin_current_thread);
+        let moved = pin(config.cpu);
         if moved.is_err() {
             self.config.cpu = before.cpu;
         }
@@ -417,8 +376,8 @@ impl<'a> Loop<'a> {
     fn check_memory(&mut self) {
         self.switch.release();
         let faults = ringroad_mem::faults();
-        let looked = |served: &Served| guarded(&served.port, true, || served.port.check_memory());
-        // All of them, also after one that could not be looked at.
+        let looked = |served: &Served<K>| guarded(&served.port, true, || served.port.kind().check_memory());
+        // All of them, also after one that could not be checked.
         let left = self.ports.iter().flatten().filter(|served| !looked(served)).count();
         if left == 0 {
             self.faults = faults;
@@ -426,8 +385,8 @@ impl<'a> Loop<'a> {
     }
 }
 
-/// Does something with a port. A panic there is that port's end and nobody else's; the answer is then `otherwise`.
-fn guarded<T>(port: &Port, otherwise: T, what: impl FnOnce() -> T) -> T {
+/// Calls something of a port. A panic there stops that port only; `otherwise` is returned then.
+fn guarded<K: PortKind, T>(port: &Port<K>, otherwise: T, what: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(what)).unwrap_or_else(|payload| {
         let told = catch_unwind(AssertUnwindSafe(|| port.panicked(panic_message(&*payload))));
         drop(told);

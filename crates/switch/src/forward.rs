@@ -5,8 +5,7 @@ use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
     limits::{Notices, Storm},
 };
-use ringroad_frame::{ALL, BURST, Burst, Frame, HEADROOM, Sink, Source};
-use ringroad_mem::{Region, Table};
+use ringroad_frame::{ALL, BURST, Burst, Sink, Source};
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     any::Any,
@@ -15,20 +14,6 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-
-/// What becomes of the frames that come from a port.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mode {
-    /// They go where their destination address was last seen, or everywhere.
-    #[default]
-    Switch,
-    /// Back out of the same port with their addresses swapped. For measuring.
-    Reflect,
-    /// Nothing. For measuring.
-    Drop,
-    /// Nothing, and it gets frames of the switch's own making, as many as it takes. For measuring.
-    Generate,
-}
 
 /// A port of the switch, shared by its worker and by control, which sets it up and takes it down. Neither waits for the
 /// other: a queue that control is at work on has no frames and takes none.
@@ -63,9 +48,10 @@ pub trait Port: Send + Sync {
         true
     }
 
-    /// What becomes of its frames.
-    fn mode(&self) -> Mode {
-        Mode::Switch
+    /// Returns whether flooded frames go here: broadcast, multicast, and those to unknown addresses.
+    #[inline]
+    fn is_flooded(&self) -> bool {
+        true
     }
 
     /// Whether frames may go back out of it.
@@ -190,29 +176,12 @@ pub struct Switch<P: Port> {
     burst: Burst,
     /// Frames were poured since the ports are these two, so that the table may not have seen an address move.
     poured: bool,
-    /// What a generating port gets.
-    made: Option<Burst>,
-}
-
-/// Bytes of the frames that a generating port gets, without FCS.
-const MADE: usize = 64;
-
-/// A burst of frames to everybody, of the type for experiments (IEEE 802, 0x88b5) and else zeros.
-fn made() -> Option<Burst> {
-    let memory = Arc::new(Table::default().with(Region::private(4096, 0).ok()?).ok()?);
-    let mut frame = [0; HEADROOM + MADE];
-    let header = [&MacAddr::BROADCAST.0[..], &MacAddr::local(0).0, &[0x88, 0xb5]].concat();
-    frame.iter_mut().skip(HEADROOM).zip(header).for_each(|(place, byte)| *place = byte);
-    memory.regions().first()?.span(0, frame.len())?.write(&frame);
-    let mut burst = Burst::default();
-    burst.start_in(&memory);
-    ALL.iter().all(|_| burst.push_at(0, frame.len()).is_ok()).then_some(burst)
 }
 
 impl<P: Port> Switch<P> {
     /// A switch without ports.
     pub fn new(fdb: Fdb) -> Self {
-        Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false, made: None }
+        Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false }
     }
 
     /// Adds a port; returns its number.
@@ -298,7 +267,7 @@ impl<P: Port> Switch<P> {
         let other = others.find_map(|(_, member)| member.as_ref())?;
         let from = ports.get(from as usize)?.as_ref()?;
         let alone = others.all(|(_, member)| member.is_none());
-        let plain = |member: &Member<P>| member.port.mode() == Mode::Switch && !member.port.hairpin();
+        let plain = |member: &Member<P>| member.port.is_flooded() && !member.port.hairpin();
         // Where they come from, link-local frames are sorted out without us.
         let link_local = !from.limits.link_local || other.limits.link_local;
         (alone && link_local && plain(from) && plain(other)).then_some(other)
@@ -349,16 +318,6 @@ impl<P: Port> Switch<P> {
         let port = &*member.port;
         let Some(mut lease) = member.lease(queue) else { return NONE };
         let Some(mut source) = port.source(queue, &mut lease) else { return NONE };
-        if port.mode() == Mode::Generate {
-            let taken = source.take(&mut self.burst);
-            if taken > 0 {
-                source.done(&mut self.burst);
-            }
-            drop(source);
-            self.made = self.made.take().or_else(made);
-            let made = self.made.as_ref().map_or(0, |made| Way::new().put(member, queue, made, &ALL));
-            return Work { frames: taken + made, heavy: false };
-        }
         if source.pours()
             && let Some(only) = Self::only_other(&self.ports, from)
             && !only.broken.get()
@@ -376,18 +335,8 @@ impl<P: Port> Switch<P> {
         // The last destination is let go after the source has published too: leaving a gate waits for all that was written
         // before, and so both wait together.
         let mut way = Way::new();
-        match port.mode() {
-            Mode::Switch => {
-                let from = Origin { number: from, queue, member, poured: self.poured, now };
-                forward(&self.ports, &mut self.fdb, &self.burst, &from, &mut way);
-            }
-            Mode::Reflect => {
-                self.burst.frames_mut().iter_mut().for_each(Frame::reflect);
-                let all = ALL.get(..self.burst.frames().len()).unwrap_or(&ALL);
-                way.put(member, queue, &self.burst, all);
-            }
-            Mode::Drop | Mode::Generate => {}
-        }
+        let origin = Origin { number: from, queue, member, poured: self.poured, now };
+        forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut way);
         let weight = way.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
         source.done(&mut self.burst);
@@ -451,7 +400,7 @@ impl<'a, P: Port> Way<'a, P> {
 fn receivers<P: Port>(ports: &Members<P>, from: u32, link_local: bool) -> impl Iterator<Item = &Member<P>> {
     ports.iter().enumerate().filter_map(move |(number, member)| {
         let member = member.as_ref()?;
-        let wanted = member.port.mode() == Mode::Switch
+        let wanted = member.port.is_flooded()
             && (number as u32 != from || member.port.hairpin())
             && (!link_local || member.limits.link_local);
         wanted.then_some(member)

@@ -23,7 +23,7 @@ mod limits;
 mod schedule;
 
 pub use fdb::{Fdb, Learned};
-pub use forward::{Mode, Port, Switch, panic_message};
+pub use forward::{Port, Switch, panic_message};
 pub use gather::Gather;
 pub use limits::{Claim, Dropped, Limits};
 pub use schedule::{Poll, Schedule, Work};

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use ringroad_frame::{Burst, Sink, Source};
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::BURST;
-use ringroad_switch::{Claim, Dropped, Fdb, Limits, Mode, Port, Switch};
+use ringroad_switch::{Claim, Dropped, Fdb, Limits, Port, Switch};
 use ringroad_wire::{ethernet::MacAddr, vnet_hdr};
 use std::{
     collections::{HashMap, VecDeque},
@@ -25,7 +25,7 @@ type Bytes = Vec<u8>;
 /// A port that sends what it is told to and keeps what it gets.
 struct Fake {
     memory: Arc<Table>,
-    mode: Mode,
+    flooded: bool,
     hairpin: bool,
     /// Its frames are poured where they can be; how many bursts were.
     pours: AtomicBool,
@@ -68,15 +68,15 @@ enum Panics {
 }
 
 impl Fake {
-    fn new(mode: Mode, hairpin: bool) -> Arc<Fake> {
-        Self::limited(mode, hairpin, Limits::default())
+    fn new(flooded: bool, hairpin: bool) -> Arc<Fake> {
+        Self::limited(flooded, hairpin, Limits::default())
     }
 
-    fn limited(mode: Mode, hairpin: bool, limits: Limits) -> Arc<Fake> {
+    fn limited(flooded: bool, hairpin: bool, limits: Limits) -> Arc<Fake> {
         let region = Region::private(BURST * BUFFER, 0).unwrap();
         Arc::new(Fake {
             memory: Arc::new(Table::default().with(region).unwrap()),
-            mode,
+            flooded,
             hairpin,
             pours: AtomicBool::new(false),
             poured: AtomicUsize::new(0),
@@ -247,8 +247,8 @@ impl Port for Fake {
         self.running.load(Relaxed)
     }
 
-    fn mode(&self) -> Mode {
-        self.mode
+    fn is_flooded(&self) -> bool {
+        self.flooded
     }
 
     fn hairpin(&self) -> bool {
@@ -287,16 +287,16 @@ struct Net {
 
 impl Net {
     fn new(ports: usize) -> Net {
-        Net::of(vec![(Mode::Switch, false); ports])
+        Net::of(vec![(true, false); ports])
     }
 
-    fn of(ports: Vec<(Mode, bool)>) -> Net {
-        Net::made(ports.into_iter().map(|(mode, hairpin)| Fake::new(mode, hairpin)).collect())
+    fn of(ports: Vec<(bool, bool)>) -> Net {
+        Net::made(ports.into_iter().map(|(flooded, hairpin)| Fake::new(flooded, hairpin)).collect())
     }
 
-    /// Ports of a mode that each have their limits.
+    /// Ports that each have their limits.
     fn limited(limits: &[Limits]) -> Net {
-        Net::made(limits.iter().map(|&limits| Fake::limited(Mode::Switch, false, limits)).collect())
+        Net::made(limits.iter().map(|&limits| Fake::limited(true, false, limits)).collect())
     }
 
     fn made(ports: Vec<Arc<Fake>>) -> Net {
@@ -407,7 +407,7 @@ fn a_multicast_source_is_never_learned() {
 #[test]
 fn no_frame_goes_back_unless_the_port_is_a_hairpin() {
     for hairpin in [false, true] {
-        let mut net = Net::of(vec![(Mode::Switch, hairpin), (Mode::Switch, false)]);
+        let mut net = Net::of(vec![(true, hairpin), (true, false)]);
         net.send_one(0, mac(9), mac(0));
         // Two guests behind one port.
         assert_eq!(net.send_one(0, mac(0), mac(1)), if hairpin { vec![0] } else { vec![] });
@@ -461,36 +461,10 @@ fn frames_to_one_destination_stay_in_order() {
 }
 
 #[test]
-fn ports_for_measuring_take_no_part() {
-    let mut net =
-        Net::of(vec![(Mode::Switch, false), (Mode::Reflect, false), (Mode::Drop, false), (Mode::Switch, false)]);
-    assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), [3]);
-    let sent: Vec<_> = (0..BURST).map(|number| frame(mac(0), mac(1), number)).collect();
-    let swapped: Vec<_> = (0..BURST).map(|number| frame(mac(1), mac(0), number)).collect();
-    assert_eq!(net.send(1, &sent), [vec![], swapped, vec![], vec![]]);
-    assert_eq!(net.send(2, &sent), vec![Vec::<Bytes>::new(); 4]);
-    // Nothing was learned from either.
-    assert_eq!(net.send_one(0, mac(1), mac(0)), [3]);
-    assert_eq!(net.switch.fdb().len(0), 1);
-}
-
-#[test]
-fn a_generating_port_gets_frames_of_its_own_and_no_others() {
-    let mut net = Net::of(vec![(Mode::Switch, false), (Mode::Generate, false), (Mode::Switch, false)]);
+fn flooded_frames_skip_a_port_that_does_not_take_them() {
+    let mut net = Net::of(vec![(true, false), (false, false), (true, false)]);
     assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), [2]);
-    let mut made = [&MacAddr::BROADCAST.0[..], &MacAddr::local(0).0, &[0x88, 0xb5]].concat();
-    made.resize(64, 0);
-    // Whether it has sent something or not.
-    for sent in [vec![], vec![frame(mac(0), mac(1), 0)]] {
-        let count = sent.len();
-        net.ports[1].to_send.lock().unwrap().push_back(sent);
-        assert_eq!(net.carry(1, 0), count + BURST);
-        assert_eq!(net.ports[1].done.swap(0, Relaxed), count);
-        let got: Vec<_> = net.ports.iter().map(|port| port.got()).collect();
-        assert_eq!(got, [vec![], vec![made.clone(); BURST], vec![]]);
-    }
-    net.ports[1].stop(true);
-    assert_eq!(net.carry(1, 0), 0);
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [2]);
 }
 
 #[test]
@@ -534,7 +508,7 @@ fn what_a_removed_port_had_is_forgotten() {
     assert_eq!(net.carry(1, 0), 0);
     assert_eq!(Arc::strong_count(&net.ports[1]), 1);
     // Its number is free for another one, which gets nothing of its frames.
-    net.ports[1] = Fake::new(Mode::Switch, false);
+    net.ports[1] = Fake::new(true, false);
     assert_eq!(net.switch.add(net.ports[1].clone()), 1);
     assert_eq!(net.send_one(0, mac(1), mac(0)), [1, 2, 3]);
     assert_eq!(net.send_one(1, mac(2), mac(7)), [2]);
@@ -595,15 +569,15 @@ fn nothing_comes_from_where_there_is_nothing() {
 
 #[test]
 fn frames_are_poured_only_where_all_go_to_one_port() {
-    let plain = (Mode::Switch, false);
+    let plain = (true, false);
     let cases = [
         (vec![plain, plain], true),
         (vec![plain], false),
         (vec![plain, plain, plain], false),
-        (vec![plain, (Mode::Switch, true)], false),
-        (vec![(Mode::Switch, true), plain], false),
-        (vec![plain, (Mode::Drop, false)], false),
-        (vec![(Mode::Reflect, false), plain], false),
+        (vec![plain, (true, true)], false),
+        (vec![(true, true), plain], false),
+        (vec![plain, (false, false)], false),
+        (vec![(false, false), plain], false),
     ];
     for (ports, expected) in cases {
         let mut net = Net::of(ports.clone());
@@ -629,7 +603,7 @@ fn an_address_that_moves_to_a_port_that_pours_can_be_reached_there() {
     assert_eq!(net.send_one(0, mac(1), mac(7)), [1]);
     assert_eq!(net.send_one(1, mac(7), mac(1)), [0]);
     // A third port finds nothing stale.
-    net.ports.push(Fake::new(Mode::Switch, false));
+    net.ports.push(Fake::new(true, false));
     assert_eq!(net.switch.add(net.ports[2].clone()), 2);
     assert_eq!(net.send_one(2, mac(7), mac(2)), [0, 1]);
     assert_eq!(net.send_one(0, mac(2), mac(7)), [2]);
@@ -814,11 +788,11 @@ enum Op {
     Send { from: usize, frames: Vec<(usize, usize)> },
     Wait(u32),
     Stop { port: usize, stop: bool },
-    Replace { port: usize, mode: Mode, hairpin: bool },
+    Replace { port: usize, flooded: bool, hairpin: bool },
 }
 
-fn kind() -> impl Strategy<Value = (Mode, bool)> {
-    (prop_oneof![6 => Just(Mode::Switch), 1 => Just(Mode::Reflect), 1 => Just(Mode::Drop)], prop::bool::weighted(0.3))
+fn kind() -> impl Strategy<Value = (bool, bool)> {
+    (prop::bool::weighted(0.8), prop::bool::weighted(0.3))
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -827,7 +801,7 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(from, frames)| Op::Send { from, frames }),
         2 => prop_oneof![0..10u32, AGEING - 2..AGEING + 2].prop_map(Op::Wait),
         1 => (0..8usize, any::<bool>()).prop_map(|(port, stop)| Op::Stop { port, stop }),
-        1 => (0..8usize, kind()).prop_map(|(port, (mode, hairpin))| Op::Replace { port, mode, hairpin }),
+        1 => (0..8usize, kind()).prop_map(|(port, (flooded, hairpin))| Op::Replace { port, flooded, hairpin }),
     ]
 }
 
@@ -854,16 +828,6 @@ impl Model {
     fn send(&mut self, ports: &[Arc<Fake>], from: usize, frames: &[(MacAddr, MacAddr, Bytes)], now: u32) -> Expected {
         let mut expected = vec![Vec::new(); ports.len()];
         for (destination, source, bytes) in frames {
-            match ports[from].mode {
-                Mode::Drop => continue,
-                Mode::Reflect => {
-                    let swapped = [&bytes[6..12], &bytes[..6], &bytes[12..]].concat();
-                    expected[from].push((swapped, false));
-                    continue;
-                }
-                Mode::Generate => unreachable!("no kind of the model"),
-                Mode::Switch => {}
-            }
             if !source.is_multicast() {
                 match self.seen.get_mut(source).filter(|(_, _, seen)| now - *seen < AGEING) {
                     Some((at, home, seen)) => {
@@ -878,7 +842,7 @@ impl Model {
             }
             let known = self.seen.get(destination).filter(|(_, _, seen)| now - seen < AGEING).map(|(port, ..)| *port);
             for (number, port) in ports.iter().enumerate() {
-                let wanted = known.map_or(port.mode == Mode::Switch, |known| known == number);
+                let wanted = known.map_or(port.flooded, |known| known == number);
                 if wanted && (number != from || port.hairpin) {
                     expected[number].push((bytes.clone(), known.is_none()));
                 }
@@ -934,10 +898,10 @@ proptest! {
                 }
                 Op::Wait(seconds) => net.now += seconds,
                 Op::Stop { port, stop } => net.ports[port % count].stop(stop),
-                Op::Replace { port, mode, hairpin } => {
+                Op::Replace { port, flooded, hairpin } => {
                     let port = port % count;
                     prop_assert!(net.switch.remove(port as u32).is_some());
-                    net.ports[port] = Fake::new(mode, hairpin);
+                    net.ports[port] = Fake::new(flooded, hairpin);
                     prop_assert_eq!(net.switch.add(net.ports[port].clone()), port as u32);
                     model.seen.retain(|_, (at, ..)| *at != port);
                     for (at, home, _) in model.seen.values_mut().filter(|(_, home, _)| *home == port) {

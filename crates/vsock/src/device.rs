@@ -1,7 +1,12 @@
 //! The device end of virtio-vsock (virtio 1.3, 5.10.6): the receive queue (packets to the guest), the transmit queue (packets
 //! from the guest) and the event queue. Used by a [`crate::Stack`], and set up by `host`.
 
-use crate::{Broken, Inlet, Link, Payload, Relay, Side, Taken, send::MAX_PACKET};
+use crate::{
+    payload::Payload,
+    send::Link,
+    side::{Inlet, Relay, Side, Taken},
+    types::{Broken, MAX_PACKET},
+};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Inflight, Journal, Resumed, SetupError};
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};

@@ -1,7 +1,12 @@
 //! The driver end of virtio-vsock (virtio 1.3, 5.10): allocates the memory and lays out the three virtqueues and their buffers in
 //! it. Used by a [`crate::Stack`], and by `host`, which connects it to a vhost-user device.
 
-use crate::{Broken, Inlet, Link, Payload, Side, Taken, send::MAX_PACKET, stack::NoRelay};
+use crate::{
+    payload::Payload,
+    send::Link,
+    side::{Inlet, NoRelay, Side, Taken},
+    types::{Broken, MAX_PACKET},
+};
 use ringroad_mem::{Error as MemoryError, Region, Span};
 use ringroad_ring::{Addresses, Buffer, DriverRing, Features, SetupError, Used, packed, split};
 use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};

@@ -12,7 +12,7 @@ pub mod bits {
     pub const VSOCK_F_NO_IMPLIED_STREAM: u64 = 1 << 2;
 }
 
-use crate::SocketType;
+use crate::types::SocketType;
 use bitflags::bitflags;
 
 bitflags! {

@@ -1,215 +1,32 @@
-//! Connections between guests: a packet goes from one guest's ring straight into the other's, with one copy. Called by a
-//! [`Stack`] for packets to another CID.
-//!
-//! The credit that the two guests grant each other does not bound our memory: a receiver can advertise credit and take nothing.
-//! So the hub checks what each connection may have in flight. The guest that requested a connection is charged for everything
-//! buffered because of it, in both directions ([`Account`]). A sender is given the receiver's credit, but no more than may be
-//! buffered here, so that whatever it sends can be carried. When our limit is the smaller of the two, the sender gets a credit
-//! update as soon as buffered data has been delivered.
+//! Guests that may connect to each other: who may send to whom, and which connections there are between them. Decides what becomes
+//! of each packet to another guest, and returns that; `stack/crossings.rs` asks and sends.
 
 use crate::{
-    Account, Addr, Charge, Key, Owner, Payload, Side, Stack,
-    account::Opened,
-    connection::{Wrong, further},
-    send::MAX_PACKET,
-    stack::PacketOwner,
-    sync::AtomicUsize,
+    account::Account,
+    crossing::{Crossing, RequestSlot},
+    types::Addr,
+    wrong::Wrong,
 };
 use parking_lot::Mutex;
-use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
+use ringroad_wire::vsock_hdr::{Op, VsockHdr};
 use std::{
-    collections::HashMap,
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, AtomicU32, AtomicUsize as Count, Ordering},
-    },
+    collections::{HashMap, hash_map::Entry},
+    sync::{Arc, Weak, atomic::AtomicUsize},
 };
 
-/// Largest credit passed on for a connection: what may be buffered here if the receiver takes nothing.
-const ROOM: u32 = 1 << 20;
-/// Maximum number of buffered messages per direction, however short.
-const MESSAGES: usize = 1 << 16;
+/// A guest's end of its device, as far as the hub needs it. Called with the hub's lock held.
+pub trait End {
+    /// Returns whether connections can be opened.
+    fn is_running(&self) -> bool;
 
-/// A connection between two guests, or of a guest with itself.
-struct Pair {
-    /// The end that requested the connection, and the other one.
-    initiator: Addr,
-    responder: Addr,
-    kind: u16,
-    /// What each end sends: `forward` from the initiator, `backward` from the responder.
-    forward: Direction,
-    backward: Direction,
-    /// The connection is closed; later packets belong to no connection.
-    closed: AtomicBool,
-    /// The initiator's sub-account for connections with this responder.
-    account: Arc<Account>,
-    _opened: Opened,
-    _slot: RequestSlot,
+    /// Returns whether the guest may request a connection now.
+    fn may_request(&self) -> bool;
 }
 
-/// State of one direction.
-#[derive(Default)]
-struct Direction {
-    /// The receiver's credit fields, from its last packet.
-    buf_alloc: AtomicU32,
-    fwd_cnt: AtomicU32,
-    /// Bytes sent, modulo 2³².
-    tx_cnt: AtomicU32,
-    /// Stream position up to which the sender has been told it may send, modulo 2³².
-    advertised: AtomicU32,
-    /// OP_SHUTDOWN flags passed on so far.
-    shut: AtomicU32,
-    queued: AtomicUsize,
-}
-
-/// One direction of a connection between two guests.
-pub(crate) struct Crossing {
-    pair: Arc<Pair>,
-    /// From the responder to the initiator.
-    is_backward: bool,
-}
-
-impl Clone for Crossing {
-    fn clone(&self) -> Self {
-        Crossing { pair: self.pair.clone(), is_backward: self.is_backward }
-    }
-}
-
-/// The credit a sender may be given.
-struct Grant {
-    /// The receiver's count of consumed bytes, and the credit beyond it.
-    fwd_cnt: u32,
-    window: u32,
-    /// Stream positions modulo 2³²: up to where the sender may send now, up to what was last advertised to it, and up to where the
-    /// receiver alone would let it.
-    edge: u32,
-    advertised: u32,
-    desired: u32,
-}
-
-impl Crossing {
-    fn from(&self) -> Addr {
-        if self.is_backward { self.pair.responder } else { self.pair.initiator }
-    }
-
-    fn to(&self) -> Addr {
-        if self.is_backward { self.pair.initiator } else { self.pair.responder }
-    }
-
-    fn direction(&self) -> &Direction {
-        if self.is_backward { &self.pair.backward } else { &self.pair.forward }
-    }
-
-    /// Returns the opposite direction.
-    fn reverse(&self) -> Crossing {
-        Crossing { pair: self.pair.clone(), is_backward: !self.is_backward }
-    }
-
-    /// Computes the credit that the sender may be given now.
-    fn grant(&self) -> Grant {
-        let direction = self.direction();
-        let (buf_alloc, fwd_cnt) =
-            (direction.buf_alloc.load(Ordering::Acquire), direction.fwd_cnt.load(Ordering::Acquire));
-        let allowance = u32::try_from(self.pair.account.allowance()).unwrap_or(ROOM).min(ROOM);
-        let delivered = direction.tx_cnt.load(Ordering::Acquire).wrapping_sub(self.waiting());
-        // Bytes already delivered occupy none of our memory. The difference is negative if the receiver claims to have consumed
-        // more than it was sent.
-        let taken = i64::from(delivered.wrapping_sub(fwd_cnt) as i32);
-        let window = (taken + i64::from(allowance)).clamp(0, buf_alloc.into()) as u32;
-        let desired = fwd_cnt.wrapping_add(buf_alloc);
-        let advertised = direction.advertised.load(Ordering::Acquire);
-        // Never reduce what was advertised, unless the receiver itself reduces it: the sender may have used it already.
-        let mut edge = further(fwd_cnt.wrapping_add(window), advertised);
-        if further(edge, desired) == edge {
-            edge = desired;
-        }
-        Grant { fwd_cnt, window: edge.wrapping_sub(fwd_cnt), edge, advertised, desired }
-    }
-
-    /// Returns the bytes buffered in our memory.
-    fn waiting(&self) -> u32 {
-        self.direction().queued.load(crate::sync::Ordering::Relaxed) as u32
-    }
-
-    /// Returns whether the sender is, or soon will be, waiting for credit that the receiver has granted and only our memory limit
-    /// has held back.
-    fn is_due(&self) -> bool {
-        let Grant { edge, advertised, desired, .. } = self.grant();
-        let gain = edge.wrapping_sub(advertised) as i32;
-        if advertised == desired || gain <= 0 {
-            return false;
-        }
-        let allowance = u32::try_from(self.pair.account.allowance()).unwrap_or(ROOM).min(ROOM);
-        let believed = advertised.wrapping_sub(self.direction().tx_cnt.load(Ordering::Acquire));
-        // A message may need more than half of the largest credit there can be.
-        let low = if self.pair.kind == wire::TYPE_STREAM { allowance / 2 } else { allowance }.min(MAX_PACKET as u32);
-        (believed as i32) < low as i32 && gain as u32 >= allowance / 4
-    }
-
-    fn header(&self, op: Op) -> VsockHdr {
-        let (from, to) = (self.from(), self.to());
-        VsockHdr {
-            src_cid: from.cid,
-            dst_cid: to.cid,
-            src_port: from.port,
-            dst_port: to.port,
-            kind: self.pair.kind,
-            op: op as u16,
-            ..VsockHdr::default()
-        }
-    }
-}
-
-impl Owner for Crossing {
-    fn key(&self) -> usize {
-        // A `Pair` is aligned, so the lowest bit is free for the direction.
-        Arc::as_ptr(&self.pair) as usize | usize::from(self.is_backward)
-    }
-
-    fn stamp(&self, header: &mut VsockHdr) {
-        // Computed last, so that a packet that was queued carries the current credit of the opposite direction.
-        let reverse = self.reverse();
-        let grant = reverse.grant();
-        reverse.direction().advertised.store(grant.edge, Ordering::Release);
-        header.buf_alloc = grant.window;
-        header.fwd_cnt = grant.fwd_cnt;
-    }
-
-    fn queued(&self) -> &AtomicUsize {
-        &self.direction().queued
-    }
-
-    fn charge(&self, bytes: usize) -> Option<Charge> {
-        self.pair.account.charge(bytes)
-    }
-
-    fn group(&self) -> u64 {
-        self.from().cid
-    }
-}
-
-/// One of the connections that a guest has requested; counted until dropped.
-struct RequestSlot(Arc<Count>);
-
-impl RequestSlot {
-    /// Returns `None` if the guest has reached the limit.
-    fn of(count: &Arc<Count>, limit: usize) -> Option<RequestSlot> {
-        let next = |count| (count < limit).then_some(count + 1);
-        count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
-        Some(RequestSlot(count.clone()))
-    }
-}
-
-impl Drop for RequestSlot {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-struct Member<S: Side> {
-    stack: Weak<Stack<S>>,
+struct Member<E> {
+    end: Weak<E>,
     groups: Vec<String>,
-    requested: Arc<Count>,
+    requested: Arc<AtomicUsize>,
     account: Arc<Account>,
     /// Sub-accounts by the other guest's CID; they live as long as there are connections with it.
     parts: HashMap<u64, Weak<Account>>,
@@ -218,311 +35,175 @@ struct Member<S: Side> {
     crossings: HashMap<(u32, Addr), Crossing>,
 }
 
-/// Guests that may connect to each other.
-pub struct Hub<S: Side> {
-    members: Mutex<HashMap<u64, Member<S>>>,
+impl<E> Member<E> {
+    fn shares_group(&self, other: &Member<E>) -> bool {
+        self.groups.iter().any(|group| other.groups.contains(group))
+    }
+
+    /// Opens a connection that the guest requests. Returns `None` if a limit is reached.
+    fn open(&mut self, from: Addr, to: Addr, kind: u16, limit: usize) -> Option<Crossing> {
+        let slot = RequestSlot::of(&self.requested, limit)?;
+        let account = match self.parts.get(&to.cid).and_then(Weak::upgrade) {
+            Some(account) => account,
+            None => {
+                let account = self.account.part();
+                // `parts` holds at most one entry per guest ever requested.
+                self.parts.insert(to.cid, Arc::downgrade(&account));
+                account
+            }
+        };
+        Crossing::open(from, to, kind, account, slot)
+    }
+
+    /// Removes a connection that the guest sends on, unless the entry belongs to a newer connection.
+    fn remove(&mut self, crossing: &Crossing) {
+        if let Entry::Occupied(there) = self.crossings.entry((crossing.from().port, crossing.to()))
+            && there.get().is_same(crossing)
+        {
+            there.remove();
+        }
+    }
+}
+
+/// Guests that may connect to each other, with `E` as their ends.
+pub struct Hub<E> {
+    members: Mutex<HashMap<u64, Member<E>>>,
     /// Maximum number of connections that a guest may have requested.
     limit: usize,
 }
 
-/// How to handle a packet from one guest to another.
-enum Fate {
-    /// No such destination or connection: answer with a reset.
+/// What becomes of a packet from one guest to another.
+pub(crate) enum Fate<E> {
+    /// No such destination or connection: answer it with a reset.
     NoRoute,
     /// Drop it without an answer.
     Drop,
-    /// Pass it on.
-    Forward(Crossing),
+    /// Send it.
+    Forward {
+        /// The connection.
+        crossing: Crossing,
+        /// The sender's end.
+        from: Arc<E>,
+        /// The receiver's end.
+        to: Arc<E>,
+    },
     /// Reset the connection at both ends.
     Reset(Crossing, Wrong),
 }
 
-impl<S: Side> Hub<S> {
+/// A connection that was closed: each direction, with the end where it has to be reset.
+pub(crate) type Closed<E> = [(Crossing, Option<Arc<E>>); 2];
+
+impl<E> Hub<E> {
     /// Creates an empty hub. `connections`: how many connections each guest may have requested, so that none uses up what others
     /// need.
-    pub fn new(connections: usize) -> Arc<Hub<S>> {
+    pub fn new(connections: usize) -> Arc<Hub<E>> {
         Arc::new(Hub { members: Mutex::default(), limit: connections })
     }
 
-    /// Adds a guest, which may connect to all guests that share a group with it. Called again, it replaces the groups and closes
-    /// connections with guests that no longer share one.
-    pub fn join(self: &Arc<Self>, stack: &Arc<Stack<S>>, groups: Vec<String>) {
-        stack.join(self.clone());
-        let cid = stack.peer().unwrap_or_default();
-        let separated: Vec<_> = {
-            let mut members = self.members.lock();
-            let known = members.get_mut(&cid).filter(|member| member.stack.as_ptr() == Arc::as_ptr(stack));
-            match known {
-                Some(member) => member.groups = groups,
-                None => {
-                    let member = Member {
-                        stack: Arc::downgrade(stack),
-                        groups,
-                        requested: Arc::default(),
-                        account: stack.crossings.clone(),
-                        parts: HashMap::new(),
-                        crossings: HashMap::new(),
-                    };
-                    members.insert(cid, member);
-                }
-            }
-            let Some(member) = members.get(&cid) else { return };
-            let apart = |to: &Addr| members.get(&to.cid).is_none_or(|to| !share_group(&member.groups, &to.groups));
-            member.crossings.values().filter(|crossing| apart(&crossing.to())).cloned().collect()
-        };
-        separated.iter().for_each(|crossing| _ = self.end(crossing));
-    }
-
-    /// A guest has disconnected or lost its state: resets its connections at the other ends.
-    pub(crate) fn disconnected(&self, cid: u64) {
-        let own = match self.members.lock().get_mut(&cid) {
-            Some(member) => std::mem::take(&mut member.crossings),
-            None => return,
-        };
-        // Lock once per connection, so that others do not wait for all of them.
-        for crossing in own.into_values() {
-            if crossing.pair.closed.swap(true, Ordering::AcqRel) {
-                continue;
-            }
-            let (from, to) = (crossing.from(), crossing.to());
-            let stack = {
-                let mut members = self.members.lock();
-                let Some(member) = members.get_mut(&to.cid) else { continue };
-                remove(member, &crossing.reverse());
-                if to.cid == from.cid { None } else { member.stack.upgrade() }
-            };
-            if let Some(stack) = stack {
-                stack.reset_crossing(crossing);
+    /// Adds a guest, or changes its groups. `account` is charged for the connections that it requests. Returns its connections
+    /// with guests that no longer share a group.
+    pub(crate) fn insert(&self, cid: u64, end: &Arc<E>, account: &Arc<Account>, groups: Vec<String>) -> Vec<Crossing> {
+        let mut members = self.members.lock();
+        match members.get_mut(&cid).filter(|member| member.end.as_ptr() == Arc::as_ptr(end)) {
+            Some(member) => member.groups = groups,
+            None => {
+                let member = Member {
+                    end: Arc::downgrade(end),
+                    groups,
+                    requested: Arc::default(),
+                    account: account.clone(),
+                    parts: HashMap::new(),
+                    crossings: HashMap::new(),
+                };
+                members.insert(cid, member);
             }
         }
+        let Some(member) = members.get(&cid) else { return Vec::new() };
+        let apart = |to: &Addr| members.get(&to.cid).is_none_or(|to| !member.shares_group(to));
+        member.crossings.values().filter(|crossing| apart(&crossing.to())).cloned().collect()
     }
 
-    /// Carries a packet from one guest to another. Returns `false` if there is no such destination or connection, and the sender
-    /// should get a reset.
-    pub(crate) fn carry(&self, packet: &VsockHdr, payload: &mut Payload<'_>) -> bool {
+    /// Returns a guest's end.
+    pub(crate) fn end(&self, cid: u64) -> Option<Arc<E>> {
+        self.members.lock().get(&cid)?.end.upgrade()
+    }
+
+    /// Closes all connections of a guest, one with each step, so that others do not wait for all of them. Returns the ends where
+    /// they have to be reset.
+    pub(crate) fn close_all(&self, cid: u64) -> impl Iterator<Item = (Arc<E>, Crossing)> {
+        let own = self.members.lock().get_mut(&cid).map(|member| std::mem::take(&mut member.crossings));
+        own.unwrap_or_default().into_values().filter_map(move |crossing| {
+            if !crossing.close() {
+                return None;
+            }
+            let mut members = self.members.lock();
+            let other = members.get_mut(&crossing.to().cid)?;
+            other.remove(&crossing.reverse());
+            let end = if crossing.to().cid == cid { None } else { other.end.upgrade() };
+            Some((end?, crossing))
+        })
+    }
+
+    /// Closes a connection, unless it is closed already. The first of the two ends is the one that sends on
+    /// `crossing`.
+    pub(crate) fn close(&self, crossing: &Crossing) -> Option<Closed<E>> {
+        crossing.close().then(|| {
+            [crossing.reverse(), crossing.clone()].map(|crossing| {
+                let mut members = self.members.lock();
+                if let Some(member) = members.get_mut(&crossing.from().cid) {
+                    member.remove(&crossing);
+                }
+                let end = members.get(&crossing.to().cid).and_then(|member| member.end.upgrade());
+                (crossing, end)
+            })
+        })
+    }
+}
+
+impl<E: End> Hub<E> {
+    /// Decides what becomes of a packet, and opens or closes its connection.
+    pub(crate) fn decide(&self, packet: &VsockHdr, op: Op) -> Fate<E> {
         let from = Addr { cid: packet.src_cid, port: packet.src_port };
         let to = Addr { cid: packet.dst_cid, port: packet.dst_port };
-        let Some(op) = Op::new(packet.op) else { return false };
-        let (fate, stacks) = {
-            let mut members = self.members.lock();
-            let Some([sender, stack]) = route(&members, from.cid, to.cid) else { return false };
-            (self.fate(&mut members, &sender, (from, to), op, packet.kind), [sender, stack])
-        };
-        let [sender, stack] = stacks;
-        let crossing = match fate {
-            Fate::NoRoute => return false,
-            Fate::Drop => return true,
-            Fate::Forward(crossing) => crossing,
-            Fate::Reset(crossing, wrong) => {
-                self.reset_violator(&crossing, wrong);
-                return true;
-            }
-        };
-        let reverse = crossing.reverse();
-        reverse.direction().buf_alloc.store(packet.buf_alloc.min(ROOM), Ordering::Release);
-        reverse.direction().fwd_cnt.store(packet.fwd_cnt, Ordering::Release);
-        let owner = PacketOwner::Crossing(crossing.clone());
-        let header = VsockHdr { len: 0, ..*packet };
-        let effect = match op {
-            Op::Data => {
-                let direction = crossing.direction();
-                let len = payload.len() as u32;
-                let in_flight =
-                    direction.tx_cnt.load(Ordering::Relaxed).wrapping_sub(direction.fwd_cnt.load(Ordering::Acquire));
-                let credit = direction.buf_alloc.load(Ordering::Acquire).saturating_sub(in_flight);
-                // The receiver alone could advertise enough credit to fill our memory.
-                let credit = credit.min(ROOM.saturating_sub(crossing.waiting()));
-                if len > credit {
-                    self.reset_violator(&crossing, Wrong::Credit { len, credit });
-                    return true;
-                }
-                if stack.sender.packets(&owner) >= MESSAGES {
-                    self.reset_violator(&crossing, Wrong::Messages { limit: MESSAGES as u32 });
-                    return true;
-                }
-                direction.tx_cnt.fetch_add(len, Ordering::Relaxed);
-                let effect = stack.sender.send(&owner, header, payload, ROOM as usize).1;
-                if effect.refused {
-                    stack.effect(effect);
-                    self.reset_violator(&crossing, Wrong::Memory);
-                    return true;
-                }
-                if crossing.is_due() {
-                    sender.send_credit_update(&crossing);
-                }
-                effect
-            }
-            Op::Shutdown => {
-                let flags = packet.flags & (wire::SHUTDOWN_SEND | wire::SHUTDOWN_RECEIVE);
-                if flags & !crossing.direction().shut.fetch_or(flags, Ordering::Relaxed) == 0 {
-                    // All these directions are shut down already.
-                    return true;
-                }
-                let effect = stack.sender.send(&owner, header, &mut Payload::empty(), 0).1;
-                if effect.refused {
-                    self.reset_violator(&crossing, Wrong::Memory);
-                    return true;
-                }
-                effect
-            }
-            Op::Reset => {
-                // Data queued for the sender of the reset is of no use any more.
-                let _ = sender.sender.forget(&PacketOwner::Crossing(reverse));
-                if stack.sender.forget(&owner) {
-                    // The destination never saw the request, so it needs no reset either.
-                    return true;
-                }
-                stack.sender.send_control(Some(&owner), header)
-            }
-            _ => stack.sender.send_control(Some(&owner), header),
-        };
-        stack.effect(effect);
-        true
-    }
-
-    /// Decides how to handle a packet, and updates the table of connections.
-    fn fate(
-        &self,
-        members: &mut HashMap<u64, Member<S>>,
-        sender: &Arc<Stack<S>>,
-        (from, to): (Addr, Addr),
-        op: Op,
-        kind: u16,
-    ) -> Fate {
+        let members = &mut *self.members.lock();
+        let Some([sender, receiver]) = route(members, from.cid, to.cid) else { return Fate::NoRoute };
         let Some(member) = members.get_mut(&from.cid) else { return Fate::NoRoute };
-        let there =
-            member.crossings.get(&(from.port, to)).filter(|crossing| !crossing.pair.closed.load(Ordering::Acquire));
-        match (there.cloned(), op) {
-            (Some(crossing), Op::Request) => Fate::Reset(crossing, Wrong::SecondRequest),
+        let there = member.crossings.get(&(from.port, to)).filter(|crossing| !crossing.is_closed()).cloned();
+        let crossing = match (there, op) {
+            (Some(crossing), Op::Request) => return Fate::Reset(crossing, Wrong::SecondRequest),
             (Some(crossing), Op::Reset) => {
-                crossing.pair.closed.store(true, Ordering::Release);
-                remove(member, &crossing);
+                crossing.close();
+                member.remove(&crossing);
                 if let Some(member) = members.get_mut(&to.cid) {
-                    remove(member, &crossing.reverse());
+                    member.remove(&crossing.reverse());
                 }
-                Fate::Forward(crossing)
+                crossing
             }
-            (Some(crossing), _) => Fate::Forward(crossing),
+            (Some(crossing), _) => crossing,
             // A port connected to itself would be both ends of one connection.
-            (None, Op::Request) if from == to || !sender.may_request() => Fate::NoRoute,
+            (None, Op::Request) if from == to || !sender.may_request() => return Fate::NoRoute,
             (None, Op::Request) => {
-                let Some(forward) = open(member, from, to, kind, self.limit) else { return Fate::NoRoute };
-                let backward = forward.reverse();
+                let Some(forward) = member.open(from, to, packet.kind, self.limit) else { return Fate::NoRoute };
                 member.crossings.insert((from.port, to), forward.clone());
                 if let Some(member) = members.get_mut(&to.cid) {
-                    member.crossings.insert((to.port, from), backward);
+                    member.crossings.insert((to.port, from), forward.reverse());
                 }
-                Fate::Forward(forward)
+                forward
             }
             // A reset is never answered.
-            (None, Op::Reset) => Fate::Drop,
-            (None, _) => Fate::NoRoute,
-        }
-    }
-
-    /// Resets a connection at both ends because its sender has violated the protocol or used up its memory.
-    fn reset_violator(&self, crossing: &Crossing, wrong: Wrong) {
-        if let Some(stack) = self.end(crossing) {
-            stack.count_wrong(&Key { port: crossing.to().port, peer: crossing.from() }, wrong);
-        }
-    }
-
-    /// Closes a connection and resets it at both ends. Returns the sender's stack, unless the connection was closed already.
-    fn end(&self, crossing: &Crossing) -> Option<Arc<Stack<S>>> {
-        if crossing.pair.closed.swap(true, Ordering::AcqRel) {
-            return None;
-        }
-        let ends = [crossing.reverse(), crossing.clone()].map(|crossing| {
-            let mut members = self.members.lock();
-            if let Some(member) = members.get_mut(&crossing.from().cid) {
-                remove(member, &crossing);
-            }
-            let stack = members.get(&crossing.to().cid).and_then(|member| member.stack.upgrade());
-            (crossing, stack)
-        });
-        let [(_, sender), _] = &ends;
-        let sender = sender.clone();
-        for (crossing, stack) in ends {
-            if let Some(stack) = stack {
-                stack.reset_crossing(crossing);
-            }
-        }
-        sender
-    }
-
-    /// Buffered data has been delivered: the sender may get more credit.
-    pub(crate) fn moved(&self, crossing: &Crossing) {
-        if crossing.pair.closed.load(Ordering::Acquire) || !crossing.is_due() {
-            return;
-        }
-        let stack = self.members.lock().get(&crossing.from().cid).and_then(|member| member.stack.upgrade());
-        if let Some(stack) = stack {
-            stack.send_credit_update(crossing);
-        }
+            (None, Op::Reset) => return Fate::Drop,
+            (None, _) => return Fate::NoRoute,
+        };
+        Fate::Forward { crossing, from: sender, to: receiver }
     }
 }
 
-impl<S: Side> Stack<S> {
-    /// Sends the guest that `crossing` leads to a reset for its connection.
-    fn reset_crossing(&self, crossing: Crossing) {
-        let reset = crossing.header(Op::Reset);
-        let owner = PacketOwner::Crossing(crossing);
-        if !self.sender.forget(&owner) {
-            self.effect(self.sender.send_control(Some(&owner), reset));
-        }
-    }
-
-    /// Sends the guest that sends on `crossing` a credit update.
-    fn send_credit_update(&self, crossing: &Crossing) {
-        let reverse = crossing.reverse();
-        let update = reverse.header(Op::CreditUpdate);
-        self.effect(self.sender.send_control(Some(&PacketOwner::Crossing(reverse)), update));
-    }
-}
-
-/// Opens a connection that a guest requests. Returns `None` if a limit is reached.
-fn open<S: Side>(member: &mut Member<S>, from: Addr, to: Addr, kind: u16, limit: usize) -> Option<Crossing> {
-    let slot = RequestSlot::of(&member.requested, limit)?;
-    let account = match member.parts.get(&to.cid).and_then(Weak::upgrade) {
-        Some(account) => account,
-        None => {
-            let account = member.account.part();
-            // `parts` holds at most one entry per guest ever requested.
-            member.parts.insert(to.cid, Arc::downgrade(&account));
-            account
-        }
-    };
-    let pair = Pair {
-        initiator: from,
-        responder: to,
-        kind,
-        forward: Direction::default(),
-        backward: Direction::default(),
-        closed: AtomicBool::new(false),
-        _opened: account.open()?,
-        account,
-        _slot: slot,
-    };
-    Some(Crossing { pair: Arc::new(pair), is_backward: false })
-}
-
-/// Removes a connection from its sender's table, unless the entry belongs to a newer connection.
-fn remove<S: Side>(member: &mut Member<S>, crossing: &Crossing) {
-    let key = (crossing.from().port, crossing.to());
-    if member.crossings.get(&key).is_some_and(|there| Arc::ptr_eq(&there.pair, &crossing.pair)) {
-        member.crossings.remove(&key);
-    }
-}
-
-fn share_group(one: &[String], other: &[String]) -> bool {
-    one.iter().any(|group| other.contains(group))
-}
-
-/// Returns the stacks of both guests if `from` may send to `to` and `to` is running.
-fn route<S: Side>(members: &HashMap<u64, Member<S>>, from: u64, to: u64) -> Option<[Arc<Stack<S>>; 2]> {
+/// Returns the ends of both guests if `from` may send to `to` and `to` is running.
+fn route<E: End>(members: &HashMap<u64, Member<E>>, from: u64, to: u64) -> Option<[Arc<E>; 2]> {
     let (from, to) = (members.get(&from)?, members.get(&to)?);
-    if !share_group(&from.groups, &to.groups) {
+    if !from.shares_group(to) {
         return None;
     }
-    Some([from.stack.upgrade()?, to.stack.upgrade()?]).filter(|[_, to]| to.is_running())
+    Some([from.end.upgrade()?, to.end.upgrade()?]).filter(|[_, to]| to.is_running())
 }

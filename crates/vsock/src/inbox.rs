@@ -1,8 +1,8 @@
 //! A connection's receive buffer: bytes in a ring buffer that grows up to the connection's limit, and the message boundaries.
 
 use crate::{
-    Payload,
     account::{Account, Charge, MESSAGE},
+    payload::Payload,
 };
 use std::{collections::VecDeque, sync::Arc};
 

@@ -38,17 +38,24 @@
 //!
 //! # The crate
 //!
-//! Both ends are a [`Stack`]: the connections of one end of a device, with sockets for programs of this process ([`Listener`],
-//! [`Stream`], [`SeqPacket`]), over the two rings of a [`Side`]. The device end also has connections to host sockets ([`Relay`])
-//! and between guests ([`Hub`]). A stack does no I/O of its own: `host` implements [`Host`] for it. In reading order:
+//! Both ends are a [`Stack`]: the connections of one end of a device, over the two rings of a [`Side`], with sockets for programs
+//! of this process ([`Listener`], [`Stream`], [`SeqPacket`]). The device end also has connections to host sockets ([`Relay`]) and
+//! between guests ([`Hub`]). The protocol does no I/O: it takes the time as an argument, returns what is to be done, and wakes by
+//! a [`std::task::Waker`] or by its [`Host`]; whoever waits, polls, reads a clock or logs is in `edge/` or in the host crate.
 //!
-//! - `connection.rs`: state and credit of one connection; `inbox.rs`: its receive buffer; `account.rs`: a guest's memory limits
-//! - `send.rs`: sending, directly or through the outbox; `payload.rs`: the bytes being moved
-//! - `stack.rs`, `stack/packets.rs` (receiving), `stack/connections.rs` (opening, timeouts, closing), `stack/rings.rs` (polling
-//!   and notifications), `stack/relays.rs` (host sockets)
-//! - `socket.rs`: sockets for programs; `hub.rs`: packets between guests
-//! - `device.rs`, `driver.rs`: the rings of either end; `features.rs`: feature bits, configuration space; `sync.rs`: locks or
-//!   loom's
+//! In reading order; each file imports only those before it:
+//!
+//! - `types.rs`, `wrong.rs` (violations), `sync.rs` (locks, or loom's), `payload.rs` (the bytes being moved)
+//! - `account.rs`: a guest's memory limits; `credit.rs`: what each end may send
+//! - `outbox.rs`, `send.rs`: sending, directly or through the outbox
+//! - `side.rs`: what surrounds a stack: rings, host sockets, notifications
+//! - `inbox.rs`, `connection.rs`: one connection, from packets to verdicts
+//! - `crossing.rs`, `hub.rs`: connections between guests, from packets to fates
+//! - `stack.rs`, which does what those have decided, with `stack/packets.rs` (receiving), `stack/connections.rs` (opening,
+//!   timeouts, closing), `stack/relays.rs` (host sockets), `stack/crossings.rs` (between guests), `stack/rings.rs` (polling and
+//!   notifications)
+//! - `edge/`: sockets for programs, which block
+//! - `features.rs`: feature bits, configuration space; `device.rs`, `driver.rs`: the rings of either end
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -64,16 +71,24 @@
 )]
 
 mod account;
+mod outbox;
 mod payload;
 mod send;
 mod sync;
+mod types;
 
 #[cfg(not(loom))]
 mod connection;
 #[cfg(not(loom))]
+mod credit;
+#[cfg(not(loom))]
+mod crossing;
+#[cfg(not(loom))]
 mod device;
 #[cfg(not(loom))]
 mod driver;
+#[cfg(not(loom))]
+mod edge;
 #[cfg(not(loom))]
 mod features;
 #[cfg(not(loom))]
@@ -81,78 +96,29 @@ mod hub;
 #[cfg(not(loom))]
 mod inbox;
 #[cfg(not(loom))]
-mod socket;
+mod side;
 #[cfg(not(loom))]
 mod stack;
+#[cfg(not(loom))]
+mod wrong;
 
 pub use account::{Account, Charge};
+pub use outbox::Owner;
 pub use payload::Payload;
-pub use send::{Effect, Link, MAX_PACKET, Owner, Sender, Ways};
+pub use send::{Effect, Link, Sender, Ways};
+pub use types::{Addr, Broken, Key, MAX_PACKET, SocketType};
 
 #[cfg(not(loom))]
 pub use {
-    connection::{Key, Wrong},
     device::{DeviceSide, Events, RxQueue, TxQueue},
     driver::{Driver, DriverConfig, DriverError, DriverEvents, DriverRx, DriverSide, DriverTx},
+    edge::{Listener, SeqPacket, Stream},
     features::{Config, Features, bits, socket_types},
-    hub::Hub,
-    socket::{Listener, SeqPacket, Stream},
-    stack::{ConnectionReport, Host, Inlet, NoRelay, OpenResult, Queue, Relay, Report, Settings, Side, Stack, Taken},
+    side::{Host, Inlet, NoRelay, OpenResult, Queue, Relay, Side, Taken},
+    stack::{ConnectionReport, Report, Settings, Stack},
+    wrong::{Violation, Wrong},
 };
 
-use ringroad_ring::{DriverFault, Fault};
-use ringroad_wire::vsock_hdr::{TYPE_SEQPACKET, TYPE_STREAM};
-
-/// Address of one end of a connection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Addr {
-    /// Context identifier: 2 is the host, larger ones are guests.
-    pub cid: u64,
-    /// Port.
-    pub port: u32,
-}
-
-impl std::fmt::Display for Addr {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}:{}", self.cid, self.port)
-    }
-}
-
-/// Type of a socket: what a connection carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SocketType {
-    /// SOCK_STREAM: a byte stream.
-    Stream,
-    /// SOCK_SEQPACKET: messages.
-    SeqPacket,
-}
-
-impl SocketType {
-    /// Returns the type's number in packet headers.
-    pub fn number(self) -> u16 {
-        match self {
-            SocketType::Stream => TYPE_STREAM,
-            SocketType::SeqPacket => TYPE_SEQPACKET,
-        }
-    }
-
-    /// Returns the type with this number.
-    pub fn new(number: u16) -> Option<SocketType> {
-        match number {
-            TYPE_STREAM => Some(SocketType::Stream),
-            TYPE_SEQPACKET => Some(SocketType::SeqPacket),
-            _ => None,
-        }
-    }
-}
-
-/// The other end of the device broke a ring, which is no longer used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
-    /// The driver broke it.
-    #[error(transparent)]
-    Driver(#[from] Fault),
-    /// The device broke it.
-    #[error(transparent)]
-    Device(#[from] DriverFault),
-}
+/// Guests that may connect to each other, each with a [`Stack`] of the host's end.
+#[cfg(not(loom))]
+pub type Hub<S> = hub::Hub<Stack<S>>;

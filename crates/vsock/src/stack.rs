@@ -4,160 +4,35 @@
 //! notifications).
 
 mod connections;
+mod crossings;
 mod packets;
 mod relays;
 mod rings;
-
-pub(crate) use rings::Poller;
+#[cfg(test)]
+mod tests;
 
 use crate::{
-    Account, Addr, Broken, Charge, Effect, Hub, Key, Link, Owner, Payload, Sender, SocketType, Ways, Wrong,
-    connection::{CloseReason, Conn, Phase, Verdict, Wanted},
-    hub::Crossing,
-    send::MAX_PACKET,
+    account::{Account, Charge},
+    connection::Conn,
+    crossing::Crossing,
+    hub::Hub,
+    outbox::Owner,
+    send::{Sender, Ways},
+    side::{Host, Side},
     sync::AtomicUsize,
+    types::{Key, SocketType},
 };
-use parking_lot::{Condvar, Mutex, RwLock};
-use ringroad_mem::Span;
-use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
+use parking_lot::{Mutex, RwLock};
+use ringroad_wire::vsock_hdr::VsockHdr;
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
-    io,
     sync::{
         Arc, OnceLock, Weak,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
+    task::Waker,
     time::{Duration, Instant},
 };
-
-/// The types of one end of a device: its two rings, and the host sockets its connections can use.
-pub trait Side: Send + Sync + Sized + 'static {
-    /// The ring that carries packets to the peer.
-    type Link: Link + Send;
-    /// The ring that carries packets from the peer.
-    type Inlet: Inlet + Send;
-    /// A host socket.
-    type Relay: Relay;
-}
-
-/// What [`Inlet::take`] took from the ring.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Taken {
-    /// Packets, valid or not.
-    pub packets: usize,
-    /// Bytes of payload.
-    pub bytes: usize,
-    /// The peer wants to be notified that buffers were returned to it.
-    pub notify: bool,
-}
-
-/// The ring that carries packets from the peer.
-pub trait Inlet {
-    /// Takes a burst of packets, calls `each` with the header and payload of each, then returns the buffers to the peer.
-    fn take(&mut self, each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken>;
-
-    /// Asks the peer to notify us of packets. Returns `true` if packets are available already.
-    fn enable_notification(&mut self) -> bool;
-
-    /// Asks the peer not to notify us: the caller polls.
-    fn disable_notification(&mut self);
-}
-
-/// The host socket behind a connection.
-pub trait Relay: Send + 'static {
-    /// The peer has accepted the connection.
-    fn opened(&mut self, key: Key);
-
-    /// Passes on as much as the socket takes without blocking. On error the socket will never take more, and
-    /// [`Stack::shut_relay_read`] or [`Stack::reset_relay`] is called soon.
-    fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()>;
-
-    /// The peer sends no more.
-    fn finish(&mut self);
-
-    /// The connection is closed; `reset`: abnormally.
-    fn close(&mut self, reset: bool);
-}
-
-/// For ends without host sockets.
-pub enum NoRelay {}
-
-impl Relay for NoRelay {
-    fn opened(&mut self, _: Key) {
-        match *self {}
-    }
-
-    fn deliver(&mut self, _: &mut Payload<'_>) -> io::Result<()> {
-        match *self {}
-    }
-
-    fn finish(&mut self) {
-        match *self {}
-    }
-
-    fn close(&mut self, _: bool) {
-        match *self {}
-    }
-}
-
-/// One of the two rings of a stack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Queue {
-    /// Carries packets to the peer.
-    Out,
-    /// Carries packets from the peer.
-    In,
-}
-
-/// Result of [`Host::open`]: whether there is a host socket for a peer's request.
-pub enum OpenResult<R> {
-    /// Connected; the request is accepted at once.
-    Connected(R),
-    /// Connecting; [`Stack::finish_open`] reports the result.
-    Pending(R),
-    /// No such destination; the request is refused.
-    Refused,
-}
-
-/// What a stack needs from its environment. Called without any ring lock held, but possibly with a connection's lock held.
-pub trait Host<R>: Send + Sync {
-    /// Notifies the peer of a queue.
-    fn notify(&self, queue: Queue);
-
-    /// [`Stack::work`] has something to do.
-    fn wake(&self);
-
-    /// The peer has broken the ring of a queue, which is no longer used.
-    fn broken(&self, queue: Queue, why: Broken);
-
-    /// The peer requests a connection to a port without a listener in this process.
-    fn open(&self, key: Key, kind: SocketType) -> OpenResult<R>;
-
-    /// A connection with a relay can send again.
-    fn room(&self, key: Key);
-
-    /// Returns whether a request of the peer may be processed now. If not, it is answered with a reset and counted
-    /// ([`Report::limited`]) before any work is done for it. Meant for rate limits. Called with locks held, so it must only
-    /// decide.
-    fn admit(&self) -> bool {
-        true
-    }
-
-    /// Returns whether [`Host::wait`] is available now.
-    fn can_wait(&self) -> bool {
-        false
-    }
-
-    /// Discards pending notifications of packets, and pending calls of [`Host::unwait`].
-    fn clear(&self) {}
-
-    /// Blocks until the peer notifies us of packets, [`Host::unwait`] has been called since [`Host::clear`], or the deadline has
-    /// passed. A thread that waits for a packet calls this in place of the worker, which saves the wake-up from worker to thread.
-    fn wait(&self, _until: Option<Instant>) {}
-
-    /// Ends a call of [`Host::wait`].
-    fn unwait(&self) {}
-}
 
 /// Configuration of a stack.
 #[derive(Clone, Copy, Debug)]
@@ -200,7 +75,8 @@ impl Default for Settings {
 /// Connections waiting to be accepted.
 pub(crate) struct Backlog<R> {
     pub waiting: Mutex<VecDeque<Arc<Conn<R>>>>,
-    pub changed: Condvar,
+    /// Wakes a program that accepts.
+    pub waker: Waker,
 }
 
 /// A connection in the table, and its entry in `deadlines`.
@@ -346,15 +222,11 @@ const SWEPT: usize = 4096;
 const MESSAGES: usize = 1024;
 /// Turns spent flushing the outbox when this end closes.
 const LAST_TURNS: usize = 64;
-/// Log lines per second about protocol violations.
-const LINES: u32 = 10;
 /// First ephemeral port; those below are for well-known services.
 const FIRST_PORT: u32 = 1 << 20;
 
 /// One end of a vsock device.
 pub struct Stack<S: Side> {
-    /// Used in log lines.
-    name: String,
     /// Our context identifier.
     cid: u64,
     /// The only CID that packets may come from; `None`: any.
@@ -369,18 +241,16 @@ pub struct Stack<S: Side> {
     pub(crate) host: Arc<dyn Host<S::Relay>>,
     /// A program waits for packets itself, so the worker leaves the ring alone.
     led: AtomicBool,
-    hub: OnceLock<Arc<Hub<S>>>,
+    hub: OnceLock<Arc<Hub<Stack<S>>>>,
     /// Negotiated socket types, as a bit mask of their numbers. 0: the device is not running.
     socket_types: AtomicU32,
     counters: Counters,
-    lines: AtomicU32,
 }
 
 impl<S: Side> Stack<S> {
     /// Creates a stack whose rings are not running yet.
-    pub fn new(name: &str, cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
+    pub fn new(cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {
         Stack {
-            name: name.to_owned(),
             cid,
             peer,
             settings: RwLock::new(settings),
@@ -401,7 +271,6 @@ impl<S: Side> Stack<S> {
             hub: OnceLock::new(),
             socket_types: AtomicU32::new(0),
             counters: Counters::default(),
-            lines: AtomicU32::new(LINES),
         }
     }
 
@@ -428,16 +297,6 @@ impl<S: Side> Stack<S> {
         self.peer
     }
 
-    /// Sets the hub that packets for other guests go to.
-    pub(crate) fn join(&self, hub: Arc<Hub<S>>) {
-        let _ = self.hub.set(hub);
-    }
-
-    /// Returns whether the stack was ever added to a [`Hub`].
-    pub fn has_joined(&self) -> bool {
-        self.hub.get().is_some()
-    }
-
     /// Returns a snapshot of the counters.
     pub fn report(&self) -> Report {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -461,13 +320,12 @@ impl<S: Side> Stack<S> {
         let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         let report = |conn: &Arc<Conn<S::Relay>>| {
             let inner = conn.lock();
-            let (sent, received) = conn.traffic();
             ConnectionReport {
                 key: conn.key,
                 kind: conn.kind,
-                sent,
-                received,
-                credit: conn.credit(&inner),
+                sent: inner.credit.sent(),
+                received: inner.received,
+                credit: inner.credit.available(),
                 queued: conn.waiting(),
                 unread: inner.inbox.unread(),
             }

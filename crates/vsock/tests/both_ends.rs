@@ -8,7 +8,10 @@ use ringroad_vsock::{Addr, Listener, SeqPacket, Settings, Side, SocketType, Stac
 use std::{
     io::{ErrorKind, Read, Write},
     net::Shutdown,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -247,6 +250,36 @@ fn an_unread_connection_does_not_block_others() {
         assert!(target.iter().all(|&byte| byte == 7));
         eventually("write succeeds again", || (&a).write(&[1]).is_ok());
     }
+}
+
+#[test]
+fn a_program_that_never_blocks_is_woken_for_each_change() {
+    let pair = Pair::new(Setup::default());
+    let (mut host, mut guest) = connect(&pair.host, &pair.guest, 90);
+    let woken = Arc::new(AtomicU64::new(0));
+    let counted = woken.clone();
+    guest.set_nonblocking(true);
+    guest.set_waker(Some(Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed))));
+    let mut target = [0; 9];
+    assert_eq!(guest.read(&mut target).unwrap_err().kind(), ErrorKind::WouldBlock);
+    for (expected, change) in [(b"data".as_slice(), 0), (b"", 1)] {
+        let before = woken.load(Ordering::Relaxed);
+        if change == 0 {
+            host.write_all(b"data").unwrap()
+        } else {
+            host.shutdown(Shutdown::Write)
+        }
+        eventually("woken", || woken.load(Ordering::Relaxed) > before);
+        let len = guest.read(&mut target).unwrap();
+        assert_eq!(&target[..len], expected);
+    }
+    // Nobody is called any more.
+    guest.set_waker(None);
+    let before = woken.load(Ordering::Relaxed);
+    drop(host);
+    eventually("closed", || guest.write(b"x").is_err());
+    assert_eq!(woken.load(Ordering::Relaxed), before);
+    pair.assert_whole();
 }
 
 #[test]

@@ -213,7 +213,7 @@ impl Host<StuckSocket> for SocketHost {
 fn data_between_host_sockets_and_a_guest_that_nobody_reads_stays_within_the_memory_limit() {
     let mut guest = Guest::bare(Shape::default());
     // The same rings, with a stack whose connections end in host sockets.
-    let stack = Stack::<DeviceSide<StuckSocket>>::new("host", HOST_CID, Some(GUEST), small(), Box::new(SocketHost));
+    let stack = Stack::<DeviceSide<StuckSocket>>::new(HOST_CID, Some(GUEST), small(), Box::new(SocketHost));
     stack.set_link(guest.host.set_link(None));
     stack.set_inlet(guest.host.set_inlet(None));
     stack.set_socket_types(&[SocketType::Stream, SocketType::SeqPacket]);
@@ -395,8 +395,7 @@ fn requests_that_the_host_does_not_admit_are_refused_first() {
     let hub = Hub::new(100);
     let mut guest = member(&hub, GUEST, SPLIT, 32, Settings::default());
     // The same rings, with a host that counts requests.
-    let stack =
-        Stack::new("host", HOST_CID, Some(GUEST), Settings::default(), Box::new(LimitedHost(AtomicUsize::new(3))));
+    let stack = Stack::new(HOST_CID, Some(GUEST), Settings::default(), Box::new(LimitedHost(AtomicUsize::new(3))));
     stack.set_link(guest.host.set_link(None));
     stack.set_inlet(guest.host.set_inlet(None));
     stack.set_socket_types(&[SocketType::Stream]);

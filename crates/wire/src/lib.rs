@@ -1,5 +1,5 @@
-//! Frame formats, without I/O: Ethernet addresses, the headers of virtio-net and virtio-vsock, and the traffic generator's
-//! test frames. Used by the device and driver crates and by the switch.
+//! Frame formats, without I/O: Ethernet addresses, the headers of virtio-net and virtio-vsock. Used by the device and driver
+//! crates and by the switch.
 //!
 //! Everything works on byte slices. No input panics: short or damaged input gives `None` or a small error.
 
@@ -17,6 +17,5 @@
 )]
 
 pub mod ethernet;
-pub mod probe;
 pub mod vnet_hdr;
 pub mod vsock_hdr;

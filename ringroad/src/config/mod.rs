@@ -8,6 +8,7 @@
 )]
 
 mod check;
+mod error;
 mod frontend;
 mod port;
 mod sandbox;
@@ -16,6 +17,7 @@ mod value;
 mod vsock;
 
 pub use check::{Finding, check, vsock_owner};
+pub use error::{ConfigError, Places};
 pub use frontend::Frontend;
 pub use port::{Kind, Port, VhostUser};
 pub use sandbox::{Sandbox, barred, barred_forwards, folder, gives_away};
@@ -24,14 +26,12 @@ pub use vsock::Vsock;
 use ringroad_switch::{Gather, Poll};
 use serde::{Deserialize, Deserializer, de::IgnoredAny};
 use std::{
-    collections::HashMap,
     fs::File,
     io::{self, Read},
     path::{Path, PathBuf},
     time::Duration,
 };
 use table::{Source, Table, Uses};
-use thiserror::Error;
 use value::{amount, int, text, wrong};
 
 /// Maximum size of the file, in bytes.
@@ -63,27 +63,6 @@ pub struct Log {
     /// Maximum number of lines a second, in total.
     #[serde(deserialize_with = "int::<1, 1_000_000, u32, _, _>")]
     pub lines: u32,
-}
-
-/// Line numbers of keys, by owner and key, whose values can be valid and still not work on this machine. They are not part of the
-/// configuration's value: all places compare equal.
-#[derive(Clone, Debug, Default)]
-pub struct Places(HashMap<(String, String), usize>);
-
-impl PartialEq for Places {
-    fn eq(&self, _: &Places) -> bool {
-        true
-    }
-}
-
-impl Eq for Places {}
-
-impl Places {
-    /// Returns the line of an owner's key ("port \"vm1\"", "socket"), else that of the owner, else 1.
-    pub fn line(&self, owner: &str, key: &str) -> usize {
-        let line = |key: &str| self.0.get(&(owner.to_owned(), key.to_owned())).copied();
-        line(key).or_else(|| line("")).unwrap_or(1)
-    }
 }
 
 /// The threads that forward frames; in this version one, shared by all ports.
@@ -131,29 +110,6 @@ struct Tables {
     _port: IgnoredAny,
     #[serde(rename = "vsock")]
     _vsock: IgnoredAny,
-}
-
-/// The first error in a file.
-#[derive(Debug, Error)]
-pub enum ConfigError {
-    /// The file cannot be read, or is larger than any sensible configuration.
-    #[error("{file}: {error}")]
-    Read {
-        /// The file.
-        file: String,
-        /// The error of the operating system.
-        error: io::Error,
-    },
-    /// A line is not UTF-8, not TOML, or has an invalid key or value.
-    #[error("{file}:{line}: {message}")]
-    Line {
-        /// The file.
-        file: String,
-        /// The line, counted from 1.
-        line: usize,
-        /// Port and key, what was expected and what was found.
-        message: String,
-    },
 }
 
 impl Config {

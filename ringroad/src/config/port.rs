@@ -6,10 +6,11 @@ use super::{
     table::{Table, keys},
     value::{self, NAME, choice, int, text, wrong},
 };
+use crate::ports::Mode;
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Limits, Mode, Poll};
+use ringroad_switch::{Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use serde::{Deserialize, Deserializer};
 use std::path::PathBuf;

@@ -1,9 +1,10 @@
 use super::port::MAX_SOCKET;
 use super::*;
+use crate::ports::Mode;
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Limits, Mode};
+use ringroad_switch::Limits;
 use ringroad_wire::ethernet::MacAddr;
 
 const EXAMPLE: &str = r#"

@@ -1,11 +1,15 @@
 //! The counters of the running daemon as text and JSON. Called by state.rs and vsock.rs.
 
-use crate::{
-    config::{Config, Port},
-    report,
-};
+use crate::config::{Config, Finding, Port};
 use ringroad_frame::Snapshot;
 use ringroad_host::PortReport;
+use std::path::Path;
+
+/// Formats findings as error lines for the user; `None` if there are none.
+pub fn explain(file: &Path, findings: &[Finding]) -> Option<String> {
+    let lines: Vec<String> = findings.iter().map(|finding| format!("{}:{finding}", file.display())).collect();
+    (!lines.is_empty()).then(|| lines.join("\nringroad: "))
+}
 
 /// Returns the number of ports and vsock devices as text.
 pub fn summary(ports: usize, vsocks: usize) -> String {
@@ -82,12 +86,12 @@ pub fn grouped(groups: &[(&str, &[&str])], rows: impl Iterator<Item = (String, V
     }
     let rows: Vec<Vec<String>> = rows
         .map(|(name, numbers)| {
-            let mut cells = std::iter::once(name).chain(numbers.into_iter().map(report::count));
+            let mut cells = std::iter::once(name).chain(numbers.into_iter().map(ringroad_text::count));
             let cell = |&column: &&str| if column == BAR { BAR.into() } else { cells.next().unwrap_or_default() };
             header.iter().map(cell).collect()
         })
         .collect();
-    let table = report::table(&header, &rows);
+    let table = ringroad_text::table(&header, &rows);
     let parts = table.lines().next().unwrap_or_default().split(BAR).map(|part| part.chars().count());
     let titles = groups.iter().zip(parts).map(|((title, _), width)| {
         let title = if title.is_empty() { String::new() } else { format!("  {title}") };

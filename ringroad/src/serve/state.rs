@@ -3,7 +3,7 @@
 
 use super::{
     changes::{Change, MTU, changes, of_port},
-    explain, print,
+    print::{self, explain},
     progress::Progress,
     sandbox::Sandbox,
     vsock::Vsocks,
@@ -11,14 +11,15 @@ use super::{
 use crate::{
     config::{self, Config, VhostUser},
     logger,
+    ports::{Measured, Ports},
 };
 use ringroad_host::{
-    Port, PortHandle, PortReport, PortSettings, Tap, Worker, WorkerConfig,
+    Port, PortHandle, PortReport, PortSettings, TapPort, Worker, WorkerConfig,
     vhost_user::{Role, Server, VhostConfig},
 };
 use ringroad_net::Config as Space;
 use ringroad_switch::Poll;
-use std::{path::Path, sync::Arc};
+use std::path::Path;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -27,7 +28,7 @@ pub struct State {
     // Declared before the worker that serves them, so that they are dropped first.
     ports: Vec<Running>,
     vsocks: Vsocks,
-    worker: Worker,
+    worker: Worker<ServedPort>,
     /// The settings of the program itself; ports and devices hold their own.
     config: Config,
     sandbox: Sandbox,
@@ -42,7 +43,7 @@ fn worker_config(config: &Config) -> WorkerConfig {
     WorkerConfig { cpu, addresses, ageing, hold, gather, turn }
 }
 
-fn start_worker(config: &Config) -> Result<Worker, Failure> {
+fn start_worker(config: &Config) -> Result<Worker<ServedPort>, Failure> {
     let worker = worker_config(config);
     Worker::start(worker).map_err(|error| match worker.cpu {
         Some(cpu) => format!("cannot run a worker on CPU {cpu} (key `workers.cpus`): {error}").into(),
@@ -224,6 +225,9 @@ impl State {
     }
 }
 
+/// The program's ports.
+type ServedPort = Measured<Ports>;
+
 /// A running port; dropping it removes it.
 struct Running {
     config: config::Port,
@@ -231,13 +235,13 @@ struct Running {
 }
 
 enum Kind {
-    Vhost(Server),
-    Tap(PortHandle),
+    Vhost(Server<ServedPort>),
+    Tap(PortHandle<ServedPort>),
 }
 
 /// Returns a port's settings. `poll`: the default for ports that set none.
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
-    let config::Port { mode, hairpin, mut limits, .. } = *port;
+    let config::Port { hairpin, mut limits, .. } = *port;
     let tuning = match &port.kind {
         config::Kind::VhostUser(guest) => {
             // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
@@ -246,16 +250,20 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
         }
         config::Kind::Tap(_) => Default::default(),
     };
-    PortSettings { mode, hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
+    PortSettings { hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
 }
 
 impl Running {
-    fn start(port: &config::Port, poll: Poll, worker: &Worker, progress: &Progress) -> Result<Self, Failure> {
+    fn start(
+        port: &config::Port,
+        poll: Poll,
+        worker: &Worker<ServedPort>,
+        progress: &Progress,
+    ) -> Result<Self, Failure> {
         progress.at(format!("starting port {}", port.name));
-        let settings = settings(port, poll);
+        let (settings, mode) = (settings(port, poll), port.mode);
         let kind = match &port.kind {
             config::Kind::VhostUser(VhostUser { socket, role, features, frontend, .. }) => {
-                let PortSettings { mode, hairpin, poll, tuning, limits } = settings;
                 let config =
                     Space { mac: port.mac(), link_up: true, queue_pairs: port.queues, mtu: port.mtu.unwrap_or(MTU) };
                 let vhost = VhostConfig {
@@ -264,49 +272,50 @@ impl Running {
                     role: *role,
                     features: *features,
                     config,
-                    mode,
-                    hairpin,
-                    poll,
-                    tuning,
-                    limits,
+                    settings,
                     frontend: frontend.limits,
                     access: frontend.access(),
                 };
-                let server = Server::start(vhost, worker)?;
+                let server = Server::start(vhost, worker, |guest| Measured::new(Ports::Vhost(guest), mode))?;
                 if *role == Role::Server {
                     progress.made(socket);
                 }
                 Kind::Vhost(server)
             }
             config::Kind::Tap(interface) => {
-                let tap = Tap::open(&port.name, interface, port.queues, port.mtu)?;
-                Kind::Tap(worker.add(Arc::new(Port::tap(tap, settings)))?)
+                let tap = TapPort::open(&port.name, interface, port.queues, port.mtu)?;
+                Kind::Tap(worker.add(Port::new(Measured::new(Ports::Tap(tap), mode), settings))?)
             }
         };
         Ok(Running { config: port.clone(), kind })
+    }
+
+    fn handle(&self) -> &PortHandle<ServedPort> {
+        match &self.kind {
+            Kind::Vhost(server) => server.handle(),
+            Kind::Tap(handle) => handle,
+        }
     }
 
     /// Applies what can be changed in place; the guest does not notice.
     fn set(&mut self, port: &config::Port, poll: Poll) {
         let settings = settings(port, poll);
         let before = std::mem::replace(&mut self.config, port.clone());
-        let current = match &self.kind {
-            Kind::Vhost(server) => server.port(),
-            Kind::Tap(handle) => handle.port(),
-        };
-        if settings != current.settings() {
-            match &self.kind {
-                Kind::Vhost(server) => server.set(settings),
-                Kind::Tap(handle) => handle.set(settings),
-            }
+        let handle = self.handle();
+        if settings != handle.port().settings() {
+            handle.set(settings);
+        }
+        if port.mode != before.mode {
+            let mode = port.mode;
+            handle.change(move |kind| kind.set_mode(mode));
         }
         if let (Kind::Vhost(server), config::Kind::VhostUser(guest)) = (&self.kind, &port.kind)
             && let Err(error) = server.set_frontend(guest.frontend.limits, guest.frontend.access())
         {
             log::error!("{error}");
         }
-        if let (Kind::Tap(handle), Some(mtu)) = (&self.kind, port.mtu.filter(|_| port.mtu != before.mtu))
-            && let Err(error) = handle.port().set_mtu(mtu)
+        if let (Ports::Tap(tap), Some(mtu)) = (handle.port().kind().kind(), port.mtu.filter(|_| port.mtu != before.mtu))
+            && let Err(error) = tap.set_mtu(mtu)
         {
             log::error!("port {}: cannot set the interface's MTU to {mtu}: {error}; it is left unchanged", port.name);
             self.config.mtu = before.mtu;
@@ -314,9 +323,6 @@ impl Running {
     }
 
     fn report(&self) -> PortReport {
-        match &self.kind {
-            Kind::Vhost(server) => server.port().report(),
-            Kind::Tap(handle) => handle.port().report(),
-        }
+        self.handle().port().report()
     }
 }

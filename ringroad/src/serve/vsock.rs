@@ -5,7 +5,7 @@ use super::{
     print,
     progress::Progress,
 };
-use crate::{config, report};
+use crate::config;
 use ringroad_host::{
     vhost_user::Role,
     vsock::{VsockConfig, VsockServer, VsockWorker},
@@ -200,10 +200,10 @@ impl Vsocks {
                     connection.unread as u64,
                 ];
                 let names = [connection.key.peer.to_string(), connection.key.port.to_string(), kind.into()];
-                rows.push(names.into_iter().chain(numbers.map(report::count)).collect());
+                rows.push(names.into_iter().chain(numbers.map(ringroad_text::count)).collect());
             }
         }
-        if rows.is_empty() { String::new() } else { report::table(&header, &rows) }
+        if rows.is_empty() { String::new() } else { ringroad_text::table(&header, &rows) }
     }
 
     /// Returns the counters as JSON.

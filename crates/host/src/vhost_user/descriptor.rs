@@ -48,7 +48,7 @@ fn is_eventfd(name: &str) -> bool {
 
 /// A descriptor on which a frontend kicks: an eventfd.
 #[derive(Clone)]
-pub(crate) struct Kick(Arc<File>);
+pub struct Kick(Arc<File>);
 
 impl Kick {
     /// Checks a file from the frontend.

@@ -1,67 +1,87 @@
-//! The interface between a session and the device behind it. Implemented by `net.rs`, a port of the switch, and
-//! `vsock/guest.rs`.
+//! The interface between a session and the device behind it. Implemented by `net.rs`, a port of the switch, by
+//! `vsock/guest.rs`, and by whoever brings a device of their own.
 
-use super::{Call, Kick};
+use super::{Kick, Vring};
+use crate::notes;
 use ringroad_mem::Table;
-use ringroad_ring::{Addresses, Inflight};
+use ringroad_ring::{Addresses, DeviceRing, Features, Inflight, Journal, SetupError};
 use std::sync::Arc;
 
 /// The setup of a vring, as the frontend has described it.
-pub(crate) struct Ring {
+pub struct Ring {
+    /// The guest's memory.
     pub memory: Arc<Table>,
     /// The acknowledged feature bits.
     pub acked: u64,
+    /// Entries.
     pub size: u32,
+    /// Where its areas are.
     pub addresses: Addresses,
+    /// Where it starts (SET_VRING_BASE).
     pub base: u32,
+    /// Records its position, for after a crash of this process.
+    pub journal: Journal,
     /// Tracks buffers in flight, for the next back end.
     pub inflight: Inflight,
+    /// Becomes readable when the driver has made buffers available; `None` if the frontend does not kick.
+    pub kick: Option<Kick>,
+}
+
+impl Ring {
+    /// Returns the device end of the ring, and the base at which it starts. `name` and `index` are for the log.
+    ///
+    /// # Errors
+    /// Size, base, addresses or the inflight region are invalid.
+    pub fn resume(self, name: &str, index: usize) -> Result<(DeviceRing, u32), SetupError> {
+        let Ring { memory, acked, size, addresses, base, journal, inflight, .. } = self;
+        let features = Features::negotiated(acked);
+        let (mut ring, how) = DeviceRing::resume(&memory, features, size, addresses, base, journal, inflight)?;
+        notes::say(name, index, base, how);
+        let base = ring.base();
+        Ok((ring, base))
+    }
 }
 
 /// A device: a set of vrings that start and stop. Cheap to clone: each connection has its own handle.
-pub(crate) trait Device: Clone + Send + 'static {
+///
+/// All calls come from the thread of its socket. Buffers are taken and returned by a thread of the device's own.
+pub trait VhostDevice: Clone + Send + 'static {
     /// Returns its name in log lines, such as "port vm1".
     fn name(&self) -> &str;
 
     /// Returns the feature bits that it offers.
     fn offer(&self) -> u64;
 
+    /// Returns its vrings, always the same.
+    fn vrings(&self) -> &[Vring];
+
     /// Returns the reply to GET_QUEUE_NUM, offered only if it is more than 1. It counts pairs for QEMU and DPDK but vrings
     /// for User-Mode Linux, which fails if the reply is 1.
-    fn queue_num(&self) -> u64;
-
-    /// Returns the number of vrings.
-    fn vrings(&self) -> usize;
+    fn queue_num(&self) -> u64 {
+        1
+    }
 
     /// Returns the configuration space.
-    fn config(&self) -> Vec<u8>;
+    fn config(&self) -> Vec<u8> {
+        Vec::new()
+    }
 
-    /// Starts a vring and returns the base at which it actually starts, or the reason why it cannot start. `kick`: `None` if
-    /// the frontend does not kick.
-    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String>;
+    /// Starts a vring and returns the base at which it actually starts. Its driver is notified afterwards.
+    ///
+    /// # Errors
+    /// The reason why it cannot start, for the log.
+    fn start(&self, index: usize, ring: Ring) -> Result<u32, String>;
 
-    /// Stops a vring, with nothing in flight, and returns the base at which it can resume.
-    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32;
+    /// Stops a vring, with nothing in flight, and returns the base at which it can resume. When it returns, nothing refers to
+    /// the guest's memory any more.
+    fn stop(&self, index: usize) -> u32;
 
-    /// Clears the recorded position of a stopped vring: the frontend knows it, or the driver starts over.
-    fn end_notes(&self, index: usize);
-
-    /// Sets the call or err descriptor of a vring. If the queue runs, the driver is notified once, as a notification to the
-    /// previous descriptor may have been missed.
-    fn set_fd(&self, index: usize, call: Option<Call>, err: bool);
-
-    /// Counts a fault of the frontend, and signals the vring's err descriptor.
-    fn count_fault(&self, index: Option<usize>);
-
-    /// Signals the err descriptor of a vring.
-    fn signal_err(&self, index: usize);
-
-    /// Returns whether a driver's fault has stopped a vring.
-    fn has_fault(&self, index: usize) -> bool;
+    /// Counts a fault of the frontend; of one vring, if given.
+    fn count_fault(&self, _index: Option<usize>) {}
 
     /// The driver starts over, or has disconnected. All vrings are stopped.
-    fn reset(&self);
+    fn reset(&self) {}
 
     /// The frontend has disconnected.
-    fn forget(&self);
+    fn disconnected(&self) {}
 }

@@ -1,7 +1,7 @@
 //! vhost-user (QEMU, docs/interop/vhost-user.rst), back end and front end.
 //!
 //! Back end: `server` runs the thread of a socket, which accepts frontends; `session` is the protocol of one connection with
-//! any [`Device`]; `net` is the network device; [`VhostPort`] is its port in the switch. `descriptor` validates the
+//! any [`VhostDevice`]; `net` is the network device; [`VhostPort`] is its port in the switch. `descriptor` validates the
 //! descriptors that a frontend sends, `limits` bounds what it may use, `place` creates sockets, `call` notifies the driver,
 //! `inflight` keeps the inflight region, `quirks` has the workarounds for the `vhost` crate.
 //!
@@ -16,20 +16,22 @@ mod limits;
 mod net;
 mod place;
 mod port;
+mod queue_thread;
 mod quirks;
 mod server;
 mod session;
+mod vring;
 
 pub(crate) use call::Call;
-pub(crate) use descriptor::Kick;
-pub(crate) use device::{Device, Ring};
+pub use descriptor::Kick;
+pub use device::{Ring, VhostDevice};
 pub(crate) use frontend::Handshake;
 pub use frontend::{ConnectError, Connection, Connector, Notifier};
 pub use limits::{Limits, Rate};
 pub use net::{Server, VhostConfig};
 pub use place::{Access, SocketError};
 pub(crate) use place::{Place, bind};
-pub(crate) use port::VhostLease;
-pub use port::{VhostPort, VhostSink, VhostSource};
-pub use server::Role;
-pub(crate) use server::{Socket, SocketConfig};
+pub use port::{VhostLease, VhostPort, VhostSink, VhostSource};
+pub use queue_thread::QueueThread;
+pub use server::{Role, Socket, SocketConfig};
+pub use vring::Vring;

@@ -1,24 +1,21 @@
-//! A guest's network device as what is behind a vhost-user socket: its queues go to the gates of a port of the switch.
+//! A guest's network device behind its vhost-user socket: starts and stops the queues of a [`VhostPort`].
 
 use super::{
-    Access, Call, Kick, SocketError,
-    device::{Device, Ring},
+    Access, Ring, SocketError, VhostDevice, Vring,
     limits::Lines,
     port::{Slot, VhostPort},
     server::{Role, Socket, SocketConfig},
 };
 use crate::{
     gate::Gate,
-    notes::{self, Notes},
-    port::{Kind, Port, PortSettings},
+    notes,
+    port::{Port, PortKind, PortSettings},
     worker::{PortHandle, Worker},
 };
 use ringroad_net::{Config, Features, RxQueue, TxQueue, bits};
-use ringroad_ring::{Inflight, SetupError, Tuning};
-use ringroad_switch::{Limits, Mode, Poll};
+use ringroad_ring::Inflight;
 use ringroad_wire::ethernet;
 use std::{
-    os::fd::AsRawFd,
     path::PathBuf,
     sync::{Arc, Mutex, atomic::Ordering},
 };
@@ -29,117 +26,179 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 pub struct VhostConfig {
     /// Its name in the configuration.
     pub name: String,
-    /// Where the socket is.
+    /// Path of the socket.
     pub socket: PathBuf,
-    /// Which end of it is ours.
+    /// Which side creates the socket.
     pub role: Role,
-    /// What is offered.
+    /// The features that are offered.
     pub features: Features,
-    /// What the driver reads in the configuration space.
+    /// The configuration space.
     pub config: Config,
-    /// What becomes of its frames.
-    pub mode: Mode,
-    /// Whether frames may go back out of it.
-    pub hairpin: bool,
-    /// For how long its worker polls it.
-    pub poll: Poll,
-    /// What it may do to other ports.
-    pub limits: Limits,
-    /// What is turned off, for measuring.
-    pub tuning: Tuning,
-    /// What its frontend may use up.
+    /// How the port behaves.
+    pub settings: PortSettings,
+    /// Limits of its frontend.
     pub frontend: super::Limits,
     /// Who may connect to the socket, as a server.
     pub access: Access,
 }
 
-/// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
-pub struct Server {
-    // Dropped before the port leaves the switch.
-    socket: Socket,
-    handle: Arc<PortHandle>,
+impl VhostConfig {
+    /// A port with one queue pair that offers everything at a socket that it creates. Its MAC address is a local one.
+    pub fn new(name: &str, socket: impl Into<PathBuf>) -> VhostConfig {
+        VhostConfig {
+            name: name.to_owned(),
+            socket: socket.into(),
+            role: Role::Server,
+            features: Features::all(),
+            config: Config { mac: ethernet::MacAddr::local(1), link_up: true, queue_pairs: 1, mtu: 1500 },
+            settings: PortSettings::default(),
+            frontend: super::Limits::default(),
+            access: Access::default(),
+        }
+    }
 }
 
-impl Server {
-    /// Makes the socket (as a server), adds the port to the worker's switch, and starts its thread.
-    pub fn start(config: VhostConfig, worker: &Worker) -> Result<Server, SocketError> {
+/// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
+pub struct Server<K: PortKind> {
+    // Dropped before the port leaves the switch.
+    socket: Socket,
+    handle: Arc<PortHandle<K>>,
+    lines: Lines,
+}
+
+impl<K: PortKind> Server<K> {
+    /// Creates the socket (as a server), adds the port to the worker's switch, and starts its thread. `kind` makes a guest's
+    /// port one of the worker's kinds.
+    ///
+    /// # Errors
+    /// The socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
+    pub fn start(
+        config: VhostConfig,
+        worker: &Worker<K>,
+        kind: impl FnOnce(VhostPort) -> K,
+    ) -> Result<Self, SocketError> {
         let name = format!("port {}", config.name);
         let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
         let failed = |error| SocketError::Start { name: name.clone(), error };
         let attention = eventfd().map_err(failed)?;
-        let told = attention.try_clone().map_err(failed)?;
-        let lines = Lines::new(&name, config.frontend.lines);
-        let vhost = VhostPort::new(&config.name, config.config.queue_pairs, attention, lines);
-        let VhostConfig { mode, hairpin, poll, tuning, limits, role, frontend, access, .. } = config;
-        let port = Arc::new(Port::vhost(vhost, PortSettings { mode, hairpin, poll, tuning, limits }));
-        let path = config.socket.clone();
+        let raised = attention.try_clone().map_err(failed)?;
+        let VhostConfig { role, frontend, access, settings, features, config: space, .. } = config;
+        let lines = Lines::new(&name, frontend.lines);
+        let vhost = VhostPort::new(&config.name, space.queue_pairs, attention, lines.clone());
         let mut added = None;
         let at = SocketConfig { name: &name, path: &config.socket, role, limits: frontend, access };
-        let socket = Socket::start(at, told, || {
-            let VhostConfig { features, config, .. } = config.clone();
-            let running = Arc::new(Mutex::new(vec![false; config.queue_pairs.into()]));
-            let notes = Notes::open(&name, &path, 2 * usize::from(config.queue_pairs));
-            let handle = added.insert(Arc::new(worker.add(port)?)).clone();
-            Ok(NetDevice { name: name.clone(), handle, offer: features, config, running, notes })
+        let socket = Socket::start(at, raised, || {
+            let running = Arc::new(Mutex::new(vec![false; space.queue_pairs.into()]));
+            let handle = Arc::new(worker.add(Port::new(kind(vhost.clone()), settings))?);
+            added = Some(handle.clone());
+            Ok(NetDevice { name: name.clone(), port: vhost, handle, offer: features, config: space, running })
         })?;
         let none = || SocketError::Start { name: name.clone(), error: std::io::ErrorKind::NotFound.into() };
-        Ok(Server { socket, handle: added.ok_or_else(none)? })
+        Ok(Server { socket, handle: added.ok_or_else(none)?, lines })
     }
 
-    /// What the switch sees.
-    pub fn port(&self) -> &Arc<Port> {
-        self.handle.port()
+    /// Returns the port's place in the worker's switch.
+    pub fn handle(&self) -> &PortHandle<K> {
+        &self.handle
     }
 
-    /// Has the port behave like this; its guest does not notice.
-    pub fn set(&self, settings: PortSettings) {
-        self.handle.set(settings);
-    }
-
-    /// Has its frontends held to other limits, and others connect.
+    /// Changes the limits of its frontends, and who may connect.
     ///
     /// # Errors
-    /// The socket's owner or permissions cannot be changed; the limits are.
+    /// The socket's owner or mode cannot be changed; the limits are in effect.
     pub fn set_frontend(&self, limits: super::Limits, access: Access) -> Result<(), SocketError> {
-        if let Kind::Vhost(port) = &self.handle.port().kind {
-            port.lines.set(limits.lines);
-        }
+        self.lines.set(limits.lines);
         self.socket.set(limits, access)
     }
 }
 
-/// A port of the switch as a device.
-#[derive(Clone)]
-struct NetDevice {
+/// The device behind the socket.
+struct NetDevice<K: PortKind> {
     name: String,
-    handle: Arc<PortHandle>,
+    port: VhostPort,
+    handle: Arc<PortHandle<K>>,
     offer: Features,
     config: Config,
     /// Which receive queues run.
     running: Arc<Mutex<Vec<bool>>>,
-    notes: Notes,
 }
 
-impl NetDevice {
-    #[expect(clippy::unreachable, reason = "its port is made as one of a guest in `Server::start`, and never changes")]
-    fn port(&self) -> &VhostPort {
-        match &self.handle.port().kind {
-            Kind::Vhost(port) => port,
-            Kind::Tap(_) => unreachable!("it is made for a vhost-user port"),
-        }
+// Not derived, as that would ask for kinds that can be cloned.
+impl<K: PortKind> Clone for NetDevice<K> {
+    fn clone(&self) -> Self {
+        let NetDevice { name, port, handle, offer, config, running } = self;
+        let (name, port, handle, running) = (name.clone(), port.clone(), handle.clone(), running.clone());
+        NetDevice { name, port, handle, offer: *offer, config: *config, running }
     }
+}
 
+impl<K: PortKind> NetDevice<K> {
     fn count_pairs(&self, pair: usize, runs: bool) {
         let mut running = self.running.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(running) = running.get_mut(pair) {
             *running = runs;
         }
         let pairs = running.iter().take_while(|&&runs| runs).count();
-        self.port().pairs_running.store(pairs, Ordering::Relaxed);
+        self.port.0.pairs_running.store(pairs, Ordering::Relaxed);
+    }
+
+    fn start_rx(&self, pair: usize, ring: Ring) -> Result<u32, String> {
+        let Ring { memory, acked, size, addresses, base, journal, inflight, .. } = ring;
+        // A packed ring that is tracked publishes chain by chain, and the buffers of one frame must appear together.
+        let apart = acked & bits::RING_PACKED != 0 && acked & bits::NET_F_MRG_RXBUF != 0;
+        let tracked = if apart { Inflight::NONE } else { inflight };
+        let (gate, counters) = self.queue(&self.port.0.rx, self.port.sent(), pair)?;
+        let mut slot = gate.enter();
+        let resumed = RxQueue::resume(memory, acked, size, addresses, base, counters, journal, tracked);
+        let (mut queue, resumed) = resumed.map_err(|error| error.to_string())?;
+        notes::say(&self.name, 2 * pair, base, resumed);
+        // Within the gate: whoever changes the tuning meanwhile tunes the queue afterwards.
+        queue.tune(self.handle.port().settings().tuning);
+        queue.limit(ethernet::longest_frame(self.config.mtu));
+        let base = queue.base();
+        slot.queue = Some(queue);
+        drop(slot);
+        self.count_pairs(pair, true);
+        Ok(base)
+    }
+
+    fn start_tx(&self, pair: usize, ring: Ring) -> Result<u32, String> {
+        let Ring { memory, acked, size, addresses, base, journal, inflight, kick } = ring;
+        let (gate, counters) = self.queue(&self.port.0.tx, self.port.received(), pair)?;
+        let mut slot = gate.enter();
+        let resumed = TxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight);
+        let (mut queue, resumed) = resumed.map_err(|error| error.to_string())?;
+        notes::say(&self.name, 2 * pair + 1, base, resumed);
+        queue.tune(self.handle.port().settings().tuning);
+        queue.limit(ethernet::longest_frame(self.config.mtu));
+        let base = queue.base();
+        if let Some(kick) = &kick
+            && let Err(error) = self.handle.watch(pair as u16, kick)
+        {
+            return Err(format!("cannot watch the kick descriptor: {error}"));
+        }
+        (slot.queue, slot.kick) = (Some(queue), kick);
+        drop(slot);
+        self.handle.start(pair as u16);
+        Ok(base)
+    }
+
+    fn queue<'a, Q, C: Clone>(
+        &self,
+        gates: &'a [Gate<Slot<Q>>],
+        counters: &[C],
+        pair: usize,
+    ) -> Result<(&'a Gate<Slot<Q>>, C), String> {
+        gates.get(pair).zip(counters.get(pair).cloned()).ok_or_else(|| format!("no queue pair {pair}"))
     }
 }
 
-impl Device for NetDevice {
+/// Takes a queue out of its slot and returns the base at which it can resume.
+fn stop<Q>(slot: &mut Slot<Q>, base: impl Fn(&mut Q) -> u32) -> u32 {
+    slot.queue.take().map_or_else(|| slot.vring.base(), |mut queue| base(&mut queue))
+}
+
+impl<K: PortKind> VhostDevice for NetDevice<K> {
     fn name(&self) -> &str {
         &self.name
     }
@@ -152,145 +211,40 @@ impl Device for NetDevice {
         self.config.queue_pairs.into()
     }
 
-    fn vrings(&self) -> usize {
-        2 * usize::from(self.config.queue_pairs)
+    fn vrings(&self) -> &[Vring] {
+        &self.port.0.vrings
     }
 
     fn config(&self) -> Vec<u8> {
         self.config.bytes().to_vec()
     }
 
-    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
-        let Ring { memory, acked, size, addresses, base, inflight } = ring;
-        // Asked for within the gate: whoever changes it meanwhile tunes the queue afterwards.
-        let tuning = || self.handle.port().settings().tuning;
-        let longest = ethernet::longest_frame(self.config.mtu);
-        let port = self.port();
+    fn start(&self, index: usize, ring: Ring) -> Result<u32, String> {
         let pair = index / 2;
-        let journal = self.notes.journal(index);
-        let missing = || format!("there is no pair {pair} of queues");
-        if index.is_multiple_of(2) {
-            // A packed ring that is tracked publishes chain by chain, and the buffers of one frame must come together.
-            let apart = acked & bits::RING_PACKED != 0 && acked & bits::NET_F_MRG_RXBUF != 0;
-            let tracked = if apart { Inflight::NONE } else { inflight };
-            let (gate, counters) = port.rx.get(pair).zip(port.rx_counters.get(pair).cloned()).ok_or_else(missing)?;
-            let start = |base| {
-                let (mut queue, resumed) =
-                    RxQueue::resume(memory, acked, size, addresses, base, counters, journal, tracked)?;
-                notes::say(&self.name, index, base, resumed);
-                queue.tune(tuning());
-                queue.limit(longest);
-                Ok(queue)
-            };
-            let started = start_slot(gate, base, start, RxQueue::base).map_err(|error| error.to_string())?;
-            self.count_pairs(pair, true);
-            return Ok(started);
-        }
-        let (gate, counters) = port.tx.get(pair).zip(port.tx_counters.get(pair).cloned()).ok_or_else(missing)?;
-        gate.enter().no_kick = kick.is_none();
-        let start = |base| {
-            let (mut queue, resumed) =
-                TxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight)?;
-            notes::say(&self.name, index, base, resumed);
-            queue.tune(tuning());
-            queue.limit(longest);
-            Ok(queue)
-        };
-        let started = start_slot(gate, base, start, TxQueue::base).map_err(|error| error.to_string())?;
-        if let Some(kick) = kick
-            && let Err(error) = self.handle.watch(pair as u16, kick.as_raw_fd())
-        {
-            stop_slot(gate, TxQueue::stop);
-            return Err(format!("cannot wait for its kick: {error}"));
-        }
-        self.handle.wake(pair as u16);
-        Ok(started)
+        if index.is_multiple_of(2) { self.start_rx(pair, ring) } else { self.start_tx(pair, ring) }
     }
 
-    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
-        let pair = index / 2;
+    fn stop(&self, index: usize) -> u32 {
+        let (pair, port) = (index / 2, &self.port.0);
         if index.is_multiple_of(2) {
-            let base = self.port().rx.get(pair).map_or(0, |gate| stop_slot(gate, RxQueue::stop));
+            let base = port.rx.get(pair).map_or(0, |gate| stop(&mut gate.enter(), RxQueue::stop));
             self.count_pairs(pair, false);
             return base;
         }
-        if let Some(kick) = kick {
-            self.handle.unwatch(kick);
+        let Some(gate) = port.tx.get(pair) else { return 0 };
+        let mut slot = gate.enter();
+        if let Some(kick) = slot.kick.take() {
+            self.handle.unwatch(&kick);
         }
-        self.handle.rest(pair as u16);
-        self.port().tx.get(pair).map_or(0, |gate| stop_slot(gate, TxQueue::stop))
-    }
-
-    fn end_notes(&self, index: usize) {
-        self.notes.journal(index).end();
-    }
-
-    fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
-        let port = self.port();
-        if index.is_multiple_of(2) {
-            set_slot_fd(port.rx.get(index / 2), call, err);
-        } else {
-            set_slot_fd(port.tx.get(index / 2), call, err);
-        }
+        self.handle.stop(pair as u16);
+        stop(&mut slot, TxQueue::stop)
     }
 
     fn count_fault(&self, index: Option<usize>) {
-        self.port().count_fault(index);
+        self.port.count_fault(index);
     }
 
-    fn signal_err(&self, index: usize) {
-        self.port().signal_err(index);
-    }
-
-    fn has_fault(&self, index: usize) -> bool {
-        self.port().has_fault(index)
-    }
-
-    fn reset(&self) {}
-
-    fn forget(&self) {
+    fn disconnected(&self) {
         self.handle.forget();
-    }
-}
-
-fn start_slot<Q>(
-    gate: &Gate<Slot<Q>>,
-    base: u32,
-    start: impl FnOnce(u32) -> Result<Q, SetupError>,
-    started_at: impl Fn(&mut Q) -> u32,
-) -> Result<u32, SetupError> {
-    let mut slot = gate.enter();
-    slot.base = base;
-    let mut queue = start(base)?;
-    let base = started_at(&mut queue);
-    slot.base = base;
-    slot.queue = Some(queue);
-    slot.fault = None;
-    let call = slot.call.clone();
-    // Whatever that takes, the queue's worker does not find the gate shut.
-    drop(slot);
-    if let Some(call) = call {
-        call.signal();
-    }
-    Ok(base)
-}
-
-fn stop_slot<Q>(gate: &Gate<Slot<Q>>, base: impl Fn(&mut Q) -> u32) -> u32 {
-    let mut slot = gate.enter();
-    if let Some(mut queue) = slot.queue.take() {
-        slot.base = base(&mut queue);
-    }
-    slot.base
-}
-
-fn set_slot_fd<Q>(gate: Option<&Gate<Slot<Q>>>, call: Option<Call>, err: bool) {
-    let Some(gate) = gate else { return };
-    let mut slot = gate.enter();
-    let old = std::mem::replace(if err { &mut slot.err } else { &mut slot.call }, call);
-    let notify = if !err && slot.queue.is_some() { slot.call.clone() } else { None };
-    drop(slot);
-    drop(old);
-    if let Some(call) = notify {
-        call.signal();
     }
 }

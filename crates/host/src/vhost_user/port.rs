@@ -1,11 +1,15 @@
-//! A guest as a port of the switch: its queues, where they are running, behind a gate each.
+//! A guest as a port of the switch: its queues, those that run, behind a gate each. Made by `net.rs`.
 
 use super::{
-    Call,
+    Kick, Vring,
     limits::{Lines, say},
 };
-use crate::gate::{Gate, Lease};
-use parking_lot::MutexGuard;
+use crate::{
+    deaf::{Deaf, Said},
+    gate::{Gate, Lease},
+    port::PortKind,
+};
+use parking_lot::{Mutex, MutexGuard};
 use ringroad_frame::{Burst, Counters, Sink, Source};
 use ringroad_mem::{Span, Table};
 use ringroad_net::{RxQueue, TxQueue};
@@ -16,108 +20,125 @@ use std::sync::{
 };
 use vmm_sys_util::eventfd::EventFd;
 
-/// A queue and the descriptors that go with it.
-pub(crate) struct Slot<Q> {
+/// A queue, if it runs, and its vring.
+#[derive(Default)]
+pub(super) struct Slot<Q> {
     pub queue: Option<Q>,
-    /// Where to go on when it is started again.
-    pub base: u32,
-    /// Notifies the driver.
-    pub call: Option<Call>,
-    /// Tells the frontend that the queue has stopped by a fault.
-    pub err: Option<Call>,
-    /// The fault that stopped it.
-    pub fault: Option<Fault>,
-    /// The frontend will not kick: its worker has to look by itself, for ever.
-    pub no_kick: bool,
-}
-
-impl<Q> Default for Slot<Q> {
-    fn default() -> Self {
-        Slot { queue: None, base: 0, call: None, err: None, fault: None, no_kick: false }
-    }
-}
-
-fn signal(call: Option<&Call>) {
-    if let Some(call) = call {
-        call.signal();
-    }
+    pub vring: Vring,
+    /// Watched by the worker; `None`: the frontend does not kick, and the worker polls for ever.
+    pub kick: Option<Kick>,
 }
 
 impl<Q> Slot<Q> {
-    /// Notifies the driver whether it wants that or not: a device that died between giving buffers back and saying so, or
-    /// a descriptor that has been replaced, may owe it one.
-    pub(crate) fn notify(&self) {
-        signal(self.call.as_ref());
+    fn new(vring: &Vring) -> Gate<Slot<Q>> {
+        Gate::new(Slot { queue: None, vring: vring.clone(), kick: None })
     }
 
     /// Stops the queue for a fault of its driver.
     #[cold]
-    fn fail(&mut self, port: &VhostPort, vring: usize, base: Option<u32>, fault: Fault, counters: &Counters) {
+    fn fail(&mut self, port: &Guest, vring: usize, base: u32, fault: Fault, counters: &Counters) {
         let name = &port.name;
         say!(port.lines, Error, "port {name} queue {vring}: {fault}; queue stopped, reset the device to continue");
-        self.base = base.unwrap_or(self.base);
         self.queue = None;
-        self.fault = Some(fault);
         counters.faults.add(1);
-        signal(self.err.as_ref());
+        self.vring.fail(Some(base));
     }
 }
 
-/// A guest, connected or not.
-pub struct VhostPort {
+/// A guest as a port, connected or not. Cheap to clone: its device shares it with the worker.
+#[derive(Clone)]
+pub struct VhostPort(pub(super) Arc<Guest>);
+
+/// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on.
+pub(super) struct Guest {
     name: String,
-    pub(crate) rx: Vec<Gate<Slot<RxQueue>>>,
-    pub(crate) tx: Vec<Gate<Slot<TxQueue>>>,
-    pub(crate) rx_counters: Vec<Arc<Counters>>,
-    pub(crate) tx_counters: Vec<Arc<Counters>>,
-    /// Pairs of queues of which the receive queue runs: 0 up to this one.
-    pub(crate) pairs_running: AtomicUsize,
-    /// Wakes the thread of its socket: the worker has found that the guest's memory is gone.
-    pub(crate) attention: EventFd,
-    pub(super) lines: Lines,
+    pub vrings: Vec<Vring>,
+    pub rx: Vec<Gate<Slot<RxQueue>>>,
+    pub tx: Vec<Gate<Slot<TxQueue>>>,
+    pub rx_counters: Vec<Arc<Counters>>,
+    pub tx_counters: Vec<Arc<Counters>>,
+    /// Receive queues that run, from queue 0 on without a gap.
+    pub pairs_running: AtomicUsize,
+    /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
+    attention: EventFd,
+    pub lines: Lines,
+    /// Which receive queues have stopped taking frames.
+    deaf: Mutex<Vec<Deaf>>,
 }
 
 impl VhostPort {
-    pub(crate) fn new(name: &str, queue_pairs: u16, attention: EventFd, lines: Lines) -> VhostPort {
-        VhostPort {
+    pub(super) fn new(name: &str, queue_pairs: u16, attention: EventFd, lines: Lines) -> VhostPort {
+        let vrings: Vec<Vring> = (0..2 * queue_pairs).map(|_| Vring::default()).collect();
+        VhostPort(Arc::new(Guest {
             name: name.to_owned(),
-            rx: (0..queue_pairs).map(|_| Gate::default()).collect(),
-            tx: (0..queue_pairs).map(|_| Gate::default()).collect(),
+            rx: vrings.iter().step_by(2).map(Slot::new).collect(),
+            tx: vrings.iter().skip(1).step_by(2).map(Slot::new).collect(),
+            vrings,
             rx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             pairs_running: AtomicUsize::new(0),
             attention,
             lines,
+            deaf: Mutex::new(vec![Deaf::default(); queue_pairs.into()]),
+        }))
+    }
+
+    /// Counts a fault of the frontend.
+    pub(super) fn count_fault(&self, vring: Option<usize>) {
+        let Guest { rx, tx, rx_counters, tx_counters, .. } = &*self.0;
+        // Counters have one writer at a time: the holder of the queue's gate.
+        fn count<Q>(gate: Option<&Gate<Slot<Q>>>, counters: Option<&Arc<Counters>>) {
+            let _slot = gate.map(Gate::enter);
+            counters.inspect(|counters| counters.faults.add(1));
+        }
+        match vring {
+            Some(vring) if vring.is_multiple_of(2) => count(rx.get(vring / 2), rx_counters.get(vring / 2)),
+            Some(vring) => count(tx.get(vring / 2), tx_counters.get(vring / 2)),
+            None => count(tx.first(), tx_counters.first()),
         }
     }
+}
 
-    /// Its name in the configuration.
-    pub fn name(&self) -> &str {
-        &self.name
+impl PortKind for VhostPort {
+    type Lease = VhostLease;
+    type Source<'a> = VhostSource<'a>;
+    type Sink<'a> = VhostSink<'a>;
+
+    fn name(&self) -> &str {
+        &self.0.name
     }
 
-    pub(crate) fn lease(&self, index: usize) -> Option<VhostLease> {
-        self.tx.get(index)?.try_lease()
+    fn received(&self) -> &[Arc<Counters>] {
+        &self.0.tx_counters
+    }
+
+    fn sent(&self) -> &[Arc<Counters>] {
+        &self.0.rx_counters
+    }
+
+    fn lease(&self, index: usize) -> Option<VhostLease> {
+        self.0.tx.get(index)?.try_lease().map(VhostLease)
     }
 
     #[inline]
-    pub(crate) fn is_wanted(&self, index: usize) -> bool {
-        self.tx.get(index).is_some_and(Gate::is_wanted)
+    fn is_wanted(&self, index: usize) -> bool {
+        self.0.tx.get(index).is_some_and(Gate::is_wanted)
     }
 
     #[inline]
-    pub(crate) fn source<'a>(&'a self, index: usize, slot: &'a mut VhostLease) -> Option<VhostSource<'a>> {
-        let counters = self.tx_counters.get(index)?;
-        slot.queue.is_some().then_some(VhostSource { slot, counters, port: self, index })
+    fn source<'a>(&'a self, index: usize, VhostLease(slot): &'a mut VhostLease) -> Option<VhostSource<'a>> {
+        let counters = self.0.tx_counters.get(index)?;
+        slot.queue.is_some().then_some(VhostSource { slot, counters, port: &self.0, index })
     }
 
     #[inline]
-    pub(crate) fn sink(&self, hint: usize, frames: usize) -> Option<VhostSink<'_>> {
-        let pairs = self.pairs_running.load(Ordering::Relaxed);
+    fn sink(&self, hint: usize, frames: usize) -> Option<VhostSink<'_>> {
+        let port = &*self.0;
+        let pairs = port.pairs_running.load(Ordering::Relaxed);
         // A division takes as long as a frame.
         let index = if hint < pairs { hint } else { hint.checked_rem(pairs).unwrap_or(0) };
-        let counters = self.rx_counters.get(index)?;
-        let Some(slot) = self.rx.get(index)?.try_enter() else {
+        let counters = port.rx_counters.get(index)?;
+        let Some(slot) = port.rx.get(index)?.try_enter() else {
             counters.busy.add(frames as u64);
             return None;
         };
@@ -125,131 +146,110 @@ impl VhostPort {
             counters.stopped.add(frames as u64);
             return None;
         }
-        Some(VhostSink { slot, counters, port: self, index })
+        Some(VhostSink { slot, counters, port, index })
     }
 
-    /// Has all queues that run do this, one after the other, each between two bursts.
-    pub(crate) fn tune(&self, tuning: Tuning) {
-        for gate in &self.rx {
-            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
-        }
-        for gate in &self.tx {
-            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
-        }
-    }
-
-    /// Counts what the frontend has done wrong, and says so on the vring's err descriptor.
-    pub(crate) fn count_fault(&self, vring: Option<usize>) {
-        // Counters have one writer at a time: whoever is in the queue's gate.
-        fn count<Q>(gate: Option<&Gate<Slot<Q>>>, counters: Option<&Arc<Counters>>) -> Option<Call> {
-            let slot = gate?.enter();
-            counters?.faults.add(1);
-            slot.err.clone()
-        }
-        let err = match vring {
-            Some(vring) if vring.is_multiple_of(2) => count(self.rx.get(vring / 2), self.rx_counters.get(vring / 2)),
-            Some(vring) => count(self.tx.get(vring / 2), self.tx_counters.get(vring / 2)),
-            None => {
-                count(self.tx.first(), self.tx_counters.first());
-                None
-            }
-        };
-        signal(err.as_ref());
-    }
-
-    /// Tells the frontend of a vring that it has stopped.
-    pub(crate) fn signal_err(&self, vring: usize) {
-        fn err<Q>(gate: Option<&Gate<Slot<Q>>>) -> Option<Call> {
-            gate?.enter().err.clone()
-        }
-        let even = vring.is_multiple_of(2);
-        signal(if even { err(self.rx.get(vring / 2)) } else { err(self.tx.get(vring / 2)) }.as_ref());
-    }
-
-    /// Whether a fault of the driver has stopped a vring.
-    pub(crate) fn has_fault(&self, vring: usize) -> bool {
-        fn fault<Q>(gate: Option<&Gate<Slot<Q>>>) -> bool {
-            gate.is_some_and(|gate| gate.enter().fault.is_some())
-        }
-        if vring.is_multiple_of(2) { fault(self.rx.get(vring / 2)) } else { fault(self.tx.get(vring / 2)) }
-    }
-
-    /// Notifies the driver of what it was not sure to want to be notified of. `false`: control is in; once more, later.
-    pub(crate) fn settle(&self) -> bool {
+    fn settle(&self) -> bool {
         fn settle<Q>(gate: &Gate<Slot<Q>>, counters: &Counters, wants: impl Fn(&mut Q) -> bool) -> bool {
+            // Control holds the queue: to be tried again.
             let Some(mut slot) = gate.try_enter() else { return false };
             if slot.queue.as_mut().is_some_and(wants) {
-                slot.notify();
+                slot.vring.notify();
                 counters.notifications.add(1);
             }
             true
         }
+        let Guest { rx, tx, rx_counters, tx_counters, .. } = &*self.0;
         let mut settled = true;
-        for (gate, counters) in self.rx.iter().zip(&self.rx_counters) {
+        for (gate, counters) in rx.iter().zip(rx_counters) {
             settled &= settle(gate, counters, |queue| queue.wants_notification(true));
         }
-        for (gate, counters) in self.tx.iter().zip(&self.tx_counters) {
+        for (gate, counters) in tx.iter().zip(tx_counters) {
             settled &= settle(gate, counters, |queue| queue.wants_notification(true));
         }
         settled
     }
 
-    /// Asks for a notification when the driver sends. `true`: the worker may leave the queue alone until then.
-    pub(crate) fn sleep(&self, index: usize) -> bool {
-        let Some(gate) = self.tx.get(index) else { return true };
-        // Control is in: it will wake the worker itself if it starts something, but has perhaps not taken it away yet.
+    fn enable_notification(&self, index: usize) -> bool {
+        let Some(gate) = self.0.tx.get(index) else { return true };
+        // Control holds the queue. It wakes the worker if it starts the queue, but may not have stopped it yet.
         let Some(mut slot) = gate.try_enter() else { return false };
-        let no_kick = slot.no_kick;
-        !slot.queue.as_mut().is_some_and(|queue| no_kick || queue.enable_notification())
+        let kicks = slot.kick.is_some();
+        !slot.queue.as_mut().is_some_and(|queue| !kicks || queue.enable_notification())
     }
 
-    /// Asks for no more notifications: the worker looks by itself.
-    pub(crate) fn awake(&self, index: usize) {
-        if let Some(mut slot) = self.tx.get(index).and_then(Gate::try_enter)
+    fn disable_notification(&self, index: usize) {
+        if let Some(mut slot) = self.0.tx.get(index).and_then(Gate::try_enter)
             && let Some(queue) = &mut slot.queue
         {
             queue.disable_notification();
         }
     }
 
-    /// Stops all queues, in whatever state they are, and has the frontend disconnected: our own code has panicked in one.
-    #[cold]
-    pub(crate) fn abandon(&self) {
-        fn abandon<Q>(gate: &Gate<Slot<Q>>) {
-            // Control is in: it finds the connection at its end next.
-            let Some(mut slot) = gate.try_enter() else { return };
-            if slot.queue.take().is_some() {
-                signal(slot.err.as_ref());
-            }
+    fn tune(&self, tuning: Tuning) {
+        for gate in &self.0.rx {
+            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
         }
-        self.rx.iter().for_each(abandon);
-        self.tx.iter().for_each(abandon);
-        let _ = self.attention.write(1);
+        for gate in &self.0.tx {
+            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
+        }
     }
 
-    /// Stops all queues if the frontend has truncated the guest's memory. `false`: control is in at one of them, where nobody
-    /// waits for it; once more, later.
-    pub(crate) fn check_memory(&self) -> bool {
+    fn check_memory(&self) -> bool {
+        let Guest { name, rx, tx, rx_counters, tx_counters, lines, attention, .. } = &*self.0;
         let (mut lost, mut all) = (false, true);
-        for (gate, counters) in self.tx.iter().zip(&self.tx_counters) {
+        for (gate, counters) in tx.iter().zip(tx_counters) {
             stop_lost(gate, counters, &mut lost, &mut all, |queue| queue.memory());
         }
-        for (gate, counters) in self.rx.iter().zip(&self.rx_counters) {
+        for (gate, counters) in rx.iter().zip(rx_counters) {
             stop_lost(gate, counters, &mut lost, &mut all, |queue| queue.memory());
         }
         if lost {
-            let name = &self.name;
             say!(
-                self.lines,
+                lines,
                 Error,
                 "port {name}: the frontend has truncated the guest's memory; port stopped and disconnected"
             );
-            let _ = self.attention.write(1);
+            let _ = attention.write(1);
         }
         all
     }
+
+    /// Logs which queues have stopped taking frames, and which take some again.
+    fn tick(&self, now: u32) {
+        let Guest { name, rx_counters, deaf, .. } = &*self.0;
+        for (queue, (deaf, counters)) in deaf.lock().iter_mut().zip(rx_counters).enumerate() {
+            let vring = 2 * queue;
+            match deaf.look(now, &counters.snapshot()) {
+                None => {}
+                Some(Said::Deaf { seconds, dropped }) => log::warn!(
+                    "port {name} queue {vring}: the guest has taken no frame for {seconds} s, and {dropped} were dropped as \
+                     its ring is full; see whether it runs, and whether its interface is up"
+                ),
+                Some(Said::Recovered { dropped }) => log::info!(
+                    "port {name} queue {vring}: the guest takes frames again; {dropped} were dropped meanwhile"
+                ),
+            }
+        }
+    }
+
+    /// Stops all queues in whatever state they are, and disconnects the frontend.
+    #[cold]
+    fn abandon(&self) {
+        fn abandon<Q>(gate: &Gate<Slot<Q>>) {
+            // If control holds the queue, it is about to learn that the connection has ended.
+            let Some(mut slot) = gate.try_enter() else { return };
+            if slot.queue.take().is_some() {
+                slot.vring.signal_err();
+            }
+        }
+        self.0.rx.iter().for_each(abandon);
+        self.0.tx.iter().for_each(abandon);
+        let _ = self.0.attention.write(1);
+    }
 }
 
+/// Stops a queue whose memory is lost. Clears `all` if control holds it, for which the worker does not wait.
 fn stop_lost<Q>(
     gate: &Gate<Slot<Q>>,
     counters: &Counters,
@@ -263,31 +263,31 @@ fn stop_lost<Q>(
     };
     if slot.queue.as_ref().is_some_and(|queue| memory(queue).is_lost()) {
         slot.queue = None;
-        // One fault for the port, however many of its queues lay there.
+        // One fault for the port, however many of its queues were in that memory.
         if !std::mem::replace(lost, true) {
             counters.faults.add(1);
         }
-        signal(slot.err.as_ref());
+        slot.vring.signal_err();
     }
 }
 
-/// Exclusive use of a guest's transmit queue.
-pub(crate) type VhostLease = Lease<Slot<TxQueue>>;
+/// Exclusive use of a guest's transmit queue, from burst to burst.
+pub struct VhostLease(Lease<Slot<TxQueue>>);
 
 /// The same for one burst.
 pub struct VhostSource<'a> {
     slot: &'a mut Slot<TxQueue>,
     counters: &'a Counters,
-    port: &'a VhostPort,
+    port: &'a Guest,
     index: usize,
 }
 
 impl VhostSource<'_> {
-    /// Notifies the driver of what it has got back, if it surely wants that.
+    /// Notifies the driver of returned buffers, if it certainly wants that.
     #[inline]
     fn notify(&mut self) {
         if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification(false)) {
-            self.slot.notify();
+            self.slot.vring.notify();
             self.counters.notifications.add(1);
         }
     }
@@ -298,20 +298,20 @@ impl Source for VhostSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
         let Some(queue) = &mut self.slot.queue else { return 0 };
         match queue.take(burst) {
-            // What was given back late is published now.
+            // Deferred returns were published now.
             Ok(0) => {
                 self.notify();
                 0
             }
             Ok(taken) => taken,
-            // Not the driver's fault: what it wrote is gone. The worker stops the port at its next look at memory.
+            // Not the driver's fault: its memory is lost. The worker stops the port when it checks memory next.
             Err(_) if queue.memory().is_lost() => {
                 burst.clear();
                 0
             }
             Err(fault) => {
                 let base = queue.base();
-                self.slot.fail(self.port, 2 * self.index + 1, Some(base), fault, self.counters);
+                self.slot.fail(self.port, 2 * self.index + 1, base, fault, self.counters);
                 burst.clear();
                 0
             }
@@ -330,30 +330,30 @@ impl Source for VhostSource<'_> {
 pub struct VhostSink<'a> {
     slot: MutexGuard<'a, Slot<RxQueue>>,
     counters: &'a Counters,
-    port: &'a VhostPort,
+    port: &'a Guest,
     index: usize,
 }
 
 impl VhostSink<'_> {
-    /// Notifies the driver of what its queue has got, or stops the queue. `lost`: frames that were to go there.
+    /// Notifies the driver of received frames, or stops the queue. `lost`: frames that are dropped then.
     #[inline]
-    fn settle<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
+    fn finish<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
         let slot = &mut *self.slot;
         let queue = slot.queue.as_mut()?;
         let counters = self.counters;
         match result {
             Ok(done) => {
                 if queue.wants_notification(false) {
-                    slot.notify();
+                    slot.vring.notify();
                     counters.notifications.add(1);
                 }
                 return Some(done);
             }
-            // Not the driver's fault: what it wrote is gone. The worker stops the port at its next look at memory.
+            // Not the driver's fault: its memory is lost. The worker stops the port when it checks memory next.
             Err(_) if queue.memory().is_lost() => {}
             Err(fault) => {
                 let base = queue.base();
-                slot.fail(self.port, 2 * self.index, Some(base), fault, counters);
+                slot.fail(self.port, 2 * self.index, base, fault, counters);
             }
         }
         counters.stopped.add(lost as u64);
@@ -366,12 +366,12 @@ impl Sink for VhostSink<'_> {
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
         let Some(queue) = &mut self.slot.queue else { return 0 };
         let result = queue.put(burst, which);
-        self.settle(result, which.len()).unwrap_or(0)
+        self.finish(result, which.len()).unwrap_or(0)
     }
 
     fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
         let result = self.slot.queue.as_mut()?.fill(room, read);
-        self.settle(result, 0).flatten()
+        self.finish(result, 0).flatten()
     }
 }
 
@@ -381,18 +381,18 @@ mod tests {
     use crate::vhost_user::Limits;
     use std::{sync::mpsc, thread, time::Duration};
 
-    /// A control thread can be in a gate for as long as the scheduler likes: the worker looks at memory all the same.
+    /// A control thread can hold a gate for as long as the scheduler likes: the worker checks memory nevertheless.
     #[test]
-    fn nobody_waits_for_control_to_look_at_memory() {
+    fn the_worker_does_not_wait_for_control_to_check_memory() {
         let attention = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
         let port = VhostPort::new("test", 2, attention, Lines::new("port test", Limits::default().lines));
         assert!(port.check_memory());
         thread::scope(|scope| {
-            let _inside = port.rx.last().map(Gate::enter);
-            let (sender, looked) = mpsc::channel();
+            let _inside = port.0.rx.last().map(Gate::enter);
+            let (sender, checked) = mpsc::channel();
             let port = &port;
             scope.spawn(move || sender.send(port.check_memory()));
-            assert_eq!(looked.recv_timeout(Duration::from_secs(5)), Ok(false), "later, and at once");
+            assert_eq!(checked.recv_timeout(Duration::from_secs(5)), Ok(false), "later, and at once");
         });
         assert!(port.check_memory());
     }

@@ -1,7 +1,6 @@
 //! Workarounds for what the `vhost` crate (0.18) does not do, or does in a way that real frontends and devices do not expect. Each
 //! says why it is needed; what remains of it after an update of the crate can be seen here.
 
-use super::{device::Device, session::Session};
 use crate::sys;
 use ringroad_ring::bits;
 use std::{
@@ -11,8 +10,7 @@ use std::{
 use vhost::{
     VhostBackend,
     vhost_user::{
-        Error, Frontend, VhostUserBackendReqHandlerMut, VhostUserFrontend, VhostUserProtocolFeatures as Protocol,
-        message::VhostUserInflight,
+        Error, Frontend, VhostUserFrontend, VhostUserProtocolFeatures as Protocol, message::VhostUserInflight,
     },
 };
 
@@ -24,10 +22,20 @@ const VERSION: u32 = 1;
 /// Why a connection ends if a message is refused and the frontend cannot be told.
 pub(super) const CANNOT_REFUSE: &str = "a message was refused, and without REPLY_ACK the frontend cannot be told";
 
+/// What [`set_vring_enable`] needs of a session.
+pub(super) trait Early {
+    /// Returns whether SET_VRING_ENABLE is accepted now although the crate would refuse it.
+    fn is_early(&self, enable: bool) -> bool;
+    /// Enables or disables a vring. Returns whether the message was refused.
+    fn enable_early(&mut self, vring: u32, enable: bool) -> bool;
+    /// Returns whether a refused message is answered with an error.
+    fn can_refuse(&self) -> bool;
+}
+
 /// Handles SET_VRING_ENABLE where the crate would refuse it: QEMU sends it right after the protocol features, but the crate
 /// expects SET_FEATURES before it; and DPDK's driver, in server mode, first of all disables the vrings of a device that has
 /// reconnected. Returns `false` if the next message is another one, or one for the crate.
-pub(super) fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &mut Session<D>) -> io::Result<bool> {
+pub(super) fn set_vring_enable(mut socket: &UnixStream, session: &mut impl Early) -> io::Result<bool> {
     const NEED_REPLY: u32 = 1 << 3;
     const REPLY: u32 = 1 << 2;
     if !session.is_early(false) {
@@ -49,8 +57,7 @@ pub(super) fn set_vring_enable<D: Device>(mut socket: &UnixStream, session: &mut
         return Ok(false);
     }
     socket.read_exact(message.as_flattened_mut())?;
-    let refused = session.set_vring_enable(vring, enable == 1).is_err();
-    session.refused = false;
+    let refused = session.enable_early(vring, enable == 1);
     if refused && !session.can_refuse() {
         return Err(io::Error::other(CANNOT_REFUSE));
     }

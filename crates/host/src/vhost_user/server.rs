@@ -5,13 +5,13 @@ use super::{
     Access, Limits, Place, SocketError, bind,
     call::Alarm,
     descriptor::Disposal,
-    device::Device,
+    device::VhostDevice,
     limits::{Lines, say},
     place::connect,
-    quirks::{self, CANNOT_REFUSE, explain, is_violation},
+    quirks::{self, CANNOT_REFUSE, Early, explain, is_violation},
     session::{Session, SessionContext},
 };
-use crate::{Quota, sys};
+use crate::{Quota, notes::Notes, sys};
 use std::{
     io,
     net::Shutdown,
@@ -55,18 +55,30 @@ const EXCLUSION: Duration = Duration::from_secs(1);
 type Current = Arc<Mutex<Option<UnixStream>>>;
 
 /// Configuration of a socket and of what its frontends may do.
-pub(crate) struct SocketConfig<'a> {
+#[derive(Clone, Copy, Debug)]
+pub struct SocketConfig<'a> {
     /// Name in log lines.
     pub name: &'a str,
+    /// Where it is.
     pub path: &'a Path,
+    /// Which side creates it.
     pub role: Role,
+    /// Limits of its frontends.
     pub limits: Limits,
+    /// Who may connect, as a server.
     pub access: Access,
+}
+
+impl<'a> SocketConfig<'a> {
+    /// A socket that this side creates, for this user only, with the default limits.
+    pub fn new(name: &'a str, path: &'a Path) -> SocketConfig<'a> {
+        SocketConfig { name, path, role: Role::Server, limits: Limits::default(), access: Access::default() }
+    }
 }
 
 /// A socket with a device behind it, and the thread that serves it. Dropped, it disconnects the frontend and removes the
 /// socket.
-pub(crate) struct Socket {
+pub struct Socket {
     name: String,
     stop: EventFd,
     current: Current,
@@ -83,10 +95,20 @@ struct Live {
 }
 
 impl Socket {
+    /// Serves a device at a socket.
+    ///
+    /// # Errors
+    /// The socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
+    pub fn serve<D: VhostDevice>(config: SocketConfig<'_>, device: D) -> Result<Socket, SocketError> {
+        let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+        let failed = |error| SocketError::Start { name: config.name.to_owned(), error };
+        Self::start(config, attention.map_err(failed)?, || Ok(device))
+    }
+
     /// Creates the socket (as a server) and starts its thread. `make` creates the device; it is called once the socket
     /// exists, as it is slow compared with failing to create one. `attention` is signalled by the device to have its frontend
     /// disconnected.
-    pub(crate) fn start<D: Device>(
+    pub(crate) fn start<D: VhostDevice>(
         config: SocketConfig<'_>,
         attention: EventFd,
         make: impl FnOnce() -> io::Result<D>,
@@ -105,8 +127,10 @@ impl Socket {
         let connects = Arc::new(limits.connects.quota());
         let limits = Arc::new(parking_lot::Mutex::new(limits));
         let live = Live { limits: limits.clone(), connects: connects.clone(), lines: lines.clone() };
-        let context = SessionContext { limits, lines, alarm, disposal: Disposal::default() };
         let device = make().map_err(failed)?;
+        // Notes have one writer: they are opened once this process has the socket.
+        let notes = Notes::open(name, path, device.vrings().len());
+        let context = SessionContext { limits, lines, alarm, disposal: Disposal::default(), notes };
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
@@ -178,7 +202,7 @@ enum End {
     Excluded,
 }
 
-impl<D: Device> Thread<D> {
+impl<D: VhostDevice> Thread<D> {
     fn run(&self) {
         let (name, lines) = (self.device.name(), &self.context.lines);
         while let Some(stream) = self.next_frontend() {
@@ -194,7 +218,7 @@ impl<D: Device> Thread<D> {
             // Stops the queues. Not within the call above: a panic during unwinding aborts the process.
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
             *lock(&self.current) = None;
-            self.device.forget();
+            self.device.disconnected();
             let mut pause = self.listener.is_none().then_some(RETRY);
             match end {
                 Ok(End::Closed(why)) => say!(lines, Info, "{name}: frontend disconnected: {why}"),
@@ -359,7 +383,7 @@ impl<D: Device> Thread<D> {
                 read_after = messages.until();
                 continue;
             }
-            match quirks::set_vring_enable(&socket, &mut lock(session)) {
+            match quirks::set_vring_enable(&socket, &mut *lock(session)) {
                 Ok(true) => continue,
                 Ok(false) => {}
                 Err(error) => return End::Closed(error.to_string()),
@@ -412,7 +436,7 @@ impl<D: Device> Thread<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vhost_user::{Call, Kick, Ring};
+    use crate::vhost_user::{Ring, Vring};
     use std::io::{Read, Write};
     use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -421,9 +445,10 @@ mod tests {
     struct Broken {
         asked: Arc<AtomicU32>,
         faults: Arc<AtomicU32>,
+        vring: Vring,
     }
 
-    impl Device for Broken {
+    impl VhostDevice for Broken {
         fn name(&self) -> &str {
             "broken"
         }
@@ -431,32 +456,18 @@ mod tests {
             assert!(self.asked.fetch_add(1, Ordering::Relaxed) > 0, "a panic provoked by this test");
             1 << 32
         }
-        fn queue_num(&self) -> u64 {
-            1
+        fn vrings(&self) -> &[Vring] {
+            std::slice::from_ref(&self.vring)
         }
-        fn vrings(&self) -> usize {
-            1
-        }
-        fn config(&self) -> Vec<u8> {
-            Vec::new()
-        }
-        fn start(&self, _index: usize, _ring: Ring, _kick: Option<&Kick>) -> Result<u32, String> {
+        fn start(&self, _index: usize, _ring: Ring) -> Result<u32, String> {
             Ok(0)
         }
-        fn stop(&self, _index: usize, _kick: Option<&Kick>) -> u32 {
+        fn stop(&self, _index: usize) -> u32 {
             0
         }
-        fn end_notes(&self, _index: usize) {}
-        fn set_fd(&self, _index: usize, _call: Option<Call>, _err: bool) {}
         fn count_fault(&self, _index: Option<usize>) {
             self.faults.fetch_add(1, Ordering::Relaxed);
         }
-        fn signal_err(&self, _index: usize) {}
-        fn has_fault(&self, _index: usize) -> bool {
-            false
-        }
-        fn reset(&self) {}
-        fn forget(&self) {}
     }
 
     #[test]

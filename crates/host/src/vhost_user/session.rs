@@ -2,13 +2,14 @@
 //! through the `vhost` crate, message by message. Every message is validated; an invalid one is refused with a log line.
 
 use super::{
-    Call, Device, Kick, Limits, Ring,
+    Call, Kick, Limits, Ring, VhostDevice, Vring,
     call::Alarm,
     descriptor::{CallFd, Disposal, MemoryFile, Refused},
     inflight::InflightRegion,
     limits::{Lines, say},
+    quirks::Early,
 };
-use crate::Quota;
+use crate::{Quota, notes::Notes};
 use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::{Addresses, SetupError, bits};
@@ -27,7 +28,7 @@ type UserAddress = u64;
 
 /// The state of a vring, as the frontend has set it up.
 #[derive(Default)]
-struct Vring {
+struct Setup {
     size: u32,
     addresses: Option<Addresses>,
     base: u32,
@@ -50,10 +51,12 @@ pub(crate) struct SessionContext {
     pub alarm: Arc<Alarm>,
     /// Closes refused descriptors.
     pub disposal: Disposal,
+    /// Where the positions of the device's rings are recorded.
+    pub notes: Notes,
 }
 
 /// One connection.
-pub(crate) struct Session<D: Device> {
+pub(crate) struct Session<D: VhostDevice> {
     device: D,
     context: SessionContext,
     /// How many more messages may be refused.
@@ -61,7 +64,7 @@ pub(crate) struct Session<D: Device> {
     acked: u64,
     protocol: Protocol,
     memory: Arc<Table>,
-    vrings: Vec<Vring>,
+    vrings: Vec<Setup>,
     inflight: Option<InflightRegion>,
     /// The channel for requests from the back end. None are sent, but it stays open, as User-Mode Linux takes its end for the
     /// removal of the device.
@@ -72,9 +75,9 @@ pub(crate) struct Session<D: Device> {
     pub(crate) exhausted: bool,
 }
 
-impl<D: Device> Session<D> {
+impl<D: VhostDevice> Session<D> {
     pub(crate) fn new(device: D, context: SessionContext) -> Session<D> {
-        let vrings = (0..device.vrings()).map(|_| Vring::default()).collect();
+        let vrings = device.vrings().iter().map(|_| Setup::default()).collect();
         let refusals = context.limits.lock().refusals.quota();
         Session {
             device,
@@ -102,17 +105,6 @@ impl<D: Device> Session<D> {
         if self.device.queue_num() > 1 { always | Protocol::MQ } else { always }
     }
 
-    /// Returns whether a refused message is answered with an error.
-    pub(crate) fn can_refuse(&self) -> bool {
-        self.protocol.contains(Protocol::REPLY_ACK)
-    }
-
-    /// Returns whether SET_VRING_ENABLE is accepted although PROTOCOL_FEATURES is not acknowledged: once protocol features
-    /// are negotiated, or, before SET_FEATURES, to disable a vring that does not run yet.
-    pub(crate) fn is_early(&self, enable: bool) -> bool {
-        self.acked & bits::PROTOCOL_FEATURES == 0 && (!self.protocol.is_empty() || self.acked == 0 && !enable)
-    }
-
     fn refuse<T>(&mut self, why: impl std::fmt::Display) -> Result<T> {
         say!(self.context.lines, Error, "{}: {why}; refused", self.device.name());
         self.device.count_fault(None);
@@ -123,6 +115,7 @@ impl<D: Device> Session<D> {
     fn refuse_vring<T>(&mut self, index: usize, why: impl std::fmt::Display) -> Result<T> {
         say!(self.context.lines, Error, "{} queue {index}: {why}; refused", self.device.name());
         self.device.count_fault(Some(index));
+        self.device.vrings().get(index).inspect(|vring| vring.signal_err());
         self.count_refusal()
     }
 
@@ -146,7 +139,7 @@ impl<D: Device> Session<D> {
     pub(crate) fn violated(&mut self, why: impl std::fmt::Display) {
         say!(self.context.lines, Error, "{}: {why}; disconnected", self.device.name());
         self.device.count_fault(None);
-        (0..self.vrings.len()).for_each(|index| self.device.signal_err(index));
+        self.device.vrings().iter().for_each(Vring::signal_err);
     }
 
     /// Returns the index, or refuses the message if there is no such vring.
@@ -176,7 +169,7 @@ impl<D: Device> Session<D> {
         let (Some(addresses), Some(kick), true, false) = (vring.addresses, &vring.kick, enabled, vring.running) else {
             return Ok(());
         };
-        let kick = kick.as_ref();
+        let kick = kick.clone();
         if self.acked & bits::VERSION_1 == 0 {
             let why = "expected a driver that acknowledges VIRTIO_F_VERSION_1 (virtio 1.0), found a legacy one";
             return self.refuse_vring(index, why);
@@ -187,13 +180,18 @@ impl<D: Device> Session<D> {
             Ok(part) => part.unwrap_or_default(),
             Err(why) => return self.refuse_vring(index, why),
         };
-        match self.device.start(index, Ring { memory, acked, size, addresses, base, inflight }, kick) {
+        let Some(shared) = self.device.vrings().get(index).cloned() else { return Ok(()) };
+        shared.begin(base);
+        let journal = self.context.notes.journal(index);
+        match self.device.start(index, Ring { memory, acked, size, addresses, base, journal, inflight, kick }) {
             Ok(base) => log::debug!("{} queue {index}: started, {size} entries, base {base:#x}", self.device.name()),
             Err(why) => return self.refuse_vring(index, why),
         }
         if let Some(vring) = self.vrings.get_mut(index) {
             (vring.running, vring.ran) = (true, true);
         }
+        // A device that died between returning buffers and notifying may owe the driver a notification.
+        shared.notify();
         Ok(())
     }
 
@@ -203,12 +201,12 @@ impl<D: Device> Session<D> {
         if !std::mem::take(&mut vring.running) {
             return;
         }
-        vring.base = self.device.stop(index, vring.kick.as_ref().and_then(Option::as_ref));
+        vring.base = self.device.stop(index);
         log::debug!("{} queue {index}: stopped, base {:#x}", self.device.name(), vring.base);
     }
 
     /// Stops a vring, changes its setup, and starts it again if that is complete.
-    fn change(&mut self, index: usize, change: impl FnOnce(&mut Vring)) -> Result<()> {
+    fn change(&mut self, index: usize, change: impl FnOnce(&mut Setup)) -> Result<()> {
         self.stop(index);
         self.vrings.get_mut(index).map(change);
         self.start(index)
@@ -216,7 +214,12 @@ impl<D: Device> Session<D> {
 
     /// Returns whether a vring is in use, so that its setup cannot change.
     fn is_running(&self, index: usize) -> bool {
-        self.vrings.get(index).is_some_and(|vring| vring.running) && !self.device.has_fault(index)
+        self.vrings.get(index).is_some_and(|vring| vring.running) && !self.has_fault(index)
+    }
+
+    /// Returns whether a fault of its driver has stopped a vring.
+    fn has_fault(&self, index: usize) -> bool {
+        self.device.vrings().get(index).is_some_and(Vring::has_fault)
     }
 
     /// Returns a table with one more region, within the limits.
@@ -259,7 +262,7 @@ impl<D: Device> Session<D> {
         let mut running: Vec<usize> = vrings.filter(|(_, vring)| vring.running).map(|(index, _)| index).collect();
         running.iter().for_each(|&index| self.stop(index));
         // A vring that a driver's fault has stopped stays stopped.
-        running.retain(|&index| !self.device.has_fault(index));
+        running.retain(|&index| !self.has_fault(index));
         self.memory = Arc::new(memory);
         // A vring that cannot resume is refused; the others resume.
         let mut result = Ok(());
@@ -281,7 +284,13 @@ impl<D: Device> Session<D> {
             Ok(fd) => fd.map(|fd| Call::new(fd, self.context.alarm.clone())),
             Err(refused) => return self.refuse_file(Some(index), if err { "err" } else { "call" }, refused),
         };
-        self.device.set_fd(index, call, err);
+        if let Some(vring) = self.device.vrings().get(index) {
+            vring.set_fd(call, err);
+            // A notification to the previous descriptor may have been missed.
+            if !err && self.vrings.get(index).is_some_and(|setup| setup.running) {
+                vring.notify();
+            }
+        }
         Ok(())
     }
 
@@ -291,7 +300,7 @@ impl<D: Device> Session<D> {
         for index in 0..self.vrings.len() {
             self.stop(index);
             if let Some(vring) = self.vrings.get_mut(index) {
-                *vring = Vring::default();
+                *vring = Setup::default();
             }
         }
         self.acked = 0;
@@ -299,7 +308,7 @@ impl<D: Device> Session<D> {
     }
 }
 
-impl<D: Device> Session<D> {
+impl<D: VhostDevice> Session<D> {
     /// Clears all recorded ring positions: the driver starts over.
     fn end_all_notes(&self) {
         (0..self.vrings.len()).for_each(|index| self.end_notes(index));
@@ -307,22 +316,39 @@ impl<D: Device> Session<D> {
 
     /// Clears the recorded position of a vring: the driver starts over, or the frontend knows the position.
     fn end_notes(&self, index: usize) {
-        self.device.end_notes(index);
+        self.context.notes.journal(index).end();
         self.inflight.iter().for_each(|region| region.end(index));
     }
 }
 
-impl<D: Device> Drop for Session<D> {
+impl<D: VhostDevice> Early for Session<D> {
+    /// Once protocol features are negotiated, or, before SET_FEATURES, to disable a vring that does not run yet.
+    fn is_early(&self, enable: bool) -> bool {
+        self.acked & bits::PROTOCOL_FEATURES == 0 && (!self.protocol.is_empty() || self.acked == 0 && !enable)
+    }
+
+    fn enable_early(&mut self, vring: u32, enable: bool) -> bool {
+        let refused = self.set_vring_enable(vring, enable).is_err();
+        self.refused = false;
+        refused
+    }
+
+    fn can_refuse(&self) -> bool {
+        self.protocol.contains(Protocol::REPLY_ACK)
+    }
+}
+
+impl<D: VhostDevice> Drop for Session<D> {
     fn drop(&mut self) {
         self.reset();
-        for index in 0..self.vrings.len() {
-            self.device.set_fd(index, None, false);
-            self.device.set_fd(index, None, true);
+        for vring in self.device.vrings() {
+            vring.set_fd(None, false);
+            vring.set_fd(None, true);
         }
     }
 }
 
-impl<D: Device> VhostUserBackendReqHandlerMut for Session<D> {
+impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
     }

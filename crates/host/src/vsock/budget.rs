@@ -1,7 +1,7 @@
 //! Per-guest budgets for the host sockets behind its connections: file descriptors, connects, kernel memory. One guest cannot
 //! use up what the others need.
 
-use super::VsockConfig;
+use super::config::VsockConfig;
 use crate::{Quota, sys};
 use std::sync::{
     Arc,

@@ -9,7 +9,7 @@ use log::Level;
 use ringroad_mem::Region;
 use ringroad_vsock::{
     Broken, Driver, DriverConfig, DriverEvents, DriverRx, DriverSide, DriverTx, Host, Key, NoRelay, OpenResult, Queue,
-    Settings, SocketType, Stack, socket_types,
+    Settings, SocketType, Stack, Violation, socket_types,
 };
 use std::{
     fs::File,
@@ -70,6 +70,7 @@ struct Context {
     unwait: EventFd,
     stop: AtomicBool,
     lines: Lines,
+    violations: Lines,
 }
 
 /// The stack's handle to the context.
@@ -89,6 +90,10 @@ impl Host<NoRelay> for Handle {
 
     fn broken(&self, queue: Queue, why: Broken) {
         self.0.lines.say(Level::Error, format_args!("vsock driver queue {queue:?}: {why}; queue stopped"));
+    }
+
+    fn violation(&self, violation: Violation) {
+        self.0.violations.say(Level::Warn, format_args!("vsock driver: {violation}"));
     }
 
     fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
@@ -147,8 +152,9 @@ impl VsockConnector {
             unwait: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             stop: AtomicBool::new(false),
             lines: Lines::new(),
+            violations: Lines::of_violations(),
         });
-        let stack = Arc::new(Stack::new("vsock driver", cid, None, self.settings, Box::new(Handle(context.clone()))));
+        let stack = Arc::new(Stack::new(cid, None, self.settings, Box::new(Handle(context.clone()))));
         stack.set_link(Some(tx));
         stack.set_inlet(Some(rx));
         handshake.enable(VRINGS)?;

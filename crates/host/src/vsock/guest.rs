@@ -1,150 +1,84 @@
-//! A guest's vsock device (virtio 1.3, 5.10) behind its vhost-user socket, and the destinations of its connections. The
-//! program creates a [`VsockServer`] for each; the worker in `worker.rs` serves them.
+//! A guest's vsock device as its worker and its stack see it: state, notifications, destinations of connections. Created by
+//! `server.rs`, which controls it; served by `member.rs`.
 
 use super::{
-    HostSide, SocketReport, VsockWorker,
     budget::Budget,
+    config::VsockConfig,
     lines::Lines,
-    relay::{HostRelay, Target, Wire},
-    shared::{Command, Control, Mailbox, Token},
+    relay::{Command, HostRelay, HostSide, Mail, Target, Wire},
 };
 use crate::{
-    notes::{self, Notes},
     sys,
-    vhost_user::{Access, Call, Device, Kick, Limits, Place, Ring, Role, Socket, SocketConfig, SocketError, bind},
+    vhost_user::{Kick, Vring},
 };
 use log::Level;
 use parking_lot::Mutex;
 use ringroad_mem::Table;
-use ringroad_ring::bits;
-use ringroad_vsock::{
-    Broken, Config, Events, Features, Host, Hub, Key, OpenResult, Queue, RxQueue, Settings, SocketType, Stack, TxQueue,
-    socket_types,
-};
+use ringroad_vsock::{Broken, Events, Host, Key, OpenResult, Queue, SocketType, Stack, Violation};
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
     fmt::Arguments,
     io,
     net::SocketAddr,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::AsFd,
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-        mpsc,
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// Configuration of a guest's vsock device.
-#[derive(Clone, Debug)]
-pub struct VsockConfig {
-    /// Its name in log lines.
-    pub name: String,
-    /// The guest's context identifier, 3 or more.
-    pub cid: u64,
-    /// Path of the vhost-user socket.
-    pub socket: PathBuf,
-    /// Which side creates that socket.
-    pub role: Role,
-    /// Path of the Unix socket where programs connect and send "CONNECT <port>"; the guest's connections to port N go to
-    /// `<host>_N`.
-    pub host: Option<PathBuf>,
-    /// TCP addresses for the guest's connections to these ports.
-    pub forward: Vec<(u32, SocketAddr)>,
-    /// Guests with a group in common may connect to each other.
-    pub groups: Vec<String>,
-    /// Features to offer.
-    pub features: Features,
-    /// Settings of its connections.
-    pub settings: Settings,
-    /// Connects to host sockets a second. Up to as many requests (at most 1024) wait; the rest are refused.
-    pub connects: u32,
-    /// Bytes that the kernel may buffer for programs that do not read, beyond 8 KiB for each socket.
-    pub socket_memory: usize,
-    /// Limits of its frontend.
-    pub limits: Limits,
-    /// Owner and mode of its sockets.
-    pub access: Access,
-}
-
-impl VsockConfig {
-    /// A device without destinations for connections.
-    pub fn new(cid: u64, socket: PathBuf) -> VsockConfig {
-        VsockConfig {
-            name: format!("vsock {cid}"),
-            cid,
-            socket,
-            role: Role::Server,
-            host: None,
-            forward: Vec::new(),
-            groups: Vec::new(),
-            features: Features::all(),
-            settings: Settings::default(),
-            connects: 5000,
-            socket_memory: 64 << 20,
-            limits: Limits::default(),
-            access: Access::default(),
-        }
-    }
-}
-
 /// Receive, transmit, event (virtio 1.3, 5.10.2).
-const VRINGS: usize = 3;
-const RX: usize = 0;
-const TX: usize = 1;
-const EVENT: usize = 2;
+pub(super) const VRINGS: usize = 3;
+pub(super) const RX: usize = 0;
+pub(super) const TX: usize = 1;
+pub(super) const EVENT: usize = 2;
 
 /// A guest, connected or not.
 pub(super) struct Guest {
-    pub name: String,
     pub cid: u64,
     pub stack: Arc<Stack<HostSide>>,
-    pub mail: Arc<Mailbox>,
-    pub budget: Arc<Budget>,
-    lines: Arc<Lines>,
-    routes: Arc<Mutex<Routes>>,
-    notifiers: Arc<Notifiers>,
+    pub env: Arc<Env>,
     /// Wakes the thread of its socket to disconnect the frontend.
     attention: EventFd,
-    vrings: Mutex<Vrings>,
+    pub vrings: Mutex<Vrings>,
     /// The memory that each running vring was started with. A separate lock that is never held for long, as the worker takes
     /// it.
-    memory: Mutex<[Option<Arc<Table>>; VRINGS]>,
+    pub memory: Mutex<[Option<Arc<Table>>; VRINGS]>,
+}
+
+/// What surrounds the stack of a guest.
+pub(super) struct Env {
+    pub name: String,
+    pub mail: Arc<Mail>,
+    pub budget: Arc<Budget>,
+    pub lines: Lines,
+    violations: Lines,
+    pub notifiers: Notifiers,
+    pub routes: Mutex<Routes>,
 }
 
 /// Sources and destinations of connections with the host; can be changed while the device runs.
-struct Routes {
-    host: Option<PathBuf>,
-    forward: Vec<(u32, SocketAddr)>,
+pub(super) struct Routes {
+    pub host: Option<PathBuf>,
+    pub forward: Vec<(u32, SocketAddr)>,
 }
 
 /// Control's state of the vrings.
 #[derive(Default)]
-struct Vrings {
+pub(super) struct Vrings {
     /// The base at which each was last stopped.
-    stopped: [Option<u32>; VRINGS],
-    events: Option<Events>,
+    pub stopped: [Option<u32>; VRINGS],
+    pub events: Option<Events>,
     /// The driver may have connections that the stack does not know; a transport reset is due.
-    stale: bool,
+    pub stale: bool,
 }
 
 /// Notification descriptors in both directions.
-struct Notifiers {
+pub(super) struct Notifiers {
     /// The kick descriptor of the transmit queue.
-    kick: Mutex<Option<Kick>>,
-    unwait: EventFd,
-    vrings: [Notifier; VRINGS],
-}
-
-/// The descriptors of one vring.
-#[derive(Default)]
-struct Notifier {
-    // No lock is held while a descriptor is written to, so that a thread that wants the lock never waits for a frontend.
-    call: Mutex<Option<Arc<Call>>>,
-    err: Mutex<Option<Arc<Call>>>,
-    faults: AtomicU32,
+    pub kick: Mutex<Option<Kick>>,
+    pub unwait: EventFd,
+    pub vrings: [Vring; VRINGS],
 }
 
 impl Notifiers {
@@ -154,21 +88,27 @@ impl Notifiers {
     }
 
     fn call(&self, vring: usize) {
-        let call = self.vrings.get(vring).and_then(|vring| vring.call.lock().clone());
-        if let Some(call) = call {
-            call.signal();
-        }
+        self.vrings.get(vring).inspect(|vring| vring.notify());
     }
 
-    fn err(&self, vring: usize) {
-        let err = self.vrings.get(vring).and_then(|vring| vring.err.lock().clone());
-        if let Some(err) = err {
-            err.signal();
-        }
+    fn fail(&self, vring: usize) {
+        self.vrings.get(vring).inspect(|vring| vring.fail(None));
     }
 }
 
-impl Guest {
+impl Env {
+    pub(super) fn new(config: &VsockConfig, mail: Arc<Mail>, budget: Budget) -> io::Result<Env> {
+        Ok(Env {
+            name: config.name.clone(),
+            mail,
+            budget: Arc::new(budget),
+            lines: Lines::new(),
+            violations: Lines::of_violations(),
+            notifiers: Notifiers::new()?,
+            routes: Mutex::new(Routes { host: config.host.clone(), forward: config.forward.clone() }),
+        })
+    }
+
     /// Logs an event caused by the guest or a program, within the rate limit.
     pub(super) fn say(&self, level: Level, what: Arguments<'_>) {
         self.lines.say(level, format_args!("{}: {what}", self.name));
@@ -178,16 +118,53 @@ impl Guest {
         self.routes.lock().host.as_deref().unwrap_or(Path::new("")).display().to_string()
     }
 
+    /// Returns the destination of a connection to a port of the host.
+    fn target(&self, port: u32) -> Option<Target> {
+        let routes = self.routes.lock();
+        if let Some(&(_, address)) = routes.forward.iter().find(|&&(forward, _)| forward == port) {
+            return Some(Target::Tcp(address));
+        }
+        let mut path = routes.host.clone()?.into_os_string();
+        path.push(format!("_{port}"));
+        Some(Target::Unix(path.into()))
+    }
+
+    fn refuse(&self, key: Key) -> OpenResult<HostRelay> {
+        self.say(
+            Level::Warn,
+            format_args!(
+                "connection request to port {} refused: too many waiting requests, connects or open sockets",
+                key.port
+            ),
+        );
+        OpenResult::Refused
+    }
+}
+
+impl Guest {
+    /// `attention` wakes the thread of its socket to disconnect the frontend.
+    pub(super) fn new(config: &VsockConfig, env: Env, attention: EventFd) -> Guest {
+        let env = Arc::new(env);
+        Guest {
+            cid: config.cid,
+            stack: Arc::new(Stack::new(HOST_CID, Some(config.cid), config.settings, Box::new(env.clone()))),
+            env,
+            attention,
+            vrings: Mutex::default(),
+            memory: Mutex::default(),
+        }
+    }
+
     /// Stops the device in any state and disconnects its frontend, after a panic in its code.
     pub(super) fn abandon(&self) {
         self.stack.set_link(None);
         self.stack.set_inlet(None);
         self.stack.reset();
-        (0..VRINGS).for_each(|vring| self.notifiers.err(vring));
+        self.env.notifiers.vrings.iter().for_each(Vring::signal_err);
         let _ = self.attention.write(1);
     }
 
-    fn set_memory(&self, vring: usize, memory: Option<Arc<Table>>) {
+    pub(super) fn set_memory(&self, vring: usize, memory: Option<Arc<Table>>) {
         // The old memory is dropped without the lock, as unmapping may take a while.
         let _before = self.memory.lock().get_mut(vring).and_then(|place| std::mem::replace(place, memory));
     }
@@ -201,19 +178,19 @@ impl Guest {
             lost.then(|| std::mem::take(&mut *memory))
         };
         if lost.is_some() {
-            self.say(
+            self.env.say(
                 Level::Error,
                 format_args!("the frontend has truncated the guest's memory; device stopped, frontend disconnected"),
             );
             self.stack.set_link(None);
             self.stack.set_inlet(None);
-            (0..VRINGS).for_each(|vring| self.notifiers.err(vring));
+            self.env.notifiers.vrings.iter().for_each(Vring::signal_err);
             let _ = self.attention.write(1);
         }
     }
 
     /// Sends the driver a transport reset event (virtio 1.3, 5.10.6.7), if one is due and the event queue has a buffer.
-    fn send_transport_reset(&self) {
+    pub(super) fn send_transport_reset(&self) {
         let sent = {
             let mut vrings = self.vrings.lock();
             let Vrings { events: Some(events), stale: stale @ true, .. } = &mut *vrings else { return };
@@ -227,59 +204,29 @@ impl Guest {
         };
         match sent {
             Ok(Some(notify)) => {
-                self.say(Level::Info, format_args!("transport reset sent to the guest: all its connections are reset"));
+                self.env
+                    .say(Level::Info, format_args!("transport reset sent to the guest: all its connections are reset"));
                 if notify {
-                    self.notifiers.call(EVENT);
+                    self.env.notifiers.call(EVENT);
                 }
             }
             Ok(None) => {}
             Err(broken) => {
-                self.lines.say(
+                self.env.lines.say(
                     Level::Error,
-                    format_args!("{} queue {EVENT}: {broken}; queue stopped, reset the device to continue", self.name),
+                    format_args!(
+                        "{} queue {EVENT}: {broken}; queue stopped, reset the device to continue",
+                        self.env.name
+                    ),
                 );
-                self.notifiers.err(EVENT);
+                self.env.notifiers.fail(EVENT);
             }
         }
     }
 }
 
 /// Connects a guest's stack with its notifications, the worker and host sockets.
-struct StackHost {
-    name: String,
-    mail: Arc<Mailbox>,
-    budget: Arc<Budget>,
-    lines: Arc<Lines>,
-    notifiers: Arc<Notifiers>,
-    routes: Arc<Mutex<Routes>>,
-}
-
-impl StackHost {
-    /// Returns the destination of a connection to a port of the host.
-    fn target(&self, port: u32) -> Option<Target> {
-        let routes = self.routes.lock();
-        if let Some(&(_, address)) = routes.forward.iter().find(|&&(forward, _)| forward == port) {
-            return Some(Target::Tcp(address));
-        }
-        let mut path = routes.host.clone()?.into_os_string();
-        path.push(format!("_{port}"));
-        Some(Target::Unix(path.into()))
-    }
-
-    fn refuse(&self, key: Key) -> OpenResult<HostRelay> {
-        let StackHost { name, lines, .. } = self;
-        lines.say(
-            Level::Warn,
-            format_args!(
-                "{name}: connection request to port {} refused: too many waiting requests, connects or open sockets",
-                key.port
-            ),
-        );
-        OpenResult::Refused
-    }
-}
-
-impl Host<HostRelay> for StackHost {
+impl Host<HostRelay> for Arc<Env> {
     fn notify(&self, queue: Queue) {
         self.notifiers.call(match queue {
             Queue::Out => RX,
@@ -300,10 +247,11 @@ impl Host<HostRelay> for StackHost {
             Level::Error,
             format_args!("{} queue {vring}: {why}; queue stopped, reset the device to continue", self.name),
         );
-        if let Some(notifier) = self.notifiers.vrings.get(vring) {
-            notifier.faults.fetch_add(1, Ordering::Relaxed);
-        }
-        self.notifiers.err(vring);
+        self.notifiers.fail(vring);
+    }
+
+    fn violation(&self, violation: Violation) {
+        self.violations.say(Level::Warn, format_args!("{}: {violation}", self.name));
     }
 
     fn open(&self, key: Key, kind: SocketType) -> OpenResult<HostRelay> {
@@ -314,10 +262,10 @@ impl Host<HostRelay> for StackHost {
         let Some(place) = self.budget.admit_request() else { return self.refuse(key) };
         let wire = Arc::new(Wire::new(&self.mail, place, matches!(target, Target::Tcp(_))));
         let relay = HostRelay { wire: wire.clone(), awaits_ok: false };
-        if self.mail.shared.is_worker_thread() {
+        if self.mail.is_worker_thread() {
             // Called while the guest's packets are processed: connected later in its turn, within the limits of the turn.
             self.mail.send(Command::Open(key, wire, Some(target), false));
-            return OpenResult::Pending(relay);
+            return OpenResult::Pending(relay, Instant::now());
         }
         // A thread of this program processes the guest's packets itself: it connects right away, at its own expense.
         self.budget.end_wait();
@@ -328,16 +276,12 @@ impl Host<HostRelay> for StackHost {
         let connected = match wire.connect(&target) {
             Ok(connected) => connected,
             Err(error) => {
-                let StackHost { name, lines, .. } = self;
-                lines.say(
-                    Level::Debug,
-                    format_args!("{name}: cannot connect to port {} of the host: {error}", key.port),
-                );
+                self.say(Level::Debug, format_args!("cannot connect to port {} of the host: {error}", key.port));
                 return OpenResult::Refused;
             }
         };
         self.mail.send(Command::Open(key, wire, None, connected));
-        if connected { OpenResult::Connected(relay) } else { OpenResult::Pending(relay) }
+        if connected { OpenResult::Connected(relay) } else { OpenResult::Pending(relay, Instant::now()) }
     }
 
     fn room(&self, key: Key) {
@@ -364,286 +308,4 @@ impl Host<HostRelay> for StackHost {
     fn unwait(&self) {
         let _ = self.notifiers.unwait.write(1);
     }
-}
-
-/// A running vsock device. Dropped, it disconnects its frontend and removes its sockets.
-pub struct VsockServer {
-    guest: Arc<Guest>,
-    hub: Arc<Hub<HostSide>>,
-    socket: Option<Socket>,
-    host: Mutex<Option<Place>>,
-}
-
-impl VsockServer {
-    /// Creates the sockets and adds the device to the worker.
-    pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
-        let name = &*config.name;
-        let failed = |error| SocketError::Start { name: name.to_owned(), error };
-        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
-        let (listener, host) = host.unzip();
-        let mail = Arc::new(Mailbox::new(&worker.shared));
-        let budget = Arc::new(Budget::new(&config, worker.shared.total.clone()));
-        let lines = Arc::new(Lines::new());
-        let notifiers = Arc::new(Notifiers::new().map_err(failed)?);
-        let routes = Arc::new(Mutex::new(Routes { host: config.host.clone(), forward: config.forward.clone() }));
-        let stack_host = StackHost {
-            name: name.to_owned(),
-            mail: mail.clone(),
-            budget: budget.clone(),
-            lines: lines.clone(),
-            notifiers: notifiers.clone(),
-            routes: routes.clone(),
-        };
-        let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
-        let socket_attention = attention.try_clone().map_err(failed)?;
-        let stack = Arc::new(Stack::new(name, HOST_CID, Some(config.cid), config.settings, Box::new(stack_host)));
-        if !config.groups.is_empty() {
-            worker.hub.join(&stack, config.groups.clone());
-        }
-        let guest = Arc::new(Guest {
-            name: name.to_owned(),
-            cid: config.cid,
-            stack,
-            mail,
-            budget,
-            lines,
-            routes,
-            notifiers,
-            attention,
-            vrings: Mutex::default(),
-            memory: Mutex::default(),
-        });
-        worker.add(guest.clone(), listener).map_err(failed)?;
-        let hub = worker.hub.clone();
-        let mut server = VsockServer { guest: guest.clone(), hub, socket: None, host: Mutex::new(host) };
-        let offer = config.features.bits();
-        // Notes have one writer: they are opened once this process has the socket.
-        let device = || Ok(VsockDevice { guest, offer, notes: Notes::open(name, &config.socket, VRINGS) });
-        let VsockConfig { role, limits, access, .. } = config;
-        let at = SocketConfig { name, path: &config.socket, role, limits, access };
-        server.socket = Some(Socket::start(at, socket_attention, device)?);
-        Ok(server)
-    }
-
-    /// Changes the settings that do not concern the guest: connection settings, groups, destinations, limits. The rest of the
-    /// configuration is ignored.
-    ///
-    /// # Errors
-    /// Owner or mode of a socket cannot be changed: groups and destinations are as before. Or the socket for programs cannot be
-    /// created: the old one stays, everything else is in effect.
-    pub fn set(&self, config: &VsockConfig) -> Result<(), SocketError> {
-        let Guest { name, mail, stack, routes, budget, .. } = &*self.guest;
-        stack.set(config.settings);
-        budget.set(config);
-        if let Some(socket) = &self.socket {
-            socket.set(config.limits, config.access)?;
-        }
-        if let Some(host) = &*self.host.lock() {
-            host.give(name, config.access)?;
-        }
-        if !config.groups.is_empty() || stack.has_joined() {
-            self.hub.join(stack, config.groups.clone());
-        }
-        routes.lock().forward.clone_from(&config.forward);
-        let before = routes.lock().host.clone();
-        if before == config.host {
-            return Ok(());
-        }
-        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
-        let (listener, host) = host.unzip();
-        routes.lock().host.clone_from(&config.host);
-        let (sender, listens) = mpsc::channel();
-        mail.shared.control(Control::Listen(mail.guest, listener, sender));
-        let _ = listens.recv();
-        // The old socket is removed.
-        let _before = std::mem::replace(&mut *self.host.lock(), host);
-        Ok(())
-    }
-
-    /// Returns the host's end of the device, for sockets of this program.
-    pub fn stack(&self) -> &Arc<Stack<HostSide>> {
-        &self.guest.stack
-    }
-
-    /// Returns the usage of its host sockets.
-    pub fn sockets(&self) -> SocketReport {
-        self.guest.budget.report()
-    }
-}
-
-impl Drop for VsockServer {
-    fn drop(&mut self) {
-        let guest = &*self.guest;
-        // One by one, then by a transport reset, for connections with other guests and for resets that found no room in the
-        // ring.
-        guest.stack.close();
-        guest.vrings.lock().stale = true;
-        guest.send_transport_reset();
-        self.socket = None;
-        guest.stack.reset();
-        let (sender, removed) = mpsc::channel();
-        guest.mail.shared.control(Control::Remove(guest.mail.guest, sender));
-        let _ = removed.recv();
-    }
-}
-
-/// The device behind the vhost-user socket.
-#[derive(Clone)]
-struct VsockDevice {
-    guest: Arc<Guest>,
-    offer: u64,
-    notes: Notes,
-}
-
-/// Returns whether `base` is that of an unused ring, which frontends express in different ways.
-fn is_fresh(base: u32, acked: u64) -> bool {
-    if acked & bits::RING_PACKED == 0 { base == 0 } else { [0, 0x8000, 0x8000_8000].contains(&base) }
-}
-
-impl Device for VsockDevice {
-    fn name(&self) -> &str {
-        &self.guest.name
-    }
-
-    fn offer(&self) -> u64 {
-        self.offer
-    }
-
-    fn queue_num(&self) -> u64 {
-        1
-    }
-
-    fn vrings(&self) -> usize {
-        VRINGS
-    }
-
-    fn config(&self) -> Vec<u8> {
-        Config { guest_cid: self.guest.cid }.bytes().to_vec()
-    }
-
-    fn start(&self, index: usize, ring: Ring, kick: Option<&Kick>) -> Result<u32, String> {
-        let Ring { memory, acked, size, addresses, base, inflight } = ring;
-        let guest = &*self.guest;
-        let mut vrings = guest.vrings.lock();
-        let shared = &guest.mail.shared;
-        if let Some(kick) = kick.filter(|_| index != EVENT) {
-            let watched = shared.watch(kick.as_raw_fd(), Token::Kick(guest.mail.guest));
-            watched.map_err(|error| format!("cannot watch the kick descriptor: {error}; expected an eventfd"))?;
-        }
-        if index == TX {
-            *guest.notifiers.kick.lock() = kick.cloned();
-        }
-        let resumed = vrings.stopped.get(index) == Some(&Some(base));
-        if index == TX && !resumed {
-            // The driver, or this process, has restarted.
-            guest.stack.reset();
-        }
-        guest.set_memory(index, Some(memory.clone()));
-        let journal = self.notes.journal(index);
-        let started = match index {
-            RX => RxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
-                let base = queue.base();
-                guest.stack.set_link(Some(queue));
-                guest.stack.set_socket_types(socket_types(acked));
-                (base, how)
-            }),
-            TX => TxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
-                let base = queue.base();
-                guest.stack.set_inlet(Some(queue));
-                (base, how)
-            }),
-            _ => Events::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
-                let base = queue.base();
-                vrings.events = Some(queue);
-                (base, how)
-            }),
-        };
-        let (started, how) = started.map_err(|error| {
-            guest.set_memory(index, None);
-            if let Some(kick) = kick.filter(|_| index != EVENT) {
-                shared.unwatch(kick.as_raw_fd());
-            }
-            error.to_string()
-        })?;
-        notes::say(&guest.name, index, base, how);
-        if index == TX && !resumed {
-            vrings.stale = !is_fresh(started, acked);
-        }
-        if let Some(notifier) = guest.notifiers.vrings.get(index) {
-            notifier.faults.store(0, Ordering::Relaxed);
-        }
-        drop(vrings);
-        guest.send_transport_reset();
-        guest.notifiers.call(index);
-        guest.mail.request_work();
-        Ok(started)
-    }
-
-    fn stop(&self, index: usize, kick: Option<&Kick>) -> u32 {
-        let guest = &*self.guest;
-        if let Some(kick) = kick.filter(|_| index != EVENT) {
-            guest.mail.shared.unwatch(kick.as_raw_fd());
-        }
-        if index == TX {
-            // Packets sent so far are processed.
-            guest.stack.work();
-            *guest.notifiers.kick.lock() = None;
-            guest.notifiers.unwait.write(1).unwrap_or_default();
-        }
-        let mut vrings = guest.vrings.lock();
-        let base = match index {
-            RX => guest.stack.set_link(None).map(|mut queue| queue.stop()),
-            TX => guest.stack.set_inlet(None).map(|mut queue| queue.stop()),
-            _ => vrings.events.take().map(|mut queue| queue.stop()),
-        };
-        // A broken queue has no base; it will not be resumed.
-        let base = base.unwrap_or_default();
-        if let Some(stopped) = vrings.stopped.get_mut(index) {
-            *stopped = Some(base);
-        }
-        drop(vrings);
-        // The memory of the other vrings stays: it may still be truncated.
-        guest.set_memory(index, None);
-        base
-    }
-
-    fn end_notes(&self, index: usize) {
-        self.notes.journal(index).end();
-    }
-
-    fn set_fd(&self, index: usize, call: Option<Call>, err: bool) {
-        let notifiers = &self.guest.notifiers;
-        let Some(notifier) = notifiers.vrings.get(index) else { return };
-        let call = call.map(Arc::new);
-        let place = if err { &notifier.err } else { &notifier.call };
-        // The old descriptor is closed without the lock.
-        let _before = std::mem::replace(&mut *place.lock(), call);
-        if !err {
-            notifiers.call(index);
-        }
-    }
-
-    fn count_fault(&self, index: Option<usize>) {
-        if let Some(index) = index {
-            self.guest.notifiers.err(index);
-        }
-    }
-
-    fn signal_err(&self, index: usize) {
-        self.guest.notifiers.err(index);
-    }
-
-    fn has_fault(&self, index: usize) -> bool {
-        let notifier = self.guest.notifiers.vrings.get(index);
-        notifier.is_some_and(|notifier| notifier.faults.load(Ordering::Relaxed) > 0)
-    }
-
-    fn reset(&self) {
-        self.guest.stack.set_socket_types(&[]);
-        self.guest.stack.reset();
-        *self.guest.vrings.lock() = Vrings::default();
-        let _before = std::mem::take(&mut *self.guest.memory.lock());
-    }
-
-    fn forget(&self) {}
 }

@@ -1,21 +1,22 @@
-//! Rate-limited log lines that a guest or a program can trigger: a burst, then one a second, with the number of those
+//! Rate-limited log lines that a guest or a program can trigger: a burst, then a few a second, with the number of those
 //! suppressed.
 
 use crate::Quota;
 use log::Level;
 use std::fmt::Arguments;
 
-/// Lines in a burst.
-const BURST: u32 = 20;
-/// Lines a second after the burst.
-const RATE: u32 = 1;
-
-/// The log lines of one guest.
+/// Log lines of one guest.
 pub(super) struct Lines(Quota);
 
 impl Lines {
+    /// Lines about events.
     pub(super) fn new() -> Lines {
-        Lines(Quota::new(BURST, RATE))
+        Lines(Quota::new(20, 1))
+    }
+
+    /// Lines about violations of the protocol, which have a quota of their own, so that they suppress no others.
+    pub(super) fn of_violations() -> Lines {
+        Lines(Quota::new(10, 10))
     }
 
     /// Logs a line, unless the rate is exceeded. The next one that is logged includes the number of suppressed lines.

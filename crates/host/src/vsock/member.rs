@@ -3,9 +3,8 @@
 
 use super::{
     guest::Guest,
-    programs::PendingPrograms,
-    relay::{HostRelay, LINE, Target, Wire, is_reset, parse},
-    shared::{Command, add},
+    programs::{LINE, PendingPrograms, parse},
+    relay::{Command, HostRelay, Target, Wire, is_reset},
 };
 use crate::sys;
 use log::Level;
@@ -24,7 +23,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
-use vmm_sys_util::epoll::{Epoll, EpollEvent, EventSet};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Time limit of a turn, checked between steps; a step in progress, such as the stack's `work`, is completed.
 const TURN: Duration = Duration::from_micros(100);
@@ -234,7 +233,7 @@ impl Member {
 
     /// Returns granted kernel memory of sockets whose programs have read everything, if memory is scarce.
     fn shrink(&mut self) {
-        if !self.guest.budget.is_tight() {
+        if !self.guest.env.budget.is_tight() {
             return;
         }
         for _ in 0..self.grown.len().min(SHRINK) {
@@ -249,7 +248,7 @@ impl Member {
     /// Handles commands from its stack. Returns whether there were any.
     fn handle_commands(&mut self) -> bool {
         let mut commands = std::mem::take(&mut self.commands);
-        let (work, more) = self.guest.mail.take(COMMANDS, &mut commands);
+        let (work, more) = self.guest.env.mail.take(COMMANDS, &mut commands);
         self.mail = more;
         if work {
             self.activate();
@@ -268,7 +267,7 @@ impl Member {
                         && !wire.has_ended()
                     {
                         let stack = &self.guest.stack;
-                        if reset { stack.reset_relay(*key) } else { stack.shut_relay_read(*key) }
+                        if reset { stack.reset_relay(*key) } else { stack.shut_relay_read(*key, Instant::now()) }
                     }
                 }
                 Command::Grown(slot) => self.grown.push_back(slot),
@@ -299,10 +298,10 @@ impl Member {
     /// Watches a socket. A socket that cannot be watched is unusable. Returns whether it is watched.
     fn watch(&self, wire: &Wire) -> bool {
         let Some(socket) = wire.socket() else { return false };
-        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
-        let added = add(&self.epoll, socket.as_raw_fd(), wire.slot, events);
+        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+        let added = self.epoll.ctl(ControlOperation::Add, socket.as_raw_fd(), EpollEvent::new(events, wire.slot));
         if let Err(error) = &added {
-            self.guest.say(Level::Error, format_args!("cannot watch a host socket: {error}"));
+            self.guest.env.say(Level::Error, format_args!("cannot watch a host socket: {error}"));
         }
         added.is_ok()
     }
@@ -317,15 +316,15 @@ impl Member {
             let Some(Entry { wire, state: state @ State::Waiting { .. }, .. }) = entry else {
                 // The request was abandoned.
                 self.opening.pop_front();
-                self.guest.budget.end_wait();
+                self.guest.env.budget.end_wait();
                 continue;
             };
-            if self.guest.budget.connects.take().is_none() {
-                self.connect_at = self.guest.budget.connects.until();
+            if self.guest.env.budget.connects.take().is_none() {
+                self.connect_at = self.guest.env.budget.connects.until();
                 break;
             }
             self.opening.pop_front();
-            self.guest.budget.end_wait();
+            self.guest.env.budget.end_wait();
             any = true;
             let State::Waiting { key, ref target } = *state else { continue };
             let result = wire.connect(target);
@@ -337,6 +336,7 @@ impl Member {
                 Ok(_) => self.complete_connect(&wire, key, there),
                 Err(error) => {
                     self.guest
+                        .env
                         .say(Level::Debug, format_args!("cannot connect to port {} of the host: {error}", key.port));
                     self.complete_connect(&wire, key, false);
                 }
@@ -459,14 +459,14 @@ impl Member {
             (Err(_), None) => {
                 if hung_up {
                     // Everything that the program sent before it hung up was read.
-                    stack.shut_relay(key, true);
+                    stack.shut_relay(key, true, Instant::now());
                 }
                 // The guest receives no more: a program that keeps writing gets an error.
                 let _ = socket.shutdown(Shutdown::Read);
             }
             (Err(_), Some(error)) if is_reset(socket, error) => stack.reset_relay(key),
             // The program has sent everything, or has disconnected.
-            (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, hung_up || failed.is_some()),
+            (Ok(Some(0)), _) | (Err(_), Some(_)) => stack.shut_relay(key, hung_up || failed.is_some(), Instant::now()),
         }
         0
     }
@@ -479,7 +479,7 @@ impl Member {
             else {
                 break;
             };
-            let Some(place) = self.guest.budget.admit() else {
+            let Some(place) = self.guest.env.budget.admit() else {
                 match self.programs.oldest() {
                     Some(slot) => self.turn_away(slot, format_args!("the guest has no sockets left")),
                     None => self.pause(&"the guest has no sockets left"),
@@ -501,7 +501,7 @@ impl Member {
             any = true;
             if socket.set_nonblocking(true).is_ok() {
                 let process = sys::peer_process(socket.as_fd());
-                let wire = Arc::new(Wire::accepted(&self.guest.mail, place, Socket::from(socket)));
+                let wire = Arc::new(Wire::accepted(&self.guest.env.mail, place, Socket::from(socket)));
                 self.add_program(wire, process);
             }
             if Instant::now() >= until {
@@ -533,8 +533,8 @@ impl Member {
     /// Stops accepting for a while.
     fn pause(&mut self, why: &dyn Display) {
         self.accept_at = Some(Instant::now() + PAUSE);
-        let path = self.guest.host_path();
-        self.guest.say(Level::Warn, format_args!("cannot accept a program on {path}: {why}; retrying"));
+        let path = self.guest.env.host_path();
+        self.guest.env.say(Level::Warn, format_args!("cannot accept a program on {path}: {why}; retrying"));
     }
 
     /// Reads the CONNECT line of a program, if it has arrived.
@@ -562,7 +562,7 @@ impl Member {
         let _ = io::Read::read(&mut { socket }, line.get_mut(..len).unwrap_or_default());
         let relay = HostRelay { wire: entry.wire.clone(), awaits_ok: true };
         let peer = Addr { cid: self.guest.cid, port };
-        match self.guest.stack.connect_relay(peer, SocketType::Stream, relay) {
+        match self.guest.stack.connect_relay(peer, SocketType::Stream, relay, Instant::now()) {
             Ok(key) => {
                 self.programs.remove(slot);
                 self.slots.insert(key, slot);
@@ -578,9 +578,9 @@ impl Member {
     fn turn_away(&mut self, slot: u64, why: Arguments<'_>) {
         if self.programs.remove(slot) {
             self.entries.remove(&slot);
-            self.guest.budget.turned_away.fetch_add(1, Ordering::Relaxed);
-            let path = self.guest.host_path();
-            self.guest.say(Level::Warn, format_args!("a program on {path} was turned away: {why}"));
+            self.guest.env.budget.turned_away.fetch_add(1, Ordering::Relaxed);
+            let path = self.guest.env.host_path();
+            self.guest.env.say(Level::Warn, format_args!("a program on {path} was turned away: {why}"));
         }
     }
 

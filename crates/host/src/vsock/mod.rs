@@ -3,6 +3,9 @@
 //! [`VsockServer`] is a guest's device behind a vhost-user socket. One [`VsockWorker`] serves all of them, guest by guest in
 //! turns (`member.rs`), and relays between guests and host sockets (`relay.rs`) within each guest's budget (`budget.rs`).
 //! [`VsockClient`] is the front end: a driver that connects to any vhost-user vsock device.
+//!
+//! In reading order, each importing only those before it: `config.rs`, `lines.rs`, `mailbox.rs`, `programs.rs`, `budget.rs`,
+//! `relay.rs`, `guest.rs`, `member.rs`, `worker.rs`, `server.rs`; and `client.rs`.
 #![cfg_attr(
     not(test),
     deny(
@@ -17,19 +20,19 @@
 
 mod budget;
 mod client;
+mod config;
 mod guest;
 mod lines;
+mod mailbox;
 mod member;
 mod programs;
 mod relay;
-mod shared;
+mod server;
 mod worker;
 
 pub use budget::SocketReport;
 pub use client::{VsockClient, VsockConnector};
-pub use guest::{VsockConfig, VsockServer};
-pub use relay::HostRelay;
+pub use config::VsockConfig;
+pub use relay::{HostRelay, HostSide};
+pub use server::VsockServer;
 pub use worker::VsockWorker;
-
-/// The device's end of a connection; some have host sockets behind them.
-pub type HostSide = ringroad_vsock::DeviceSide<HostRelay>;

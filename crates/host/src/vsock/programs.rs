@@ -12,6 +12,24 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// Maximum number of such programs per guest.
 const MOST: usize = 256;
 
+/// The longest CONNECT line: "CONNECT 4294967295\r\n".
+pub(super) const LINE: usize = 20;
+
+/// Parses a line `CONNECT <port>`, as Firecracker defines it. Returns the port and the length of the line, or `None` if the
+/// line is incomplete.
+pub(super) fn parse(line: &[u8]) -> Option<Result<(u32, usize), &'static str>> {
+    const EXPECTED: &str = "expected \"CONNECT <port>\" and a line feed";
+    let Some(end) = line.iter().position(|&byte| byte == b'\n') else {
+        return (line.len() >= LINE).then_some(Err(EXPECTED));
+    };
+    let text = line.get(..end).unwrap_or_default();
+    let text = text.strip_suffix(b"\r").unwrap_or(text);
+    let port = text.strip_prefix(b"CONNECT ").or_else(|| text.strip_prefix(b"connect "));
+    let digits = port.filter(|port| !port.is_empty() && port.iter().all(u8::is_ascii_digit));
+    let number = digits.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
+    Some(number.map(|port| (port, end + 1)).ok_or(EXPECTED))
+}
+
 /// The pending programs of one guest, by the numbers of their sockets, which increase.
 #[derive(Default)]
 pub(super) struct PendingPrograms {
@@ -133,5 +151,28 @@ mod tests {
         assert_eq!((first, rest), (vec![1], vec![3]));
         assert_eq!(pending.deadline(), None);
         assert!(pending.by_process.is_empty() && pending.most.is_empty() && pending.programs.is_empty());
+    }
+
+    #[test]
+    fn connect_lines_are_parsed() {
+        assert_eq!(parse(b"CONNECT 1024\n"), Some(Ok((1024, 13))));
+        assert_eq!(parse(b"CONNECT 4294967295\r\n"), Some(Ok((u32::MAX, 20))));
+        assert_eq!(parse(b"CONNECT 1\nhello"), Some(Ok((1, 10))), "what follows is the program's data");
+        for unfinished in [&b""[..], b"CONN", b"CONNECT 42949672951"] {
+            assert_eq!(parse(unfinished), None);
+        }
+        for wrong in [
+            &b"\n"[..],
+            b"CONNECT\n",
+            b"CONNECT \n",
+            b"CONNECT -1\n",
+            b"CONNECT +1\n",
+            b"CONNECT 4294967296\n",
+            b"CONNECT 1 \n",
+            b"GET / HTTP/1.1\r\n",
+            b"xxxxxxxxxxxxxxxxxxxx",
+        ] {
+            assert!(matches!(parse(wrong), Some(Err(_))), "{wrong:?}");
+        }
     }
 }

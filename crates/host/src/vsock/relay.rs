@@ -2,7 +2,7 @@
 
 use super::{
     budget::{Budget, Place},
-    shared::{Command, Mailbox},
+    mailbox::Mailbox,
 };
 use crate::sys;
 use parking_lot::Mutex;
@@ -24,6 +24,26 @@ const BASE: usize = 4096;
 /// Largest send buffer, as passed to SO_SNDBUF: the usual net.core.wmem_max.
 const MOST: usize = 212_992;
 
+/// The device's end of a connection; some have host sockets behind them.
+pub type HostSide = ringroad_vsock::DeviceSide<HostRelay>;
+
+/// What a guest's stack and its sockets ask of the worker.
+pub(super) type Mail = Mailbox<Command>;
+
+/// A request from a guest's stack to the worker.
+pub(super) enum Command {
+    /// A connection has room again: read from its host socket.
+    Room(Key),
+    /// A connection that the guest has requested. Target `None`: connecting has begun already; `true`: it is connected.
+    Open(Key, Arc<Wire>, Option<Target>, bool),
+    /// Writing to a socket failed; `true`: it was reset.
+    Failed(u64, bool),
+    /// A socket was granted kernel memory.
+    Grown(u64),
+    /// A connection has ended.
+    Close(u64),
+}
+
 /// A host socket, shared by its connection and the worker.
 pub(super) struct Wire {
     /// Its number.
@@ -36,15 +56,15 @@ pub(super) struct Wire {
     /// It is reset when closed: unread data is lost.
     reset: AtomicBool,
     granted: Mutex<Granted>,
-    mail: Arc<Mailbox>,
+    mail: Arc<Mail>,
     place: Place,
 }
 
 impl Wire {
     /// Creates one that is not connected yet.
-    pub(super) fn new(mail: &Arc<Mailbox>, place: Place, tcp: bool) -> Wire {
+    pub(super) fn new(mail: &Arc<Mail>, place: Place, tcp: bool) -> Wire {
         Wire {
-            slot: mail.shared.slot(),
+            slot: mail.slot(),
             socket: OnceLock::new(),
             tcp,
             ended: AtomicBool::new(false),
@@ -56,7 +76,7 @@ impl Wire {
     }
 
     /// Wraps the socket of a program that has connected.
-    pub(super) fn accepted(mail: &Arc<Mailbox>, place: Place, socket: Socket) -> Wire {
+    pub(super) fn accepted(mail: &Arc<Mail>, place: Place, socket: Socket) -> Wire {
         let wire = Wire::new(mail, place, false);
         let _ = socket.set_send_buffer_size(BASE);
         let _ = wire.socket.set(socket);
@@ -242,50 +262,4 @@ fn connect_unix(path: &Path) -> io::Result<Socket> {
     let _ = socket.set_send_buffer_size(BASE);
     socket.connect(&SockAddr::unix(path)?)?;
     Ok(socket)
-}
-
-/// The longest CONNECT line: "CONNECT 4294967295\r\n".
-pub(super) const LINE: usize = 20;
-
-/// Parses a line `CONNECT <port>`, as Firecracker defines it. Returns the port and the length of the line, or `None` if the
-/// line is incomplete.
-pub(super) fn parse(line: &[u8]) -> Option<Result<(u32, usize), &'static str>> {
-    const EXPECTED: &str = "expected \"CONNECT <port>\" and a line feed";
-    let Some(end) = line.iter().position(|&byte| byte == b'\n') else {
-        return (line.len() >= LINE).then_some(Err(EXPECTED));
-    };
-    let text = line.get(..end).unwrap_or_default();
-    let text = text.strip_suffix(b"\r").unwrap_or(text);
-    let port = text.strip_prefix(b"CONNECT ").or_else(|| text.strip_prefix(b"connect "));
-    let digits = port.filter(|port| !port.is_empty() && port.iter().all(u8::is_ascii_digit));
-    let number = digits.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
-    Some(number.map(|port| (port, end + 1)).ok_or(EXPECTED))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::parse;
-
-    #[test]
-    fn connect_lines_are_parsed() {
-        assert_eq!(parse(b"CONNECT 1024\n"), Some(Ok((1024, 13))));
-        assert_eq!(parse(b"CONNECT 4294967295\r\n"), Some(Ok((u32::MAX, 20))));
-        assert_eq!(parse(b"CONNECT 1\nhello"), Some(Ok((1, 10))), "what follows is the program's data");
-        for unfinished in [&b""[..], b"CONN", b"CONNECT 42949672951"] {
-            assert_eq!(parse(unfinished), None);
-        }
-        for wrong in [
-            &b"\n"[..],
-            b"CONNECT\n",
-            b"CONNECT \n",
-            b"CONNECT -1\n",
-            b"CONNECT +1\n",
-            b"CONNECT 4294967296\n",
-            b"CONNECT 1 \n",
-            b"GET / HTTP/1.1\r\n",
-            b"xxxxxxxxxxxxxxxxxxxx",
-        ] {
-            assert!(matches!(parse(wrong), Some(Err(_))), "{wrong:?}");
-        }
-    }
 }

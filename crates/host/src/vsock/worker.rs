@@ -2,34 +2,98 @@
 //! `member.rs` is one guest's turn.
 
 use super::{
-    HostSide,
+    budget::Total,
     guest::Guest,
+    mailbox::Post,
     member::Member,
-    shared::{Control, Shared, Token},
+    relay::{HostSide, Mail},
 };
-use crate::sys;
+use crate::{
+    event_loop::{Deadlines, EventLoop, Events, pin},
+    sys,
+};
 use log::Level;
 use ringroad_switch::panic_message;
 use ringroad_vsock::Hub;
 use std::{
-    collections::{BTreeSet, HashMap, VecDeque},
+    collections::{HashMap, VecDeque},
     io,
-    os::{fd::AsRawFd, unix::net::UnixListener},
+    os::unix::net::UnixListener,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
-use vmm_sys_util::epoll::{Epoll, EpollEvent};
+use vmm_sys_util::epoll::Epoll;
 
 /// While there is work, events are polled after this many rounds, or after this time.
 const ROUNDS: u32 = 16;
 const LOOK: Duration = Duration::from_micros(100);
 
+/// A control request to the worker.
+pub(super) enum Control {
+    Add(Arc<Guest>, Option<UnixListener>, mpsc::Sender<io::Result<()>>),
+    Remove(u32, mpsc::Sender<()>),
+    /// Replaces the socket that programs connect to.
+    Listen(u32, Option<UnixListener>, mpsc::Sender<()>),
+    Configure(Option<usize>, Duration, mpsc::Sender<io::Result<()>>),
+    /// A guest has mail.
+    Mail(u32),
+    Stop,
+}
+
+/// The source of an event, encoded in 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Token {
+    /// A guest has kicked.
+    Kick(u32),
+    /// A program connects to a guest's socket.
+    Listener(u32),
+    /// An event at a guest's host sockets.
+    Sockets(u32),
+}
+
+impl Token {
+    pub(super) fn to_data(self) -> u64 {
+        let (kind, guest) = match self {
+            Token::Kick(guest) => (0, guest),
+            Token::Listener(guest) => (1, guest),
+            Token::Sockets(guest) => (2, guest),
+        };
+        kind << 32 | u64::from(guest)
+    }
+
+    fn from_data(data: u64) -> Token {
+        let guest = data as u32;
+        match data >> 32 {
+            0 => Token::Kick(guest),
+            1 => Token::Listener(guest),
+            _ => Token::Sockets(guest),
+        }
+    }
+}
+
+impl Post for EventLoop<Control> {
+    fn post(&self, guest: u32) {
+        self.send(Control::Mail(guest));
+    }
+
+    fn is_worker_thread(&self) -> bool {
+        self.is_own_thread()
+    }
+}
+
 /// A running worker for vsock devices.
 pub struct VsockWorker {
-    pub(super) shared: Arc<Shared>,
+    pub(super) events: Arc<EventLoop<Control>>,
     pub(super) hub: Arc<Hub<HostSide>>,
+    /// The host sockets of all guests.
+    pub(super) total: Arc<Total>,
+    guests: AtomicU32,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -37,23 +101,15 @@ impl VsockWorker {
     /// Starts the thread, pinned to a CPU if given. It polls for `poll` after the last packet before it sleeps.
     /// `connections`: the maximum number of connections with other guests that each guest may request.
     pub fn start(cpu: Option<usize>, poll: Duration, connections: usize) -> io::Result<VsockWorker> {
-        let shared = Arc::new(Shared::new()?);
-        let (started, result) = mpsc::channel();
-        let thread = {
-            let shared = shared.clone();
-            thread::Builder::new().name("vsock".into()).spawn(move || {
-                shared.set_worker_thread();
-                let pinned = cpu.map_or(Ok(()), sys::pin_current_thread);
-                let go = pinned.is_ok();
-                let _ = started.send(pinned);
-                if go {
-                    Loop::new(&shared, poll).run();
-                }
-                shared.end();
-            })?
-        };
-        result.recv().unwrap_or_else(|_| Err(ended()))?;
-        Ok(VsockWorker { shared, hub: Hub::new(connections), thread: Some(thread) })
+        let events = Arc::new(EventLoop::new()?);
+        let shared = events.clone();
+        let thread = events.spawn(
+            "vsock",
+            move || cpu.map_or(Ok(()), sys::pin_current_thread),
+            move || Loop::new(&shared, poll).run(),
+        )?;
+        let (hub, total) = (Hub::new(connections), Arc::new(Total::new()));
+        Ok(VsockWorker { events, hub, total, guests: AtomicU32::new(0), thread: Some(thread) })
     }
 
     /// Changes CPU (`None`: any) and polling time.
@@ -61,25 +117,22 @@ impl VsockWorker {
     /// # Errors
     /// The CPU does not exist or is not allowed; the thread stays where it was.
     pub fn set(&self, cpu: Option<usize>, poll: Duration) -> io::Result<()> {
-        let (sender, done) = mpsc::channel();
-        self.shared.control(Control::Configure(cpu, poll, sender));
-        done.recv().unwrap_or_else(|_| Err(ended()))
+        self.events.ask(|reply| Control::Configure(cpu, poll, reply))?
+    }
+
+    /// Creates the mailbox of a guest.
+    pub(super) fn mailbox(&self) -> Mail {
+        Mail::new(self.guests.fetch_add(1, Ordering::Relaxed), self.events.clone())
     }
 
     pub(super) fn add(&self, guest: Arc<Guest>, listener: Option<UnixListener>) -> io::Result<()> {
-        let (sender, added) = mpsc::channel();
-        self.shared.control(Control::Add(guest, listener, sender));
-        added.recv().unwrap_or_else(|_| Err(ended()))
+        self.events.ask(|reply| Control::Add(guest, listener, reply))?
     }
-}
-
-fn ended() -> io::Error {
-    io::Error::other("the vsock worker has ended")
 }
 
 impl Drop for VsockWorker {
     fn drop(&mut self) {
-        self.shared.control(Control::Stop);
+        self.events.send(Control::Stop);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -87,33 +140,33 @@ impl Drop for VsockWorker {
 }
 
 struct Loop<'a> {
-    shared: &'a Arc<Shared>,
+    events: &'a EventLoop<Control>,
     poll: Duration,
     members: HashMap<u32, Member>,
     /// Guests with something to do, in order.
     turns: VecDeque<u32>,
     /// When guests need a turn without any event.
-    deadlines: BTreeSet<(Instant, u32)>,
+    deadlines: Deadlines<u32>,
     faults: u64,
 }
 
 impl<'a> Loop<'a> {
-    fn new(shared: &'a Arc<Shared>, poll: Duration) -> Self {
+    fn new(events: &'a EventLoop<Control>, poll: Duration) -> Self {
         Loop {
-            shared,
+            events,
             poll,
             members: HashMap::new(),
             turns: VecDeque::new(),
-            deadlines: BTreeSet::new(),
+            deadlines: Deadlines::default(),
             faults: ringroad_mem::faults(),
         }
     }
 
     fn run(mut self) {
-        let mut events = [EpollEvent::default(); 128];
+        let mut events = Events::default();
         let (mut rounds, mut looked) = (0u32, Instant::now());
         loop {
-            if self.shared.is_pending() && !self.handle_control() {
+            if self.events.is_pending() && !self.handle_control() {
                 return;
             }
             let mut any = self.round();
@@ -128,11 +181,13 @@ impl<'a> Loop<'a> {
             if !any && !self.deactivate() {
                 any = true;
             }
-            let timeout = if any || self.shared.is_pending() { 0 } else { self.timeout() };
-            let count = self.shared.wait(timeout, &mut events);
-            for event in events.iter().take(count) {
-                self.event(Token::from_data(event.data()));
-            }
+            let timeout = if any || self.events.is_pending() {
+                Some(Duration::ZERO)
+            } else {
+                self.deadlines.until(Instant::now())
+            };
+            self.events.wait(timeout, &mut events);
+            events.tokens().for_each(|token| self.event(Token::from_data(token)));
             looked = Instant::now();
             self.wake(looked);
         }
@@ -153,10 +208,7 @@ impl<'a> Loop<'a> {
                     continue;
                 }
             }
-            if member.due != before {
-                before.inspect(|&due| _ = self.deadlines.remove(&(due, number)));
-                member.due.inspect(|&due| _ = self.deadlines.insert((due, number)));
-            }
+            self.deadlines.set(number, before, member.due);
             member.listed = member.is_busy();
             if member.listed {
                 self.turns.push_back(number);
@@ -194,11 +246,11 @@ impl<'a> Loop<'a> {
     #[cold]
     fn panicked(&mut self, number: u32, message: &str) {
         let Some(member) = self.members.remove(&number) else { return };
-        member.due.inspect(|&due| _ = self.deadlines.remove(&(due, number)));
+        self.deadlines.set(number, member.due, None);
         let guest = member.guest.clone();
         log::error!(
             "{}: stopped by a bug in ringroad: {message}; please report it; a new connection starts it again",
-            guest.name
+            guest.env.name
         );
         let listener = catch_unwind(AssertUnwindSafe(|| {
             guest.abandon();
@@ -206,10 +258,10 @@ impl<'a> Loop<'a> {
         }));
         let listener = listener.ok().flatten();
         if let Some(listener) = &listener {
-            self.shared.unwatch(listener.as_raw_fd());
+            self.events.unwatch(listener);
         }
         if let Err(error) = self.add(guest.clone(), listener) {
-            log::error!("{}: cannot restart its device: {error}", guest.name);
+            log::error!("{}: cannot restart its device: {error}", guest.env.name);
         }
     }
 
@@ -225,25 +277,13 @@ impl<'a> Loop<'a> {
 
     /// Gives turns to guests whose deadline has passed.
     fn wake(&mut self, now: Instant) {
-        while let Some(&(due, guest)) = self.deadlines.first()
-            && due <= now
-        {
-            self.deadlines.pop_first();
+        while let Some(guest) = self.deadlines.take(now) {
             self.list(guest, |member| (member.due, member.late) = (None, true));
         }
     }
 
-    /// Returns the milliseconds to sleep.
-    fn timeout(&self) -> i32 {
-        let Some(&(next, _)) = self.deadlines.first() else { return -1 };
-        let left = next.saturating_duration_since(Instant::now());
-        // Rounded up: otherwise it would wake just before the deadline, repeatedly.
-        (left.as_millis() + 1).min(i32::MAX as u128) as i32
-    }
-
     fn event(&mut self, token: Token) {
         match token {
-            Token::Wake => {}
             Token::Kick(guest) => self.list(guest, Member::activate),
             Token::Listener(guest) => self.list(guest, |member| member.accepts_pending = true),
             Token::Sockets(guest) => self.list(guest, |member| member.events = true),
@@ -252,15 +292,14 @@ impl<'a> Loop<'a> {
 
     /// Handles control requests and mail. Returns `false` to stop.
     fn handle_control(&mut self) -> bool {
-        let (control, posts) = self.shared.take();
-        for control in control {
+        for control in self.events.take() {
             match control {
                 Control::Add(guest, listener, reply) => {
                     let _ = reply.send(self.add(guest, listener));
                 }
                 Control::Remove(number, reply) => {
                     let due = self.members.remove(&number).and_then(|member| member.due);
-                    due.inspect(|&due| _ = self.deadlines.remove(&(due, number)));
+                    self.deadlines.set(number, due, None);
                     let _ = reply.send(());
                 }
                 Control::Listen(number, listener, reply) => {
@@ -269,13 +308,11 @@ impl<'a> Loop<'a> {
                 }
                 Control::Configure(cpu, poll, reply) => {
                     self.poll = poll;
-                    let _ = reply.send(cpu.map_or_else(sys::unpin_current_thread, sys::pin_current_thread));
+                    let _ = reply.send(pin(cpu));
                 }
+                Control::Mail(guest) => self.list(guest, |member| member.mail = true),
                 Control::Stop => return false,
             }
-        }
-        for guest in posts {
-            self.list(guest, |member| member.mail = true);
         }
         true
     }
@@ -283,24 +320,35 @@ impl<'a> Loop<'a> {
     /// Replaces the socket that programs of a guest connect to.
     fn listen(&mut self, guest: u32, listener: Option<UnixListener>) {
         let Some(member) = self.members.get_mut(&guest) else { return };
-        let watched = listener
-            .as_ref()
-            .map_or(Ok(()), |listener| self.shared.watch(listener.as_raw_fd(), Token::Listener(guest)));
+        let watched =
+            listener.as_ref().map_or(Ok(()), |listener| self.events.watch(listener, Token::Listener(guest).to_data()));
         if let Err(error) = watched {
-            member.guest.say(Level::Error, format_args!("cannot watch the socket for programs: {error}"));
+            member.guest.env.say(Level::Error, format_args!("cannot watch the socket for programs: {error}"));
         }
         member.listener = listener;
         self.list(guest, |member| member.accepts_pending = true);
     }
 
     fn add(&mut self, guest: Arc<Guest>, listener: Option<UnixListener>) -> io::Result<()> {
-        let (number, epoll) = (guest.mail.guest, Epoll::new()?);
-        self.shared.watch(epoll.as_raw_fd(), Token::Sockets(number))?;
+        let (number, epoll) = (guest.env.mail.guest, Epoll::new()?);
+        self.events.watch(&epoll, Token::Sockets(number).to_data())?;
         if let Some(listener) = &listener {
-            self.shared.watch(listener.as_raw_fd(), Token::Listener(number))?;
+            self.events.watch(listener, Token::Listener(number).to_data())?;
         }
         self.members.insert(number, Member::new(guest, listener, epoll));
         self.list(number, |_| {});
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Token;
+
+    #[test]
+    fn tokens_survive_encoding() {
+        for token in [Token::Kick(7), Token::Listener(u32::MAX), Token::Sockets(0), Token::Sockets(9)] {
+            assert_eq!(Token::from_data(token.to_data()), token);
+        }
     }
 }

@@ -2,12 +2,12 @@
 //! them, and the log by port.
 
 use ringroad_host::{
-    PortReport, Worker, WorkerConfig,
-    vhost_user::{Access, Limits, Rate, Role, Server, VhostConfig},
+    PortReport, PortSettings, WorkerConfig,
+    vhost_user::{Access, Limits, Rate, Role, SocketError, VhostConfig, VhostPort},
 };
 use ringroad_mem::{Region, Span};
 use ringroad_net::{Config, Driver, DriverConfig, Features, bits};
-use ringroad_switch::{Gather, Mode, Poll};
+use ringroad_switch::Gather;
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     fs,
@@ -169,6 +169,14 @@ impl Drop for Folder {
     }
 }
 
+/// All ports of these tests are guests.
+pub type Worker = ringroad_host::Worker<VhostPort>;
+pub type Server = ringroad_host::vhost_user::Server<VhostPort>;
+
+pub fn start_server(config: VhostConfig, worker: &Worker) -> Result<Server, SocketError> {
+    Server::start(config, worker, |port| port)
+}
+
 pub fn worker() -> Worker {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -195,11 +203,7 @@ pub fn config(name: &str, socket: &Path) -> VhostConfig {
         role: Role::Server,
         features: Features::all(),
         config: CONFIG,
-        mode: Mode::Switch,
-        hairpin: false,
-        poll: Poll::For(Duration::ZERO),
-        limits: Default::default(),
-        tuning: Default::default(),
+        settings: PortSettings { limits: Default::default(), ..PortSettings::default() },
         frontend: GENEROUS,
         access: Access::default(),
     }
@@ -224,7 +228,7 @@ impl Rig {
         let start = |index| {
             let config = config(&format!("{name}-{index}"), &folder.file(&format!("{index}.sock")));
             let frontend = if index == 0 { limits } else { config.frontend };
-            Server::start(VhostConfig { frontend, ..config }, &worker).unwrap()
+            start_server(VhostConfig { frontend, ..config }, &worker).unwrap()
         };
         Rig { servers: (0..3).map(start).collect(), name: name.to_owned(), folder, worker }
     }
@@ -257,7 +261,7 @@ impl Rig {
     }
 
     pub fn report(&self, port: usize) -> PortReport {
-        self.servers[port].port().report()
+        self.servers[port].handle().port().report()
     }
 
     /// Returns the faults of port 0, in both directions.

@@ -4,7 +4,7 @@ use crate::{
     LAYOUTS, NOBODY,
     common::{request::*, *},
 };
-use ringroad_host::vhost_user::{Access, Role, Server, SocketError, VhostConfig};
+use ringroad_host::vhost_user::{Access, Role, SocketError, VhostConfig};
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::{
     fs,
@@ -135,7 +135,7 @@ fn a_second_frontend() {
 #[test]
 fn socket_paths() {
     let rig = Rig::new("paths");
-    let start = |name: &str, path: &Path| Server::start(config(&format!("paths-{name}"), path), &rig.worker).map(drop);
+    let start = |name: &str, path: &Path| start_server(config(&format!("paths-{name}"), path), &rig.worker).map(drop);
     let error = start("used", &rig.socket(0)).unwrap_err();
     assert!(matches!(error, SocketError::InUse { .. }), "{error:?}");
     assert!(error.to_string().contains("port paths-used: socket"), "{error}");
@@ -144,7 +144,7 @@ fn socket_paths() {
 
     let stale = rig.folder.file("stale.sock");
     drop(UnixListener::bind(&stale).unwrap());
-    let server = Server::start(config("paths-stale", &stale), &rig.worker).unwrap();
+    let server = start_server(config("paths-stale", &stale), &rig.worker).unwrap();
     logged("paths-stale", &["INFO", "removing the stale socket", "stale.sock"]);
     Peer::connect(&stale).negotiate(SPLIT);
     drop(server);
@@ -176,8 +176,7 @@ fn a_socket_has_its_configured_owner_and_mode_and_is_removed() {
     let (worker, folder) = (worker(), Folder::new("access"));
     let start = |name: &str, access| {
         let path = folder.file(name);
-        let server =
-            Server::start(VhostConfig { access, ..config(&format!("access-{name}"), &path) }, &worker).unwrap();
+        let server = start_server(VhostConfig { access, ..config(&format!("access-{name}"), &path) }, &worker).unwrap();
         (server, fs::symlink_metadata(path).unwrap())
     };
     let (_server, data) = start("plain", Access::default());
@@ -207,7 +206,7 @@ fn a_frontend_whose_backlog_is_full() {
     full.bind(&SockAddr::unix(&path).unwrap()).unwrap();
     full.listen(0).unwrap();
     let _waits = UnixStream::connect(&path).unwrap();
-    let start = |role| Server::start(VhostConfig { role, ..config("backlog", &path) }, &worker);
+    let start = |role| start_server(VhostConfig { role, ..config("backlog", &path) }, &worker);
     let client = start(Role::Client).unwrap();
     thread::sleep(Duration::from_millis(50));
     ends_soon(client);
@@ -234,7 +233,7 @@ fn role_client() {
     let path = folder.file("qemu.sock");
     let start = |name: &str, path: &Path, role| {
         let config = VhostConfig { role, ..config(name, path) };
-        Server::start(config, &worker).unwrap()
+        start_server(config, &worker).unwrap()
     };
     let other_path = folder.file("other.sock");
     let _other = start("client-other", &other_path, Role::Server);

@@ -4,7 +4,6 @@ use crate::{
     LAYOUTS,
     common::{request::*, *},
 };
-use ringroad_host::vhost_user::Server;
 use ringroad_mem::Region;
 use ringroad_wire::ethernet::MacAddr;
 use std::{
@@ -22,7 +21,7 @@ struct Ports {
     _servers: [Server; 2],
     folder: Folder,
     name: String,
-    _worker: ringroad_host::Worker,
+    _worker: Worker,
 }
 
 impl Ports {
@@ -34,7 +33,7 @@ impl Ports {
         let worker = worker();
         let start = |index| {
             let socket = folder.file(&format!("{index}.sock"));
-            Server::start(config(&format!("{name}-{index}"), &socket), &worker).unwrap()
+            start_server(config(&format!("{name}-{index}"), &socket), &worker).unwrap()
         };
         let ports = Ports { _servers: [0, 1].map(start), name: format!("{name}-0"), folder, _worker: worker };
         logged(&ports.name, &["cannot record ring positions"]);

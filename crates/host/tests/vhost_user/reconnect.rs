@@ -5,7 +5,7 @@ use crate::{
     LAYOUTS,
     common::{request::*, *},
 };
-use ringroad_host::vhost_user::{ConnectError, Connection, Connector, Server, VhostConfig};
+use ringroad_host::vhost_user::{ConnectError, Connection, Connector, VhostConfig};
 use ringroad_net::{Features, bits};
 use ringroad_wire::ethernet::MacAddr;
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ impl Rig {
     /// Starts port 0 again, with these features.
     fn start_device(&mut self, features: Features) {
         let config = VhostConfig { features, ..config(&self.victim(), &self.socket(0)) };
-        self.servers.insert(0, Server::start(config, &self.worker).unwrap());
+        self.servers.insert(0, start_server(config, &self.worker).unwrap());
     }
 }
 

@@ -1,6 +1,20 @@
 //! The connections of a stack: opening, sending, timeouts, closing.
 
-use super::*;
+use super::{Backlog, DUE, FIRST_PORT, MESSAGES, PacketOwner, SWEPT, Slot, Stack, Table};
+use crate::{
+    connection::{CloseReason, Conn, Phase, Verdict},
+    payload::Payload,
+    side::{OpenResult, Side},
+    types::{Addr, Key, MAX_PACKET, SocketType},
+};
+use parking_lot::Mutex;
+use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering},
+    task::Waker,
+    time::Instant,
+};
 
 impl<R> Table<R> {
     fn insert(&mut self, conn: &Arc<Conn<R>>) {
@@ -22,7 +36,7 @@ impl<S: Side> Stack<S> {
     }
 
     pub(super) fn request(&self, key: Key, kind: SocketType, header: &VsockHdr) {
-        if !self.may_request() {
+        if !self.admits_request() {
             return self.refuse(header);
         }
         let listener = {
@@ -41,7 +55,7 @@ impl<S: Side> Stack<S> {
         let phase = if listener.is_some() { Phase::Open } else { Phase::Accepting };
         let conn = Arc::new(Conn::new(self.cid, key, kind, self.settings().buffer, phase, opened));
         // The request carries the peer's credit.
-        conn.announce(&mut conn.lock(), header);
+        conn.lock().credit.update(header);
         if let Some(listener) = listener {
             let mut waiting = listener.waiting.lock();
             if waiting.len() >= self.settings().backlog {
@@ -51,8 +65,8 @@ impl<S: Side> Stack<S> {
             self.table.lock().insert(&conn);
             self.opened(&conn);
             waiting.push_back(conn);
-            listener.changed.notify_one();
-            return;
+            drop(waiting);
+            return listener.waker.wake_by_ref();
         }
         self.table.lock().insert(&conn);
         match self.host.open(key, kind) {
@@ -65,9 +79,9 @@ impl<S: Side> Stack<S> {
                 self.opened(&conn);
                 self.host.room(key);
             }
-            OpenResult::Pending(relay) => {
+            OpenResult::Pending(relay, now) => {
                 conn.lock().relay = Some(relay);
-                self.give_time(&conn, self.settings().connect);
+                self.set_deadline(&conn, now + self.settings().connect);
             }
             OpenResult::Refused => {
                 self.remove(&conn);
@@ -79,15 +93,6 @@ impl<S: Side> Stack<S> {
     pub(super) fn opened(&self, conn: &Arc<Conn<S::Relay>>) {
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
         self.send_control(conn, Op::Response);
-    }
-
-    /// Returns whether the peer may request a connection now; counts the request as limited if not.
-    pub(crate) fn may_request(&self) -> bool {
-        let may = self.host.admit();
-        if !may {
-            self.counters.limited.fetch_add(1, Ordering::Relaxed);
-        }
-        may
     }
 
     pub(super) fn refuse(&self, header: &VsockHdr) {
@@ -119,8 +124,7 @@ impl<S: Side> Stack<S> {
     }
 
     /// Sets a connection's deadline; an earlier one is replaced.
-    pub(super) fn give_time(&self, conn: &Arc<Conn<S::Relay>>, time: Duration) {
-        let until = Instant::now() + time;
+    fn set_deadline(&self, conn: &Arc<Conn<S::Relay>>, until: Instant) {
         conn.lock().deadline = Some(until);
         let table = &mut *self.table.lock();
         table.serial += 1;
@@ -173,10 +177,9 @@ impl<S: Side> Stack<S> {
         more
     }
 
-    /// To be called about once a second while there is activity: releases memory of idle connections and resets the log limit.
+    /// To be called about once a second while there is activity: releases memory of idle connections.
     /// Checks a limited number of connections per call, the others in later calls.
     pub fn sweep(&self) {
-        self.lines.store(LINES, Ordering::Relaxed);
         let mut holders: Vec<_> = {
             let table = &mut *self.table.lock();
             let count = table.holders.len().min(SWEPT);
@@ -211,6 +214,7 @@ impl<S: Side> Stack<S> {
         peer: Addr,
         kind: SocketType,
         relay: Option<S::Relay>,
+        now: Instant,
     ) -> io::Result<Arc<Conn<S::Relay>>> {
         if !self.is_running() {
             return Err(io::Error::new(
@@ -253,19 +257,20 @@ impl<S: Side> Stack<S> {
             conn
         };
         self.counters.opened.fetch_add(1, Ordering::Relaxed);
-        self.give_time(&conn, self.settings().connect);
+        self.set_deadline(&conn, now + self.settings().connect);
         self.send_control(&conn, Op::Request);
         // The worker has to take the new deadline into account.
         self.host.wake();
         Ok(conn)
     }
 
-    pub(crate) fn add_listener(&self, port: u32, kind: SocketType) -> io::Result<Arc<Backlog<S::Relay>>> {
+    /// Adds a listener, which `waker` wakes for each connection to accept.
+    pub(crate) fn add_listener(&self, port: u32, kind: SocketType, waker: Waker) -> io::Result<Arc<Backlog<S::Relay>>> {
         let mut table = self.table.lock();
         if table.listeners.contains_key(&(port, kind)) {
             return Err(io::Error::new(io::ErrorKind::AddrInUse, format!("port {port} already has a listener")));
         }
-        let backlog = Arc::new(Backlog { waiting: Mutex::default(), changed: Condvar::new() });
+        let backlog = Arc::new(Backlog { waiting: Mutex::default(), waker });
         table.listeners.insert((port, kind), backlog.clone());
         Ok(backlog)
     }
@@ -285,7 +290,7 @@ impl<S: Side> Stack<S> {
     }
 
     /// Shuts down sending, receiving or both.
-    pub(crate) fn shut(&self, conn: &Arc<Conn<S::Relay>>, sending: bool, receiving: bool) {
+    pub(crate) fn shut(&self, conn: &Arc<Conn<S::Relay>>, sending: bool, receiving: bool, now: Instant) {
         let mut inner = conn.lock();
         match inner.phase {
             Phase::Open => {}
@@ -308,9 +313,9 @@ impl<S: Side> Stack<S> {
             inner.inbox.clear();
         }
         let verdict = conn.close_if_done(&mut inner);
-        // Wakes a blocked sender so that it gives up.
-        conn.wake(&inner);
         drop(inner);
+        // A blocked sender gives up.
+        conn.wake();
         if verdict.closed {
             return self.carry_out(conn, verdict);
         }
@@ -323,7 +328,7 @@ impl<S: Side> Stack<S> {
                 self.sender.send(&owner, header, &mut Payload::empty(), 0).1
             };
             if both {
-                self.give_time(conn, self.settings().linger);
+                self.set_deadline(conn, now + self.settings().linger);
                 self.host.wake();
             }
             self.effect(effect);
@@ -335,9 +340,9 @@ impl<S: Side> Stack<S> {
     pub(crate) fn send(&self, conn: &Arc<Conn<S::Relay>>, bytes: &[u8], flags: u32, room: usize) -> io::Result<usize> {
         let len = {
             let mut inner = conn.lock();
-            self.may_send(&inner)?;
-            let len = bytes.len().min(conn.credit(&inner));
-            conn.promise(&mut inner, len);
+            inner.may_send()?;
+            let len = bytes.len().min(inner.credit.available());
+            inner.credit.reserve(len);
             len
         };
         if len == 0 && !bytes.is_empty() {
@@ -349,7 +354,7 @@ impl<S: Side> Stack<S> {
         let (sent, effect) =
             self.sender.send(&owner, header, &mut Payload::bytes(bytes.get(..len).unwrap_or(bytes)), room);
         if sent < len {
-            conn.take_back(&mut conn.lock(), len - sent);
+            conn.lock().credit.give_back(len - sent);
         }
         self.effect(effect);
         Ok(sent)
@@ -357,65 +362,12 @@ impl<S: Side> Stack<S> {
 
     /// Returns how many more bytes of a connection may wait in the outbox.
     pub(crate) fn room(&self, conn: &Conn<S::Relay>) -> usize {
-        let most = (conn.buf_alloc as usize).max(MAX_PACKET).min(conn.allowance());
+        let most = (conn.window.size() as usize).max(MAX_PACKET).min(conn.allowance());
         most.saturating_sub(conn.waiting())
     }
 
     /// Returns whether one more message may wait in the outbox, however short.
     pub(crate) fn has_room(&self, conn: &Arc<Conn<S::Relay>>) -> bool {
         self.sender.packets(&PacketOwner::Conn(conn.clone())) < MESSAGES
-    }
-
-    pub(crate) fn may_send(&self, inner: &crate::connection::Inner<S::Relay>) -> io::Result<()> {
-        match inner.phase {
-            Phase::Closed(over) => Err(over.error()),
-            _ if inner.send_shut || inner.peer_recv_shut => Err(io::ErrorKind::BrokenPipe.into()),
-            Phase::Open => Ok(()),
-            Phase::Connecting | Phase::Accepting => Err(io::ErrorKind::NotConnected.into()),
-        }
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use crate::{DeviceSide, NoRelay};
-
-    struct NullHost;
-
-    impl Host<NoRelay> for NullHost {
-        fn notify(&self, _: Queue) {}
-
-        fn wake(&self) {}
-
-        fn broken(&self, _: Queue, _: Broken) {}
-
-        fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
-            OpenResult::Refused
-        }
-
-        fn room(&self, _: Key) {}
-    }
-
-    #[test]
-    fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
-        let settings = Settings { connections: 8, ..Settings::default() };
-        let stack = Stack::<DeviceSide<NoRelay>>::new("guest", 2, Some(3), settings, Box::new(NullHost));
-        stack.set_socket_types(&[SocketType::Stream]);
-        let ask = |peer| {
-            stack.request_connection(Addr { cid: 3, port: peer }, SocketType::Stream, None).map(|conn| conn.key.port)
-        };
-        let last = || stack.table.lock().next_port = u32::MAX - 2;
-        let _listener = stack.add_listener(FIRST_PORT, SocketType::Stream).unwrap();
-        last();
-        // `u32::MAX` is not a valid port, and the first one has a listener.
-        let ports: Vec<_> = (0..4).map(|_| ask(80).unwrap()).collect();
-        assert_eq!(ports, [u32::MAX - 2, u32::MAX - 1, FIRST_PORT + 1, FIRST_PORT + 2]);
-        last();
-        assert_eq!(ask(80).unwrap(), FIRST_PORT + 3, "the ports before it are in use");
-        last();
-        assert_eq!(ask(81).unwrap(), u32::MAX - 2, "free for another peer port");
-        assert_eq!((ask(80).unwrap(), ask(80).unwrap()), (FIRST_PORT + 4, FIRST_PORT + 5));
-        assert_eq!(ask(80).unwrap_err().kind(), io::ErrorKind::QuotaExceeded, "the connection limit is reached");
     }
 }

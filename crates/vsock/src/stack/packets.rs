@@ -1,6 +1,15 @@
 //! Receiving packets: finds the connection of each packet, and answers those that belong to none.
 
-use super::*;
+use super::{PacketOwner, Stack};
+use crate::{
+    connection::{CloseReason, Conn, Verdict, Wanted},
+    payload::Payload,
+    side::Side,
+    types::{Addr, Key, SocketType},
+    wrong::{Violation, Wrong},
+};
+use ringroad_wire::vsock_hdr::{Op, VsockHdr};
+use std::sync::{Arc, atomic::Ordering};
 
 impl<S: Side> Stack<S> {
     /// Handles a packet from the peer. Nothing in it has been checked yet.
@@ -8,16 +17,13 @@ impl<S: Side> Stack<S> {
         let actual = payload.len();
         payload.truncate(header.len as usize);
         if self.peer.is_some_and(|peer| peer != header.src_cid) {
-            return self.reject(header, format_args!("source CID {} is not the peer's", header.src_cid));
+            return self.reject(header, Wrong::Source { cid: header.src_cid });
         }
         if header.dst_cid != self.cid {
-            if let Some(hub) = self.hub.get()
-                && actual >= header.len as usize
-                && hub.carry(header, &mut payload)
-            {
+            if actual >= header.len as usize && self.forward(header, &mut payload) {
                 return;
             }
-            return self.reject(header, format_args!("no route or no connection to CID {}", header.dst_cid));
+            return self.reject(header, Wrong::Route { cid: header.dst_cid });
         }
         let key = Key { port: header.dst_port, peer: Addr { cid: header.src_cid, port: header.src_port } };
         let conn = self.find(key);
@@ -58,6 +64,9 @@ impl<S: Side> Stack<S> {
         if verdict == Verdict::default() {
             return;
         }
+        if verdict.wake {
+            conn.wake();
+        }
         if let Some(wrong) = verdict.wrong {
             self.count_wrong(&conn.key, wrong);
         }
@@ -73,40 +82,32 @@ impl<S: Side> Stack<S> {
     }
 
     /// Handles a packet that violates the protocol: resets its connection if there is one.
-    pub(super) fn fail(&self, conn: Option<Arc<Conn<S::Relay>>>, header: &VsockHdr, wrong: Wrong) {
-        let Some(conn) = conn else {
-            return self.reject(header, format_args!("{wrong}"));
-        };
+    fn fail(&self, conn: Option<Arc<Conn<S::Relay>>>, header: &VsockHdr, wrong: Wrong) {
+        let Some(conn) = conn else { return self.reject(header, wrong) };
         let _ = conn.end(&mut conn.lock(), CloseReason::Reset);
         // A reset is never answered with a reset.
         let reply = (header.op != Op::Reset as u16).then_some(Op::Reset);
-        let verdict = Verdict { reply, closed: true, wrong: Some(wrong), room: false };
-        self.carry_out(&conn, verdict);
+        self.carry_out(&conn, Verdict { reply, ..Verdict::wrong(wrong) });
     }
 
-    pub(crate) fn count_wrong(&self, key: &Key, why: impl std::fmt::Display) {
-        self.counters.wrong.fetch_add(1, Ordering::Relaxed);
-        if self.may_log() {
-            log::warn!("{}: {} to port {}: {why}; connection reset", self.name, key.peer, key.port);
-        }
+    /// Counts and reports a violation on a connection.
+    pub(super) fn count_wrong(&self, key: &Key, wrong: Wrong) {
+        self.violated(Violation { from: key.peer, to: Addr { cid: self.cid, port: key.port }, connected: true, wrong });
     }
 
-    pub(super) fn reject(&self, header: &VsockHdr, why: std::fmt::Arguments<'_>) {
+    fn violated(&self, violation: Violation) {
         self.counters.wrong.fetch_add(1, Ordering::Relaxed);
-        if self.may_log() {
-            let VsockHdr { src_cid, src_port, dst_cid, dst_port, .. } = header;
-            log::warn!(
-                "{}: packet from {src_cid}:{src_port} to {dst_cid}:{dst_port}: {why}; answered with a reset",
-                self.name
-            );
-        }
+        self.host.violation(violation);
+    }
+
+    /// Handles a packet that violates the protocol and belongs to no connection.
+    fn reject(&self, header: &VsockHdr, wrong: Wrong) {
+        let from = Addr { cid: header.src_cid, port: header.src_port };
+        let to = Addr { cid: header.dst_cid, port: header.dst_port };
+        self.violated(Violation { from, to, connected: false, wrong });
         if header.op != Op::Reset as u16 {
             self.answer(header, Op::Reset);
         }
-    }
-
-    pub(super) fn may_log(&self) -> bool {
-        self.lines.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |lines| lines.checked_sub(1)).is_ok()
     }
 
     /// Answers a packet that belongs to no connection.

@@ -1,12 +1,20 @@
 //! Connections with a host socket at this end; called by `host`.
 
-use super::*;
+use super::{PacketOwner, Stack};
+use crate::{
+    connection::Phase,
+    side::Side,
+    types::{Addr, Key, SocketType},
+};
+use ringroad_mem::Span;
+use ringroad_wire::vsock_hdr::Op;
+use std::{io, time::Instant};
 
 impl<S: Side> Stack<S> {
-    /// Requests a connection to a peer for a host socket. [`Host::room`] reports that it is connected, [`Relay::finish`] and
-    /// [`Relay::close`] report its end.
-    pub fn connect_relay(&self, peer: Addr, kind: SocketType, relay: S::Relay) -> io::Result<Key> {
-        Ok(self.request_connection(peer, kind, Some(relay))?.key)
+    /// Requests a connection to a peer for a host socket. [`Host::room`](crate::Host::room) reports that it is connected, [`Relay::finish`](crate::Relay::finish) and
+    /// [`Relay::close`](crate::Relay::close) report its end.
+    pub fn connect_relay(&self, peer: Addr, kind: SocketType, relay: S::Relay, now: Instant) -> io::Result<Key> {
+        Ok(self.request_connection(peer, kind, Some(relay), now)?.key)
     }
 
     /// Returns whether a connection is open at both ends.
@@ -15,7 +23,7 @@ impl<S: Side> Stack<S> {
     }
 
     /// Sends data of a relay straight into the peer's buffers, up to `most` bytes, by calling `read` at most once, with room for
-    /// at least one byte. Returns `Ok(None)` if there is no credit or no room now ([`Host::room`] reports when there is), and
+    /// at least one byte. Returns `Ok(None)` if there is no credit or no room now ([`Host::room`](crate::Host::room) reports when there is), and
     /// `Ok(Some(0))` at the end of the data. If the ring cannot be used directly, `copy` reads the data into the outbox instead.
     pub fn send_from(
         &self,
@@ -28,10 +36,9 @@ impl<S: Side> Stack<S> {
         let _sending = conn.sending.lock();
         let len = {
             let mut inner = conn.lock();
-            self.may_send(&inner)?;
-            let room = self.room(&conn);
-            let len = most.min(conn.credit(&inner)).min(room);
-            conn.promise(&mut inner, len);
+            inner.may_send()?;
+            let len = most.min(inner.credit.available()).min(self.room(&conn));
+            inner.credit.reserve(len);
             len
         };
         if len == 0 {
@@ -41,7 +48,7 @@ impl<S: Side> Stack<S> {
         let (result, effect) = self.sender.fill(&owner, conn.header(Op::Data), len, read, copy);
         let sent = result.as_ref().map_or(0, |&sent| sent.unwrap_or(0));
         if sent < len {
-            conn.take_back(&mut conn.lock(), len - sent);
+            conn.lock().credit.give_back(len - sent);
         }
         self.effect(effect);
         result
@@ -56,16 +63,16 @@ impl<S: Side> Stack<S> {
     }
 
     /// A relay's program has shut down sending; `closed`: it has closed its socket.
-    pub fn shut_relay(&self, key: Key, closed: bool) {
+    pub fn shut_relay(&self, key: Key, closed: bool, now: Instant) {
         if let Some(conn) = self.find(key) {
-            self.shut(&conn, true, closed);
+            self.shut(&conn, true, closed, now);
         }
     }
 
     /// A relay's program reads no more: sends the peer a shutdown.
-    pub fn shut_relay_read(&self, key: Key) {
+    pub fn shut_relay_read(&self, key: Key, now: Instant) {
         if let Some(conn) = self.find(key) {
-            self.shut(&conn, false, true);
+            self.shut(&conn, false, true, now);
         }
     }
 

@@ -1,7 +1,14 @@
 //! How a stack uses its rings, and who serves them: the worker, programs that poll, or one program that waits for packets in the
-//! worker's place (the leader).
+//! worker's place (the leader). How programs wait is in `edge/wait.rs`.
 
-use super::*;
+use super::{BURSTS, Incoming, LAST_TURNS, PacketOwner, Slot, Stack, TAKEN};
+use crate::{
+    connection::{CloseReason, Wanted},
+    send::Effect,
+    side::{Inlet, Queue, Side, Taken},
+    types::SocketType,
+};
+use std::sync::atomic::Ordering;
 
 impl<S: Side> Stack<S> {
     /// Sets or removes the ring that carries packets to the peer. Connections survive and continue with the next ring, unless
@@ -40,11 +47,10 @@ impl<S: Side> Stack<S> {
         drop(deadlines);
         for Slot { conn, .. } in conns.into_values() {
             let _ = conn.end(&mut conn.lock(), CloseReason::Reset);
+            conn.wake();
         }
         self.sender.clear();
-        if let Some(hub) = self.hub.get() {
-            hub.disconnected(self.peer.unwrap_or_default());
-        }
+        self.leave_hub();
     }
 
     /// This end is shutting down: resets all connections and allows no new ones.
@@ -89,6 +95,7 @@ impl<S: Side> Stack<S> {
         !self.led.load(Ordering::SeqCst) && self.enable()
     }
 
+    /// Turns notifications on, whoever receives. Returns `true` if packets have arrived already; then they stay off.
     pub(crate) fn enable(&self) -> bool {
         let mut incoming = self.incoming.lock();
         let Incoming { inlet: Some(inlet), pollers: 0 } = &mut *incoming else { return false };
@@ -117,19 +124,14 @@ impl<S: Side> Stack<S> {
         }
         let mut effect = self.sender.flush(|owner| match owner {
             PacketOwner::Conn(conn) => {
-                let inner = conn.lock();
-                conn.wake(&inner);
-                let relay = inner.relay.is_some();
-                drop(inner);
+                let relay = conn.lock().relay.is_some();
+                // After the lock: a program that has just found no room under it waits by now.
+                conn.wake();
                 if relay {
                     self.host.room(conn.key);
                 }
             }
-            PacketOwner::Crossing(crossing) => {
-                if let Some(hub) = self.hub.get() {
-                    hub.moved(&crossing);
-                }
-            }
+            PacketOwner::Crossing(crossing) => self.moved(&crossing),
         });
         let moved = effect.notify || effect.more;
         effect.wake = false;
@@ -147,19 +149,22 @@ impl<S: Side> Stack<S> {
         self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted).packets)
     }
 
-    /// Makes the caller the leader, which waits for packets itself. Returns `None` if there is one already.
-    pub(crate) fn lead(&self) -> Option<Leader<'_, S>> {
-        if !self.host.can_wait() {
-            return None;
-        }
-        self.led.compare_exchange(false, true, Ordering::SeqCst, Ordering::Relaxed).ok()?;
-        // Discard old notifications before others learn that they have to end the wait.
-        self.host.clear();
-        Some(Leader(self))
+    /// Makes a program the leader, which receives packets in the worker's place. Returns `false` if there is one already.
+    pub(crate) fn take_lead(&self) -> bool {
+        self.led.compare_exchange(false, true, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
-    /// Registers a program that polls the ring, which turns notifications off.
-    pub(crate) fn poll(&self) -> Poller<'_, S> {
+    /// There is no leader any more: the worker takes over.
+    pub(crate) fn leave_lead(&self) {
+        // Either the worker sees the store, or `enable` below finds the packets that it has left alone.
+        self.led.store(false, Ordering::SeqCst);
+        if self.enable() {
+            self.host.wake();
+        }
+    }
+
+    /// Adds a program that polls the ring, which turns notifications off.
+    pub(crate) fn start_polling(&self) {
         let mut incoming = self.incoming.lock();
         incoming.pollers += 1;
         if incoming.pollers == 1
@@ -167,7 +172,22 @@ impl<S: Side> Stack<S> {
         {
             inlet.disable_notification();
         }
-        Poller(self)
+    }
+
+    /// Removes a program that polls the ring. Without any, notifications are turned on again.
+    pub(crate) fn stop_polling(&self) {
+        let more = {
+            let mut incoming = self.incoming.lock();
+            incoming.pollers -= 1;
+            incoming.pollers == 0 && incoming.inlet.as_mut().is_some_and(Inlet::enable_notification)
+        };
+        if more {
+            // The worker receives packets that arrived in between. A leader has had no notification of them either.
+            self.host.wake();
+            if self.led.load(Ordering::SeqCst) {
+                self.host.unwait();
+            }
+        }
     }
 
     pub(super) fn take(&self, incoming: &mut Incoming<S::Inlet>, mut wanted: Option<&mut Wanted<'_>>) -> Taken {
@@ -200,48 +220,6 @@ impl<S: Side> Stack<S> {
             self.host.broken(Queue::Out, broken);
         } else if wake {
             self.host.wake();
-        }
-    }
-}
-
-/// A program that waits for packets itself and receives them. When dropped, the worker takes over.
-pub(crate) struct Leader<'a, S: Side>(&'a Stack<S>);
-
-impl<S: Side> Leader<'_, S> {
-    /// Blocks until there are packets, unless there are some already.
-    pub(crate) fn wait(&self, until: Option<Instant>) {
-        if !self.0.enable() {
-            self.0.host.wait(until);
-        }
-    }
-}
-
-impl<S: Side> Drop for Leader<'_, S> {
-    fn drop(&mut self) {
-        // Either the worker sees the store, or `enable` below finds the packets that it has left alone.
-        self.0.led.store(false, Ordering::SeqCst);
-        if self.0.enable() {
-            self.0.host.wake();
-        }
-    }
-}
-
-/// A program that polls the ring. When the last one is dropped, notifications are turned on again.
-pub(crate) struct Poller<'a, S: Side>(&'a Stack<S>);
-
-impl<S: Side> Drop for Poller<'_, S> {
-    fn drop(&mut self) {
-        let more = {
-            let mut incoming = self.0.incoming.lock();
-            incoming.pollers -= 1;
-            incoming.pollers == 0 && incoming.inlet.as_mut().is_some_and(Inlet::enable_notification)
-        };
-        if more {
-            // The worker receives packets that arrived in between. A leader has had no notification of them either.
-            self.0.host.wake();
-            if self.0.led.load(Ordering::SeqCst) {
-                self.0.host.unwait();
-            }
         }
     }
 }

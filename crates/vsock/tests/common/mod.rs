@@ -192,8 +192,8 @@ impl Pair {
             };
         let host_env = env(&ours, &our_lead, &theirs, &their_lead);
         let guest_env = env(&theirs, &their_lead, &ours, &our_lead);
-        let host = Arc::new(Stack::new("host", HOST, Some(GUEST), settings, Box::new(host_env.clone())));
-        let guest = Arc::new(Stack::new("guest", GUEST, None, settings, Box::new(guest_env.clone())));
+        let host = Arc::new(Stack::new(HOST, Some(GUEST), settings, Box::new(host_env.clone())));
+        let guest = Arc::new(Stack::new(GUEST, None, settings, Box::new(guest_env.clone())));
         host.set_link(Some(receive));
         host.set_inlet(Some(transmit));
         guest.set_link(Some(tx));

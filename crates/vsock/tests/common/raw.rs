@@ -128,7 +128,7 @@ impl Guest {
         let mapped = Region::map(&file, 0, region.len() as u64, BASE, region.user()).unwrap();
         let memory = Arc::new(Table::default().with(mapped).unwrap());
         let env = env();
-        let host = Arc::new(Stack::new("host", HOST, Some(cid), settings, Box::new(env.clone())));
+        let host = Arc::new(Stack::new(HOST, Some(cid), settings, Box::new(env.clone())));
         host.set_link(Some(RxQueue::start(memory.clone(), acked, queue_size, rx_at, base(acked)).unwrap()));
         host.set_inlet(Some(TxQueue::start(memory, acked, queue_size, tx_at, base(acked)).unwrap()));
         host.set_socket_types(socket_types(acked));

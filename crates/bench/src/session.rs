@@ -1,0 +1,330 @@
+//! A running bench: pairs of runs, or rounds of several variants; its tables, its JSON rows and its progress on standard error.
+
+use crate::{
+    figures::{LINE, LINE_NOTE, RATIO, Spread, extend, line_round_trip},
+    options::Common,
+    rig::Device,
+};
+use ringroad_text::{save, table};
+use ringroad_traffic::Totals;
+use serde_json::{Value, json};
+use std::{fs, path::Path, time::Instant};
+
+/// A running bench.
+pub struct Session<'a> {
+    bench: &'static str,
+    common: &'a Common,
+    rows: Vec<Value>,
+    start: Instant,
+    cells: usize,
+    done: usize,
+    steady: bool,
+}
+
+/// Maximum change of the cache-line round trip within a pair: its maximum divided by its minimum.
+const STEADY: f64 = 1.5;
+
+impl<'a> Session<'a> {
+    /// Starts a bench of this number of cells. `steady`: whether its rounds must be.
+    pub fn new(bench: &'static str, common: &'a Common, cells: usize, steady: bool) -> Session<'a> {
+        Session { bench, common, rows: Vec::new(), start: Instant::now(), cells, done: 0, steady }
+    }
+
+    /// Leaves a cell out.
+    pub fn skip(&mut self) {
+        self.cells -= 1;
+    }
+
+    fn line(&self) -> Result<f64, String> {
+        line_round_trip([self.common.driver_cpu, self.common.device_cpu])
+    }
+
+    /// Shows which cell is being measured, its pair, and an estimate of the remaining time.
+    fn show(&self, what: &str, pairs: usize) {
+        let wanted = self.common.pairs as usize;
+        let done = self.done as f64 + pairs as f64 / wanted as f64;
+        let left = match self.start.elapsed().as_secs_f64() * (self.cells as f64 - done) / done {
+            left if done == 0.0 || left.is_nan() => String::new(),
+            left if left < 90.0 => format!(", {left:.0} s left"),
+            left => format!(", {:.0} min left", left / 60.0),
+        };
+        let text = format!("{what}, cell {}/{}, pair {}/{wanted}{left}", self.done + 1, self.cells, pairs + 1);
+        eprint!("\r{text:79}");
+    }
+
+    /// Measures several variants in turn, as often as pairs are requested, and the cache-line round trip before each round. Where
+    /// rounds must be steady, it is also measured after each run, and a round during which it changes is discarded and repeated;
+    /// after five and twice as many repetitions as there are pairs, unsteady rounds are kept.
+    pub fn rounds<V, T>(
+        &mut self,
+        what: &str,
+        variants: &[V],
+        one: impl Fn(&V) -> Result<T, String>,
+    ) -> Result<Rounds<T>, String> {
+        let wanted = self.common.pairs as usize;
+        let mut rounds = Rounds::new(variants.iter().map(|_| Vec::new()).collect());
+        while rounds.count < wanted {
+            self.show(what, rounds.count);
+            let (mut figures, mut lines) = (Vec::new(), vec![self.line()?]);
+            for variant in variants {
+                figures.push(one(variant)?);
+                if self.steady {
+                    lines.push(self.line()?);
+                }
+            }
+            if !is_steady(&lines) {
+                if rounds.discarded < 2 * wanted + 5 {
+                    rounds.discarded += 1;
+                    continue;
+                }
+                rounds.unsteady += 1;
+            }
+            rounds.figures.iter_mut().zip(figures).for_each(|(all, figure)| all.push(figure));
+            rounds.lines.extend(lines);
+            rounds.count += 1;
+        }
+        self.done += 1;
+        Ok(rounds)
+    }
+
+    /// Measures cells, each with a name and a JSON row, against the devices of several peers, and prints a table for each peer.
+    pub fn compare<C>(
+        &mut self,
+        title: &str,
+        ours: &Device,
+        peers: impl Iterator<Item = Result<Option<Device>, String>>,
+        cells: &[(String, Value, C)],
+        one: impl Fn(&Device, &C) -> Result<Run, String>,
+    ) -> Result<(), String> {
+        for peer in peers {
+            let peer = peer?;
+            let mut table = Table::new(peer.as_ref().map(|peer| peer.name.as_str()), ["ours", "peer"], &[]);
+            for (name, row, cell) in cells {
+                let devices: Vec<_> = [ours].into_iter().chain(&peer).collect();
+                let pairs = self.rounds(name, &devices, |device| one(device, cell))?;
+                let row = table.add(name, row.clone(), &pairs, []);
+                self.push(row)?;
+            }
+            self.print(title, &table.text());
+        }
+        Ok(())
+    }
+
+    /// Adds a JSON row and saves all rows so far: a long bench that fails late keeps them.
+    pub fn push(&mut self, row: Value) -> Result<(), String> {
+        self.rows.push(row);
+        self.save(false)
+    }
+
+    /// Prints a table under its title.
+    pub fn print(&self, title: &str, table: &str) {
+        clear();
+        print!("{title}\n{table}");
+    }
+
+    /// Saves all rows. Standard output gets them only here.
+    pub fn finish(self) -> Result<(), String> {
+        self.save(true)
+    }
+
+    fn save(&self, last: bool) -> Result<(), String> {
+        match &self.common.json {
+            Some(file) if last || file != Path::new("-") => {
+                save(file, &json!({ "bench": self.bench, "machine": machine(), "rows": self.rows }))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        clear();
+    }
+}
+
+/// Clears the line that shows the progress.
+fn clear() {
+    eprint!("\r{:79}\r", "");
+}
+
+/// Returns the machine that figures are from.
+fn machine() -> Value {
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model =
+        cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    // All CPUs, not those of this thread, which may be pinned.
+    let cores = cpuinfo.lines().filter(|line| line.starts_with("processor")).count();
+    json!({ "cpu": model, "cores": cores, "kernel": kernel.trim() })
+}
+
+/// Figures of several variants, by variant and round.
+pub struct Rounds<T> {
+    figures: Vec<Vec<T>>,
+    lines: Vec<f64>,
+    count: usize,
+    discarded: usize,
+    unsteady: usize,
+}
+
+impl<T> Rounds<T> {
+    /// Starts from these figures, which are usually empty.
+    pub fn new(figures: Vec<Vec<T>>) -> Rounds<T> {
+        Rounds { figures, lines: Vec::new(), count: 0, discarded: 0, unsteady: 0 }
+    }
+
+    /// Returns one figure of each round of a variant; none, if there is no such variant.
+    pub fn of(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Vec<f64> {
+        self.figures.get(variant).map_or_else(Vec::new, |rounds| rounds.iter().map(figure).collect())
+    }
+
+    /// Returns the spread of a figure of a variant.
+    pub fn spread(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Spread {
+        Spread::of(&self.of(variant, figure))
+    }
+
+    /// Returns the cache-line round trip.
+    pub fn line(&self) -> Spread {
+        Spread::of(&self.lines)
+    }
+}
+
+/// Result of one run.
+#[derive(Clone, Copy)]
+pub struct Run {
+    /// Millions of frames per second.
+    pub mpps: f64,
+    /// Empty rounds of the driver in percent, if it is ours.
+    pub idle: Option<f64>,
+}
+
+impl From<Totals> for Run {
+    fn from(totals: Totals) -> Run {
+        Run { mpps: totals.received_mpps(), idle: Some(totals.idle()) }
+    }
+}
+
+impl Rounds<Run> {
+    /// Returns the rates of a device in millions of frames per second.
+    pub fn rates(&self, device: usize) -> Vec<f64> {
+        self.of(device, |run| run.mpps)
+    }
+
+    /// Returns the empty rounds of our driver on a device in percent; `None` if the driver is another one.
+    fn idle(&self, device: usize) -> Option<f64> {
+        let idle: Vec<f64> = self.figures.get(device)?.iter().filter_map(|run| run.idle).collect();
+        (!idle.is_empty()).then(|| Spread::of(&idle).median)
+    }
+
+    /// Returns the driver's empty rounds in percent, for a table: with our device, and with the peer's.
+    pub fn idle_columns(&self) -> impl Iterator<Item = String> {
+        [0, 1].into_iter().filter_map(|device| Some(format!("{:.0}", self.idle(device)?)))
+    }
+}
+
+fn is_steady(lines: &[f64]) -> bool {
+    let spread = Spread::of(lines);
+    spread.max <= STEADY * spread.min
+}
+
+/// A table of pairs, one line per cell.
+pub struct Table {
+    peer: Option<String>,
+    names: [&'static str; 2],
+    more: &'static [&'static str],
+    lines: Vec<Vec<String>>,
+    discarded: usize,
+    unsteady: usize,
+}
+
+impl Table {
+    /// Creates an empty one. `names` are the headers of the two that are compared, `more` those of further columns.
+    pub fn new(peer: Option<&str>, names: [&'static str; 2], more: &'static [&'static str]) -> Table {
+        Table { peer: peer.map(str::to_owned), names, more, lines: Vec::new(), discarded: 0, unsteady: 0 }
+    }
+
+    /// Adds a cell. Returns its JSON row: `row` and the results.
+    pub fn add(
+        &mut self,
+        name: &str,
+        mut row: Value,
+        pairs: &Rounds<Run>,
+        more: impl IntoIterator<Item = String>,
+    ) -> Value {
+        let (rates, line) = (pairs.rates(0), pairs.line());
+        let ours = Spread::of(&rates);
+        let mut columns = vec![name.to_owned()];
+        columns.extend(ours.columns(2));
+        ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
+        for (device, key) in ["driver_idle", "peer_driver_idle"].into_iter().enumerate() {
+            if let Some(idle) = pairs.idle(device) {
+                extend(&mut row, json!({ key: idle }));
+            }
+        }
+        let &Rounds { count, discarded, unsteady, .. } = pairs;
+        extend(&mut row, json!({ "pairs": count, "discarded": discarded, "unsteady": unsteady }));
+        if let Some(name) = &self.peer {
+            let (peer, ratio) = (Spread::of(&pairs.rates(1)), Spread::of_ratios(&rates, &pairs.rates(1)));
+            extend(&mut row, json!({ "peer_name": name }));
+            peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
+            ratio.add_to(&mut row, RATIO);
+            columns.extend([peer.columns(2), ratio.columns(2)].concat());
+        }
+        line.add_to(&mut row, LINE);
+        columns.extend(line.columns(0));
+        columns.extend(more);
+        self.discarded += discarded;
+        self.unsteady += unsteady;
+        self.lines.push(columns);
+        row
+    }
+
+    /// Formats it, with the peer's name above and notes below.
+    pub fn text(&self) -> String {
+        let [ours, peer] = self.names;
+        let (mut title, mut header) = (String::new(), vec!["", ours, ""]);
+        if let Some(name) = &self.peer {
+            title = format!("{peer}: {name}\n");
+            header.extend([peer, "", "ratio", ""]);
+        }
+        header.extend(["line, ns", ""]);
+        header.extend(self.more);
+        let (table, Table { discarded, unsteady, .. }) = (table(&header, &self.lines), self);
+        format!(
+            "{title}{table}{LINE_NOTE}\n\
+             {discarded} pairs discarded and repeated, because the line changed by more than a factor of {STEADY} within them; \
+             {unsteady} kept in spite of it\n\n"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pair_is_steady_while_its_line_is() {
+        assert!(is_steady(&[100.0, 149.0, 120.0]) && is_steady(&[480.0]));
+        assert!(!is_steady(&[100.0, 151.0, 120.0]) && !is_steady(&[500.0, 110.0]));
+    }
+
+    #[test]
+    fn rows_contain_results_and_discarded_pairs() {
+        let run = |mpps| Run { mpps, idle: Some(10.0) };
+        let figures = vec![vec![run(4.0), run(6.0), run(9.0)], vec![run(2.0), run(2.0), run(3.0)]];
+        let pairs = Rounds { figures, lines: vec![100.0; 9], count: 3, discarded: 4, unsteady: 1 };
+        let mut table = Table::new(Some("other"), ["ours", "peer"], &["more"]);
+        let row = table.add("cell", json!({ "ring": "split" }), &pairs, ["x".to_owned()]);
+        for (key, value) in [("ours", 6.0), ("peer", 2.0), ("ratio", 3.0), ("min", 2.0), ("driver_idle", 10.0)] {
+            assert_eq!(row[key].as_f64(), Some(value), "{key}");
+        }
+        assert_eq!((&row["discarded"], &row["unsteady"], &row["pairs"]), (&json!(4), &json!(1), &json!(3)));
+        assert_eq!((&row["peer_name"], &row["ring"]), (&json!("other"), &json!("split")));
+        let text = table.text();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "peer: other");
+        assert_eq!(lines[1], "      ours             peer             ratio             line, ns           more");
+        assert_eq!(lines[2], "cell  6.00  4.00–9.00  2.00  2.00–3.00   3.00  2.00–3.00       100  100–100     x");
+    }
+}

@@ -1,0 +1,62 @@
+//! Guest to guest: a driver sends to one port, another one receives from a second port; one core for the device, one for both
+//! drivers. Our switch learns and looks up addresses, as does OVS; DPDK's testpmd passes all frames from one port to the other.
+
+use crate::{
+    frames::Frames,
+    options::Common,
+    rig::{Device, Rings},
+    session::{Run, Session},
+};
+use ringroad_traffic::{Settings, Traffic, child::Folder};
+use ringroad_wire::ethernet::{Addresses, MacAddr};
+use serde_json::json;
+use std::{mem, time::Duration};
+
+/// Does one run and counts the frames that arrive.
+fn measure(common: &Common, device: &Device, rings: Rings, size: usize) -> Result<Run, String> {
+    let what = format!("{} {size} B", rings.layout);
+    let totals = common.measure(device, &what, || {
+        let mut from = common.connect(device, 0, rings, size)?;
+        let mut to = common.connect(device, 1, rings, size)?;
+        // Teaches the switch the receiver's address.
+        let back = Addresses { destination: MacAddr::local(1), source: MacAddr::local(2) };
+        let hello = Settings { addresses: back, window: Some(1), ..Settings::flood(size) };
+        let mut hello = Traffic::new(hello, &mut to.driver);
+        hello
+            .run(&mut to, Duration::from_millis(20), |_| {})
+            .map_err(|error| format!("{}, {what}: {error}", device.name))?;
+        let mut traffic = Traffic::new(Settings::flood(size), &mut from.driver);
+        // One driver sends to the first port and receives from the second one.
+        mem::swap(&mut from.driver.rx, &mut to.driver.rx);
+        mem::swap(&mut from.rx, &mut to.rx);
+        Ok(move |time| {
+            let _to = &to;
+            traffic.run(&mut from, time, |_| {})
+        })
+    })?;
+    Ok(totals.into())
+}
+
+/// Measures every combination with each peer.
+pub fn run(args: &Frames) -> Result<(), String> {
+    let Frames { common, peers, .. } = args;
+    let peers = peers.found()?;
+    let folder = Folder::new("switch")?;
+    let ours = common.ours(&folder, "ours", "unlimited", &["", ""])?;
+    let cell = |(rings, size): (Rings, usize)| {
+        let Rings { layout, size: queue_size } = rings;
+        let ring = layout.to_string();
+        let row = json!({ "ring": ring, "size": size, "touch": true, "queue_size": queue_size, "unit": "Mpps" });
+        (format!("{ring} {size}"), row, (rings, size))
+    };
+    let cells: Vec<_> = args.cells().into_iter().map(cell).collect();
+    let title = format!(
+        "guest to guest, Mpps through one device core, one core for both drivers, touch, ring {}, {}",
+        args.layouts.queue_size,
+        common.runs()
+    );
+    let mut session = Session::new("switch", common, peers.len() * cells.len(), true);
+    let devices = peers.iter().map(|peer| peer.start(common, &folder, 2, "io"));
+    session.compare(&title, &ours, devices, &cells, |device, &(rings, size)| measure(common, device, rings, size))?;
+    session.finish()
+}

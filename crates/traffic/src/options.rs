@@ -1,0 +1,129 @@
+//! Command-line options and their values, as `blast`, `vsock`, `demo` and the benches share them.
+
+use clap::ValueEnum;
+use ringroad_host::{pin_current_thread, vhost_user::Connector};
+use ringroad_net::Features;
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Layout of a driver's rings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Ring {
+    /// Virtio 1.3, 2.7
+    Split,
+    /// Virtio 1.3, 2.8
+    Packed,
+}
+
+impl fmt::Display for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&name(self))
+    }
+}
+
+/// Returns a value's name on the command line, which JSON uses, too.
+pub fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// The device that a driver connects to.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Target {
+    /// Vhost-user socket of the device
+    pub socket: PathBuf,
+    /// Create the socket and wait for the device to connect, instead of connecting to it
+    #[arg(long)]
+    pub listen: bool,
+    /// Ring layout
+    #[arg(long, value_enum, default_value = "packed")]
+    pub ring: Ring,
+}
+
+/// Virtio features that a network driver leaves out.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Without {
+    /// Features not to negotiate, as a list: in_order, mrg_rxbuf, event_idx, indirect
+    #[arg(long, value_delimiter = ',', value_parser = ["in_order", "mrg_rxbuf", "event_idx", "indirect"])]
+    without: Vec<String>,
+}
+
+impl Without {
+    /// Returns how to connect a driver with one queue pair whose receive buffers hold `frame` bytes.
+    pub fn connector(&self, socket: &Path, ring: Ring, queue_size: u32, frame: usize) -> Connector {
+        let off: Features = self.without.iter().filter_map(|name| Features::from_name(&name.to_uppercase())).collect();
+        Connector {
+            socket: socket.to_owned(),
+            listen: false,
+            patience: Duration::from_secs(5),
+            features: Features::layout(ring == Ring::Packed).difference(off).bits(),
+            queue_pairs: 1,
+            queue_size,
+            frame,
+            huge: true,
+        }
+    }
+}
+
+/// Parses a number of seconds.
+///
+/// # Errors
+/// A message, if it is not a number above 0 and up to a million.
+pub fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
+        _ => Err(format!("expected a number of seconds above 0, found {text}")),
+    }
+}
+
+/// Parses a polling time: "0", "50us", "3ms" or "unlimited".
+///
+/// # Errors
+/// A message, if it is none of these.
+pub fn poll(text: &str) -> Result<Duration, String> {
+    let number = |unit: &str| text.strip_suffix(unit).and_then(|digits| digits.parse::<u64>().ok());
+    match text {
+        "0" => Ok(Duration::ZERO),
+        "unlimited" => Ok(Duration::MAX),
+        _ => number("us")
+            .map(Duration::from_micros)
+            .or_else(|| number("ms").map(Duration::from_millis))
+            .ok_or_else(|| format!("expected 0, a number of us or ms, or unlimited, found {text}")),
+    }
+}
+
+/// Pins the calling thread, and those that it starts, to the CPU that an option names.
+///
+/// # Errors
+/// A message with the option.
+pub fn pin(option: &str, cpu: usize) -> Result<(), String> {
+    pin_current_thread(cpu).map_err(|error| format!("{option} {cpu}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times() {
+        assert_eq!(poll("0"), Ok(Duration::ZERO));
+        assert_eq!(poll("50us"), Ok(Duration::from_micros(50)));
+        assert_eq!(poll("unlimited"), Ok(Duration::MAX));
+        assert!(poll("5").is_err());
+        assert_eq!(seconds("0.5"), Ok(0.5));
+        ["0", "-1", "1e7", "NaN", ""].iter().for_each(|wrong| assert!(seconds(wrong).is_err(), "{wrong}"));
+    }
+
+    #[test]
+    fn features_to_leave_out() {
+        let bits = |ring, names: &[&str]| {
+            let without = Without { without: names.iter().map(|&name| name.to_owned()).collect() };
+            without.connector(Path::new("a.sock"), ring, 256, 1518).features
+        };
+        assert_eq!(bits(Ring::Packed, &[]), Features::all().bits());
+        assert_eq!(bits(Ring::Split, &["in_order"]), (Features::layout(false) - Features::IN_ORDER).bits());
+        assert_eq!(Ring::Split.to_string(), "split");
+    }
+}

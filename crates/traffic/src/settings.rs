@@ -1,0 +1,97 @@
+//! What a driver of test traffic does.
+
+use ringroad_ring::BURST;
+use ringroad_wire::ethernet::{Addresses, MacAddr};
+use std::{
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
+
+/// What a driver does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Mode {
+    /// Send, and count the frames that return
+    Tx,
+    /// Receive only
+    Rx,
+    /// Send received frames back, with the MAC addresses swapped
+    Reflect,
+}
+
+/// How much of each frame a driver touches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Touch {
+    /// Nothing: measures the rings alone.
+    Nothing,
+    /// Writes 4 bytes of the payload of each frame sent, reads 4 bytes of each frame received.
+    Word,
+    /// Writes and checks every byte.
+    All,
+}
+
+/// What to send and how.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What the driver does.
+    pub mode: Mode,
+    /// Frame sizes in bytes, without FCS, used in turn.
+    pub sizes: Vec<usize>,
+    /// Number of flows (UDP source ports), used in turn.
+    pub flows: u16,
+    /// Frames per second; `None`: unlimited.
+    pub rate: Option<f64>,
+    /// Maximum number of frames in flight, from sending to return; `None`: unlimited.
+    pub window: Option<u64>,
+    /// How much of each frame is touched.
+    pub touch: Touch,
+    /// The addresses in the frames.
+    pub addresses: Addresses,
+    /// Sleeps when idle, instead of polling.
+    pub event_driven: bool,
+    /// Maximum number of frames sent at once: 1 to [`BURST`], and never more than half of the ring.
+    pub burst: usize,
+    /// If the device disconnects: how long to wait for it to return, then resume. `None`: stop.
+    pub reconnect: Option<Duration>,
+    /// Stops it early.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl Default for Settings {
+    /// Sends 64-byte frames of one flow at full rate, polling, until its time is over.
+    fn default() -> Settings {
+        Settings {
+            mode: Mode::Tx,
+            sizes: vec![64],
+            flows: 1,
+            rate: None,
+            window: None,
+            touch: Touch::Word,
+            addresses: Addresses { destination: MacAddr::local(2), source: MacAddr::local(1) },
+            event_driven: false,
+            burst: BURST,
+            reconnect: None,
+            stop: Arc::default(),
+        }
+    }
+}
+
+impl Settings {
+    /// Sends frames of one size at full rate, polling.
+    pub fn flood(size: usize) -> Settings {
+        Settings { sizes: vec![size], ..Settings::default() }
+    }
+
+    /// Returns the size of the frame with this index.
+    #[inline(always)]
+    pub(crate) fn size(&self, index: u64) -> usize {
+        match self.sizes[..] {
+            [size] => size,
+            _ => self.sizes.get(index as usize % self.sizes.len().max(1)).copied().unwrap_or(0),
+        }
+    }
+
+    /// Returns the largest size.
+    pub fn longest(&self) -> usize {
+        self.sizes.iter().copied().max().unwrap_or(64)
+    }
+}
