@@ -13,7 +13,7 @@ unit: ## the tests in Rust alone
 bench: ## PvP against DPDK, where it is installed
 	cargo run --release --quiet --bin ringroad -- bench pvp
 
-interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux guests under QEMU and UML
+interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux guests under QEMU and UML; aarch64
 	scripts/peers all
 	cargo build --release
 	cargo build --release -p ringroad-host --example vsock_services
@@ -23,6 +23,7 @@ interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux
 	tests/crash.sh
 	tests/reload.sh
 	tests/vsock-guests.sh
+	tests/aarch64.sh
 
 guests: ## two Linux guests on a running switch: ping, TCP, figures
 	scripts/guests demo

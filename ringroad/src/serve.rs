@@ -17,7 +17,7 @@ mod vsock;
 use self::{progress::Progress, sandbox::Sandbox, state::State};
 use crate::{
     Outcome,
-    config::{self, Config, Finding},
+    config::{self, Config},
     logger,
 };
 use signal_hook::{
@@ -25,7 +25,7 @@ use signal_hook::{
     iterator::{Handle, Signals},
 };
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender},
     thread,
@@ -87,7 +87,7 @@ pub fn run(args: Args) -> Outcome {
     if args.check {
         return check(&args, &config);
     }
-    if let Some(findings) = explain(&args.config, &config::check(&config)) {
+    if let Some(findings) = print::explain(&args.config, &config::check(&config)) {
         return Err(findings.into());
     }
     logger::limit(config.log.lines);
@@ -193,15 +193,9 @@ fn control(
     Ok(())
 }
 
-/// Formats findings as error lines for the user; `None` if there are none.
-fn explain(file: &Path, findings: &[Finding]) -> Option<String> {
-    let lines: Vec<String> = findings.iter().map(|finding| format!("{}:{finding}", file.display())).collect();
-    (!lines.is_empty()).then(|| lines.join("\nringroad: "))
-}
-
 /// `--check`.
 fn check(args: &Args, config: &Config) -> Outcome {
-    if let Some(findings) = explain(&args.config, &config::check(config)) {
+    if let Some(findings) = print::explain(&args.config, &config::check(config)) {
         return Err(findings.into());
     }
     if let Some(file) = &args.against {

@@ -1,7 +1,11 @@
 //! Checks the layering of the crates (ARCHITECTURE.md): dependencies point downwards only, unsafe code is confined to two places,
 //! and all other crates forbid it.
 
+#[path = "house/imports.rs"]
+mod imports;
+
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
 };
@@ -62,13 +66,34 @@ fn imports_run_one_way() {
         sources(&folder.join("src"), &mut files);
         for file in files {
             let text = fs::read_to_string(&file).unwrap();
-            for to in text.split("ringroad_").skip(1).filter_map(|rest| rest.split("::").next()) {
+            let code: String = text.lines().map(|line| line.split("//").next().unwrap()).collect();
+            for to in code.split("ringroad_").skip(1).filter_map(|rest| rest.split("::").next()) {
                 if FLOORS.iter().any(|rooms| rooms.contains(&to)) {
                     assert!(is_lower(&room, to), "{} imports {to}, which is not below {room}", file.display());
                 }
             }
         }
     }
+}
+
+#[test]
+fn files_of_a_room_do_not_import_each_other_in_a_circle() {
+    let mut files = 0;
+    for (room, folder) in rooms() {
+        let imports = imports::imports(&folder.join("src"));
+        files += imports.values().filter(|targets| !targets.is_empty()).count();
+        let circle =
+            imports::circle(&imports).map(|circle| circle.iter().map(|module| module.join("/")).collect::<Vec<_>>());
+        assert_eq!(circle, None, "{room}: files import each other in a circle");
+    }
+    assert!(files > 50, "the search finds what there is");
+    let names = |names: &[&str]| names.iter().map(|name| vec![(*name).to_owned()]).collect::<BTreeSet<_>>();
+    let graph = |edges: &[(&str, &[&str])]| {
+        edges.iter().map(|&(from, to)| (vec![from.to_owned()], names(to))).collect::<BTreeMap<_, _>>()
+    };
+    assert_eq!(imports::circle(&graph(&[("a", &["b", "c"]), ("b", &["c"]), ("c", &[])])), None);
+    let circle = imports::circle(&graph(&[("a", &["b"]), ("b", &["c"]), ("c", &["b"])])).unwrap();
+    assert_eq!(circle.into_iter().collect::<BTreeSet<_>>(), names(&["b", "c"]));
 }
 
 /// Whether a line of code, comments and strings apart, has the word.

@@ -12,6 +12,7 @@
 )]
 
 mod copy;
+mod pieces;
 mod region;
 mod sigbus;
 mod span;
@@ -19,8 +20,9 @@ pub mod sync;
 mod table;
 mod words;
 
+pub use pieces::Pieces;
 pub use region::{Error, Region};
 pub use sigbus::faults;
-pub use span::{Pieces, Span};
+pub use span::Span;
 pub use table::{Hit, PushError, SLOTS, Table};
 pub use words::{Word, Words};

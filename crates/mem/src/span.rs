@@ -1,4 +1,4 @@
-//! Spans: bounds-checked pieces of shared memory, and lists of them that keep the memory mapped.
+//! Spans: bounds-checked pieces of shared memory.
 //!
 //! A span is `Copy` and `Sync`, and another process writes to the same bytes, so two copies may overlap in time. This is
 //! sound because no reference to the bytes ever exists, only copies through raw pointers (`copy.rs`); any bit pattern is a
@@ -8,11 +8,8 @@
 //! threads of this process are a data race; the result is a mixture of both writers' bytes, in a buffer that the guest has
 //! posted twice.
 
-use crate::{
-    copy,
-    table::{Hit, PushError, Table},
-};
-use std::{marker::PhantomData, ptr::NonNull, sync::Arc};
+use crate::copy;
+use std::{marker::PhantomData, ptr::NonNull};
 
 /// A bounds-checked piece of shared memory. The other side may write to it at any time, so it can only be copied: there is
 /// no `&[u8]` to it.
@@ -36,6 +33,15 @@ impl std::fmt::Debug for Span<'_> {
 }
 
 impl<'m> Span<'m> {
+    /// Returns the same span without its lifetime, for a list that keeps the memory mapped.
+    ///
+    /// # Safety
+    /// The span must not be used once its memory may be unmapped.
+    #[inline(always)]
+    pub(crate) unsafe fn detach(self) -> Span<'static> {
+        Span { start: self.start, len: self.len, memory: PhantomData }
+    }
+
     /// # Safety
     /// `start` must be valid for reads and writes of `len` bytes for all of `'m`.
     pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
@@ -71,7 +77,7 @@ impl<'m> Span<'m> {
 
     /// Returns the `len` bytes at `offset`; `None` if that range is empty or not within the span.
     #[inline(always)]
-    fn part(self, offset: u64, len: u32) -> Option<Span<'m>> {
+    pub(crate) fn part(self, offset: u64, len: u32) -> Option<Span<'m>> {
         let end = offset.wrapping_add(len.into());
         if offset < end && end <= self.len as u64 {
             // SAFETY: `offset < end`, so nothing has wrapped and `len > 0`; `end` is within the span, so the part is.
@@ -242,138 +248,11 @@ impl<'m> Span<'m> {
     }
 }
 
-/// A list of spans of one [`Table`], which it keeps alive while the list is in use. Allocates only when it is created.
-pub struct Pieces {
-    memory: Option<Arc<Table>>,
-    // 'static only inside this type: every accessor shortens the lifetime to that of a borrow of `self`, and the list is
-    // emptied before `memory` is released.
-    list: Box<[Span<'static>]>,
-    len: usize,
-}
-
-impl Pieces {
-    /// Returns an empty list with room for `limit` pieces.
-    pub fn new(limit: usize) -> Self {
-        Pieces { memory: None, list: vec![Span::empty(); limit].into(), len: 0 }
-    }
-
-    /// Empties the list and makes `memory` the table that it refers to.
-    #[inline]
-    pub fn start(&mut self, memory: &Arc<Table>) {
-        self.len = 0;
-        match &self.memory {
-            Some(held) if Arc::ptr_eq(held, memory) => {}
-            _ => self.memory = Some(memory.clone()),
-        }
-    }
-
-    /// Empties the list and releases its memory table.
-    #[inline]
-    pub fn clear(&mut self) {
-        self.len = 0;
-        self.memory = None;
-    }
-
-    /// Adds the memory at a guest address: usually one piece, more where the range crosses from one region into an adjacent
-    /// one.
-    ///
-    /// # Errors
-    /// [`PushError`] if part of the range is unmapped or the list is full; nothing is added then.
-    #[inline(always)]
-    pub fn push(&mut self, address: u64, len: u32, hit: &mut Hit) -> Result<(), PushError> {
-        let Some(memory) = &self.memory else { return Err(PushError::Unmapped) };
-        let Some(place) = self.list.get_mut(self.len) else { return Err(PushError::Full) };
-        match memory.span(address, len as usize, hit) {
-            Some(span) => {
-                // SAFETY: `memory` lives at least until the list is emptied, and spans leave this type only with the
-                // lifetime of a borrow of it.
-                *place = unsafe { Span::new(span.start, span.len) };
-                self.len += 1;
-                Ok(())
-            }
-            None => self.push_crossing(address, len, hit),
-        }
-    }
-
-    /// Fast path of `push`: adds guest addresses and lengths until the first `None`, an empty or unmapped piece, or a full
-    /// list. With `CACHE` each must lie in the region that `hit` names, without it each is looked up among all regions.
-    /// Returns the number of pieces added.
-    #[inline(always)]
-    pub fn extend<const CACHE: bool>(
-        &mut self,
-        hit: Hit,
-        pieces: impl ExactSizeIterator<Item = Option<(u64, u32)>>,
-    ) -> usize {
-        let Some(memory) = &self.memory else { return 0 };
-        let Some(region) = memory.last(if CACHE { hit } else { Hit::default() }) else { return 0 };
-        let (guest, whole) = (region.guest(), region.whole());
-        let mut added = 0;
-        let room = self.list.get_mut(self.len..).unwrap_or_default();
-        let count = room.len().min(pieces.len());
-        for (place, piece) in room.get_mut(..count).unwrap_or_default().iter_mut().zip(pieces) {
-            let Some((address, len)) = piece else { break };
-            let span = if CACHE {
-                whole.part(address.wrapping_sub(guest), len)
-            } else {
-                memory.search(address, len as usize).filter(|span| !span.is_empty())
-            };
-            let Some(span) = span else { break };
-            // SAFETY: as in `push`.
-            *place = unsafe { Span::new(span.start, span.len) };
-            added += 1;
-        }
-        self.len += added;
-        added
-    }
-
-    #[cold]
-    fn push_crossing(&mut self, mut address: u64, len: u32, hit: &mut Hit) -> Result<(), PushError> {
-        let Some(memory) = &self.memory else { return Err(PushError::Unmapped) };
-        let before = self.len;
-        let mut left = len as usize;
-        while left > 0 {
-            let place = self.list.get_mut(self.len).ok_or(PushError::Full);
-            match place.and_then(|place| Ok((place, memory.longest(address, left, hit)?))) {
-                Ok((place, span)) => {
-                    // SAFETY: as in `push`.
-                    *place = unsafe { Span::new(span.start, span.len) };
-                    self.len += 1;
-                    left -= span.len;
-                    // Cannot wrap: the span lies within a region, which ends below 2^64.
-                    address += span.len as u64;
-                }
-                Err(error) => {
-                    self.len = before;
-                    return Err(error);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the pieces.
-    #[inline(always)]
-    pub fn list(&self) -> &[Span<'_>] {
-        self.list.get(..self.len).unwrap_or_default()
-    }
-
-    /// Removes all pieces from index `len` on.
-    #[inline]
-    pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-    }
-
-    /// Returns how many more pieces fit.
-    #[inline]
-    pub fn room(&self) -> usize {
-        self.list.len() - self.len
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::Region;
+
+    use crate::{Hit, Region, Table};
+    use std::sync::Arc;
 
     fn memory() -> Arc<Table> {
         let table = Table::default();
@@ -406,23 +285,5 @@ mod tests {
         assert_eq!(a.first(16).read_once::<16>().unwrap(), *b"hello world\0\0\0\0\0");
         assert!(a.first(15).read_once::<16>().is_none());
         assert!(a.skip(101).is_empty());
-    }
-
-    #[test]
-    fn a_range_across_two_regions_becomes_two_pieces() {
-        let memory = memory();
-        let (mut pieces, mut hit) = (Pieces::new(4), Hit::default());
-        pieces.start(&memory);
-        pieces.push(0x2ff0, 64, &mut hit).unwrap();
-        assert_eq!(pieces.list().iter().map(|s| s.len()).collect::<Vec<_>>(), [16, 48]);
-        assert_eq!(pieces.push(0x3ff0, 64, &mut hit), Err(PushError::Unmapped));
-        assert_eq!(pieces.push(u64::MAX - 4, 64, &mut hit), Err(PushError::Unmapped));
-        assert_eq!(pieces.list().len(), 2, "a failed push must add nothing");
-        pieces.push(0x1000, 1, &mut hit).unwrap();
-        assert_eq!(pieces.push(0x2ff0, 64, &mut hit), Err(PushError::Full));
-        pieces.push(0x1000, 1, &mut hit).unwrap();
-        assert_eq!(pieces.push(0x1000, 1, &mut hit), Err(PushError::Full));
-        pieces.clear();
-        assert_eq!(Arc::strong_count(&memory), 1);
     }
 }

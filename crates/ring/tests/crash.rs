@@ -187,13 +187,22 @@ fn spawn(config: Config, files: &Files, patient: bool) -> Child {
         .join(" ");
     let user = files.memory.driver.user();
     let arguments = format!("{bits} {size} {user} {descriptor} {driver} {device} {}", paths.join(" "));
-    Command::new(std::env::current_exe().unwrap())
+    program()
         .env("RINGROAD_CRASH", arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap()
+}
+
+/// This program again; by an emulator, if `RINGROAD_RUNNER` is one.
+fn program() -> Command {
+    let runner = std::env::var("RINGROAD_RUNNER").unwrap_or_default();
+    let mut words = runner.split_whitespace().map(Into::into).chain([std::env::current_exe().unwrap()]);
+    let mut command = Command::new(words.next().unwrap());
+    command.args(words);
+    command
 }
 
 /// The driver, which outlives its devices.

@@ -1,11 +1,18 @@
 //! The counters of the running daemon as text and JSON. Called by state.rs and vsock.rs.
 
 use crate::{
-    config::{Config, Port},
+    config::{Config, Finding, Port},
     report,
 };
 use ringroad_frame::Snapshot;
 use ringroad_host::PortReport;
+use std::path::Path;
+
+/// Formats findings as error lines for the user; `None` if there are none.
+pub fn explain(file: &Path, findings: &[Finding]) -> Option<String> {
+    let lines: Vec<String> = findings.iter().map(|finding| format!("{}:{finding}", file.display())).collect();
+    (!lines.is_empty()).then(|| lines.join("\nringroad: "))
+}
 
 /// Returns the number of ports and vsock devices as text.
 pub fn summary(ports: usize, vsocks: usize) -> String {

@@ -3,7 +3,7 @@
 
 use super::{
     changes::{Change, MTU, changes, of_port},
-    explain, print,
+    print::{self, explain},
     progress::Progress,
     sandbox::Sandbox,
     vsock::Vsocks,

@@ -61,18 +61,30 @@ const CANNOT_REFUSE: &str = "a message was refused, and without REPLY_ACK the fr
 type Current = Arc<Mutex<Option<UnixStream>>>;
 
 /// Configuration of a socket and of what its frontends may do.
-pub(crate) struct SocketConfig<'a> {
+#[derive(Clone, Copy, Debug)]
+pub struct SocketConfig<'a> {
     /// Name in log lines.
     pub name: &'a str,
+    /// Where it is.
     pub path: &'a Path,
+    /// Which side creates it.
     pub role: Role,
+    /// Limits of its frontends.
     pub limits: Limits,
+    /// Who may connect, as a server.
     pub access: Access,
+}
+
+impl<'a> SocketConfig<'a> {
+    /// A socket that this side creates, for this user only, with the default limits.
+    pub fn new(name: &'a str, path: &'a Path) -> SocketConfig<'a> {
+        SocketConfig { name, path, role: Role::Server, limits: Limits::default(), access: Access::default() }
+    }
 }
 
 /// A socket with a device behind it, and the thread that serves it. Dropped, it disconnects the frontend and removes the
 /// socket.
-pub(crate) struct Socket {
+pub struct Socket {
     name: String,
     stop: EventFd,
     current: Current,
@@ -89,6 +101,16 @@ struct Live {
 }
 
 impl Socket {
+    /// Serves a device at a socket.
+    ///
+    /// # Errors
+    /// The socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
+    pub fn serve<D: VhostDevice>(config: SocketConfig<'_>, device: D) -> Result<Socket, SocketError> {
+        let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+        let failed = |error| SocketError::Start { name: config.name.to_owned(), error };
+        Self::start(config, attention.map_err(failed)?, || Ok(device))
+    }
+
     /// Creates the socket (as a server) and starts its thread. `make` creates the device; it is called once the socket
     /// exists, as it is slow compared with failing to create one. `attention` is signalled by the device to have its frontend
     /// disconnected.
