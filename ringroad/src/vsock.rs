@@ -177,6 +177,8 @@ fn cat(args: &Cat) -> Outcome {
                 input.shutdown(Shutdown::Write);
             });
             io::copy(&mut &stream, &mut io::stdout().lock())?;
+            // Our input may still be open: the peer gets an orderly end, not a reset.
+            stream.shutdown(Shutdown::Both);
         }
         SocketType::SeqPacket => {
             let socket = match (&listener, args.peer) {
@@ -200,6 +202,7 @@ fn cat(args: &Cat) -> Outcome {
                 stdout.write_all(b"\n")?;
                 stdout.flush()?;
             }
+            socket.shutdown(Shutdown::Both);
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -34,6 +34,28 @@ impl<R: Relay> Side for DeviceSide<R> {
     type Relay = R;
 }
 
+macro_rules! queue_calls {
+    () => {
+        /// Starts the queue with the negotiated feature bits.
+        pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
+            Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
+        }
+
+        /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
+        /// taken since are returned empty.
+        pub fn stop(&mut self) -> u32 {
+            self.base();
+            self.ring.return_resubmits();
+            self.ring.base()
+        }
+
+        /// Returns the driver's memory.
+        pub fn memory(&self) -> &Arc<Table> {
+            &self.memory
+        }
+    };
+}
+
 /// A receive queue: the device sends, the driver receives.
 pub struct RxQueue {
     ring: DeviceRing,
@@ -49,10 +71,7 @@ pub struct RxQueue {
 }
 
 impl RxQueue {
-    /// Starts the queue with the negotiated feature bits.
-    pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
-    }
+    queue_calls!();
 
     /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
     pub fn resume(
@@ -78,19 +97,6 @@ impl RxQueue {
         self.give();
         self.ring.untake(&mut self.chains, self.used);
         self.ring.base()
-    }
-
-    /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
-    /// taken since are returned empty.
-    pub fn stop(&mut self) -> u32 {
-        self.base();
-        self.ring.return_resubmits();
-        self.ring.base()
-    }
-
-    /// Returns the driver's memory.
-    pub fn memory(&self) -> &Arc<Table> {
-        &self.memory
     }
 
     fn give(&mut self) {
@@ -278,10 +284,7 @@ pub struct TxQueue {
 }
 
 impl TxQueue {
-    /// Starts the queue with the negotiated feature bits.
-    pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
-    }
+    queue_calls!();
 
     /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
     pub fn resume(
@@ -301,19 +304,6 @@ impl TxQueue {
     /// Returns the ring position at which to continue after a stop.
     pub fn base(&mut self) -> u32 {
         self.ring.base()
-    }
-
-    /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
-    /// taken since are returned empty.
-    pub fn stop(&mut self) -> u32 {
-        self.base();
-        self.ring.return_resubmits();
-        self.ring.base()
-    }
-
-    /// Returns the driver's memory.
-    pub fn memory(&self) -> &Arc<Table> {
-        &self.memory
     }
 }
 
@@ -453,10 +443,7 @@ pub struct Events {
 const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 
 impl Events {
-    /// Starts the queue with the negotiated feature bits.
-    pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
-    }
+    queue_calls!();
 
     /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
     pub fn resume(
@@ -499,19 +486,6 @@ impl Events {
     /// Returns the ring position at which to continue after a stop.
     pub fn base(&mut self) -> u32 {
         self.ring.base()
-    }
-
-    /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
-    /// taken since are returned empty.
-    pub fn stop(&mut self) -> u32 {
-        self.base();
-        self.ring.return_resubmits();
-        self.ring.base()
-    }
-
-    /// Returns the driver's memory.
-    pub fn memory(&self) -> &Arc<Table> {
-        &self.memory
     }
 }
 

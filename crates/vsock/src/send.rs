@@ -398,22 +398,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
                 }
             }
             let nothing = placed.packets == 0;
-            match turn {
-                Turn::Control { place, owner, header } => {
-                    if placed.all || !self.outbox.lock().push_back(place, owner, header) {
-                        self.waiting.fetch_sub(1, Ordering::Release);
-                    }
-                }
-                Turn::Data { owner, mut packet, .. } => {
-                    packet.done += placed.bytes;
-                    let left = (!placed.all).then_some(packet);
-                    let used = placed.bytes + OVERHEAD * placed.packets as usize;
-                    let mut outbox = self.outbox.lock();
-                    if outbox.moved(&owner, used, left) {
-                        self.waiting.fetch_sub(1, Ordering::Release);
-                    }
-                }
-            }
+            self.end_turn(turn, &placed);
             if nothing && (effect.broken.is_some() || !link.await_room()) {
                 break;
             }
@@ -428,6 +413,26 @@ impl<L: Link, O: Owner> Sender<L, O> {
         drop(guard);
         owners.into_iter().for_each(&mut moved);
         effect
+    }
+
+    /// Returns what is left of a packet to the outbox.
+    fn end_turn(&self, turn: Turn<O>, placed: &Placed) {
+        match turn {
+            Turn::Control { place, owner, header } => {
+                if placed.all || !self.outbox.lock().push_back(place, owner, header) {
+                    self.waiting.fetch_sub(1, Ordering::Release);
+                }
+            }
+            Turn::Data { owner, mut packet, .. } => {
+                packet.done += placed.bytes;
+                let left = (!placed.all).then_some(packet);
+                let used = placed.bytes + OVERHEAD * placed.packets as usize;
+                let mut outbox = self.outbox.lock();
+                if outbox.moved(&owner, used, left) {
+                    self.waiting.fetch_sub(1, Ordering::Release);
+                }
+            }
+        }
     }
 
     /// Drops an owner's queued packets because its connection is closed. Returns whether its request was among them, in which

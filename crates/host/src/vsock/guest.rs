@@ -169,6 +169,12 @@ impl Guest {
         let _before = self.memory.lock().get_mut(vring).and_then(|place| std::mem::replace(place, memory));
     }
 
+    /// Returns whether both queues for packets have been started.
+    pub(super) fn is_started(&self) -> bool {
+        let memory = self.memory.lock();
+        [RX, TX].into_iter().all(|vring| memory.get(vring).is_some_and(Option::is_some))
+    }
+
     /// Stops the device if the frontend has truncated the guest's memory. Its connections are reset when the frontend is
     /// disconnected.
     pub(super) fn check_memory(&self) {

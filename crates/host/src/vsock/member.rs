@@ -96,6 +96,8 @@ pub(super) struct Member {
     pub accepts_pending: bool,
     /// Its rings are polled; the time of the last activity.
     active_since: Option<Instant>,
+    /// The stack's `work` was requested, and has not run since: a packet may be in the outbox.
+    work_pending: bool,
     /// When the next socket may be connected, if not now.
     connect_at: Option<Instant>,
     /// When the next program may be accepted, if not now.
@@ -132,6 +134,7 @@ impl Member {
             mail: true,
             events: false,
             active_since: None,
+            work_pending: false,
             connect_at: None,
             accept_at: None,
             swept: Instant::now(),
@@ -173,6 +176,7 @@ impl Member {
         let mut any = self.handle_commands();
         // While commands are left, the guest's packets, which can cause more of them, are not processed.
         if self.active_since.is_some() && !self.mail {
+            self.work_pending = false;
             any |= self.guest.stack.work();
             any |= self.handle_commands();
         }
@@ -184,7 +188,7 @@ impl Member {
             self.sweeps = SWEEPS;
         }
         if let Some(since) = &mut self.active_since {
-            if any {
+            if any || self.work_pending {
                 *since = start;
             } else if start.duration_since(*since) > poll.max(QUIET) && !self.guest.stack.enable_notification() {
                 self.active_since = None;
@@ -197,7 +201,8 @@ impl Member {
     /// Stops polling its rings if it has been idle for long enough. Returns `false` if it still needs turns.
     pub(super) fn deactivate(&mut self, poll: Duration) -> bool {
         if let Some(since) = self.active_since {
-            if since.elapsed() < poll || self.guest.stack.enable_notification() {
+            // A request that arrived while the stack was at work waits for the next turn: no event repeats it.
+            if self.work_pending || since.elapsed() < poll || self.guest.stack.enable_notification() {
                 return false;
             }
             self.active_since = None;
@@ -251,6 +256,7 @@ impl Member {
         let (work, more) = self.guest.env.mail.take(COMMANDS, &mut commands);
         self.mail = more;
         if work {
+            self.work_pending = true;
             self.activate();
         }
         let any = !commands.is_empty();

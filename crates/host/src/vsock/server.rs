@@ -165,7 +165,6 @@ impl VhostDevice for VsockDevice {
             RX => RxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
                 let base = queue.base();
                 guest.stack.set_link(Some(queue));
-                guest.stack.set_socket_types(socket_types(acked));
                 (base, how)
             }),
             TX => TxQueue::resume(memory, acked, size, addresses, base, journal, inflight).map(|(mut queue, how)| {
@@ -189,6 +188,10 @@ impl VhostDevice for VsockDevice {
         notes::say(&guest.env.name, index, base, how);
         if index == TX && !resumed {
             vrings.stale = !is_fresh(started, acked);
+        }
+        if guest.is_started() {
+            // Not before: the start of the transmit queue resets the connections that another guest has requested by then.
+            guest.stack.set_socket_types(socket_types(acked));
         }
         if let Some(place) = self.kicks.lock().get_mut(index) {
             *place = kick.filter(|_| index != EVENT);

@@ -72,12 +72,7 @@ impl<S: Side> Socket<S> {
             if let Some(answer) = ready(&mut self.conn.lock()) {
                 return answer;
             }
-            while self.stack.pump(wanted.as_deref_mut()) > 0 {
-                if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
-                    break;
-                }
-            }
-            if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
+            if self.pump(&mut wanted) {
                 // The caller checks `wanted.got`.
                 return Err(io::ErrorKind::Interrupted.into());
             }
@@ -106,10 +101,17 @@ impl<S: Side> Socket<S> {
             leader.wait(until);
             self.signal.leads.store(false, Ordering::Relaxed);
             // Take what is there before the worker takes over the ring again.
-            while self.stack.pump(wanted.as_deref_mut()) > 0 {
-                if wanted.as_ref().is_some_and(|wanted| wanted.got > 0) {
-                    break;
-                }
+            self.pump(&mut wanted);
+        }
+    }
+
+    /// Receives all packets, or until some payload has gone to `wanted`. Returns whether any has.
+    fn pump(&self, wanted: &mut Option<&mut Wanted<'_>>) -> bool {
+        loop {
+            let received = self.stack.pump(wanted.as_deref_mut());
+            let got = wanted.as_ref().is_some_and(|wanted| wanted.got > 0);
+            if got || received == 0 {
+                return got;
             }
         }
     }

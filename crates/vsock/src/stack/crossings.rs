@@ -57,7 +57,7 @@ impl<S: Side> End for Stack<S> {
 }
 
 impl<S: Side> Stack<S> {
-    /// Returns whether the stack was ever added to a [`Hub`].
+    /// Returns whether the stack was ever added to a [`Hub`](crate::Hub).
     pub fn has_joined(&self) -> bool {
         self.hub.get().is_some()
     }
