@@ -3,12 +3,13 @@
 #![no_main]
 
 use ringroad_host::{
-    Worker, WorkerConfig,
+    PortSettings, Worker, WorkerConfig,
     vhost_user::{Access, Limits, Rate, Role, Server, VhostConfig},
 };
 use ringroad_mem::Region;
 use ringroad_net::{Config, Features};
-use ringroad_switch::{Gather, Mode, Poll};
+use ringroad_switch::Gather;
+use ringroad_traffic::ports::{Measured, Mode};
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     fs::File,
@@ -28,8 +29,8 @@ struct Target {
     region: Arc<Region>,
     memory: File,
     event: EventFd,
-    _server: Server,
-    _worker: Worker,
+    _server: Server<Measured<VhostPort>>,
+    _worker: Worker<Measured<VhostPort>>,
 }
 
 /// Limits on how often something happens would have the fuzzer wait.
@@ -46,15 +47,11 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         role: Role::Server,
         features: Features::all(),
         config: Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 2, mtu: 1500 },
-        mode: Mode::Reflect,
-        hairpin: false,
-        poll: Poll::For(Duration::ZERO),
-        limits: Default::default(),
-        tuning: Default::default(),
+        settings: PortSettings { limits: Default::default(), ..PortSettings::default() },
         frontend: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
         access: Access::default(),
     };
-    let server = Server::start(config, &worker).unwrap();
+    let server = Server::start(config, &worker, |guest| Measured::new(guest, Mode::Reflect)).unwrap();
     let (region, memory) = Region::create(65536, 0x10000, false).unwrap();
     Target { socket, region, memory, event: EventFd::new(libc_nonblock()).unwrap(), _server: server, _worker: worker }
 });

@@ -3,7 +3,7 @@
 //! - [`Worker`] is the thread that forwards frames between ports. Guests are ports by [`vhost_user::Server`], interfaces of the
 //!   host by [`TapPort`]; [`PortKind`] is for ports of your own, and [`ports!`] makes several kinds one.
 //! - [`vhost_user::VhostDevice`] is for vhost-user devices of your own, on the rings of [`ring`]; [`vhost_user::Socket`] runs one.
-//! - [`vhost_user::Connection`] drives a virtio-net device, [`vhost_user::Frontend`] any vhost-user device.
+//! - [`vhost_user::Connection`] drives a virtio-net device, [`vhost_user::RawConnection`] any vhost-user device.
 //! - [`host::vsock`] serves and drives virtio-vsock devices.
 //!
 //! The rooms behind these are re-exported whole: [`mem`], [`wire`], [`frame`], [`ring`], [`net`], [`vsock`], [`switch`], [`host`].

@@ -1,7 +1,7 @@
 //! Landlock: the files and TCP ports that the process may use. Called by `confine` in mod.rs. A rule applies to a file, or to
 //! a directory and everything below it, not to a path: an object put at the same path later is not allowed.
 
-use super::Confinement;
+use super::confinement::Confinement;
 use crate::sys;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort, PathBeneath, PathFd,

@@ -9,10 +9,13 @@
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
 )]
 
+mod confinement;
 mod landlock;
 mod seccomp;
 
 pub(crate) use seccomp::narrow;
+
+pub use confinement::{Confinement, Privilege};
 
 use crate::{notes, sys};
 use caps::{CapSet, Capability, CapsHashSet};
@@ -20,35 +23,6 @@ use std::{
     fmt, fs, io,
     path::{Path, PathBuf},
 };
-
-/// What the process keeps. Everything else is dropped.
-#[derive(Clone, Debug, Default)]
-pub struct Confinement {
-    /// Directories where it creates, removes and connects to sockets, and keeps ring notes if they are on a tmpfs. A
-    /// directory that does not exist yet is skipped and cannot be used later.
-    pub folders: Vec<PathBuf>,
-    /// Files and directories that it reads.
-    pub read: Vec<PathBuf>,
-    /// Existing files that it writes.
-    pub write: Vec<PathBuf>,
-    /// TCP ports that it connects to.
-    pub tcp: Vec<u16>,
-    /// Capabilities that it keeps if it has them.
-    pub privileges: Vec<Privilege>,
-}
-
-/// A capability that part of the configuration needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Privilege {
-    /// To create TAP interfaces and to bring them up.
-    NetAdmin,
-    /// To give sockets to other users and groups.
-    Chown,
-    /// To set the mode of a socket after giving it away.
-    Fowner,
-    /// To use directories and sockets of other users.
-    DacOverride,
-}
 
 impl Privilege {
     /// All of them.

@@ -1,5 +1,5 @@
 //! The front end of vhost-user: a driver that connects to any vhost-user network device (DPDK's virtio-user). Used by the
-//! program's traffic tools; `vsock/client.rs` shares [`Handshake`].
+//! program's traffic tools; `vsock/client.rs` shares [`RawConnection`].
 
 use super::{place::connect, quirks};
 use crate::sys;
@@ -135,6 +135,16 @@ impl Notifier {
         &self.call
     }
 
+    /// Waits until the device has notified, or until the timeout, and clears the notification.
+    ///
+    /// # Errors
+    /// The kernel refuses to wait.
+    pub fn wait(&self, timeout: Duration) -> io::Result<()> {
+        sys::wait_readable([Some(sys::borrow(&self.call))], Some(timeout))?;
+        self.clear();
+        Ok(())
+    }
+
     /// Clears pending notifications.
     pub fn clear(&self) {
         let _ = self.call.read();
@@ -154,23 +164,36 @@ pub struct Connection {
     pub tx: Vec<Notifier>,
     /// The negotiated feature bits.
     pub acked: u64,
-    handshake: Handshake,
+    handshake: RawConnection,
     connector: Connector,
     /// The queues were not stopped by [`Connection::stop`].
     running: bool,
 }
 
-/// The connection to a device, for a driver of any kind.
-pub(crate) struct Handshake {
-    pub frontend: Frontend,
-    pub socket: UnixStream,
-    pub path: PathBuf,
+/// The connection to a device, for a driver of any kind: memory and rings are the caller's. [`Connection`] is a network driver on
+/// it.
+pub struct RawConnection {
+    frontend: Frontend,
+    pub(crate) socket: UnixStream,
+    pub(crate) path: PathBuf,
     /// The negotiated feature bits.
     pub acked: u64,
     protocol: Protocol,
 }
 
-impl Handshake {
+impl RawConnection {
+    /// Connects to the device at a socket, waiting up to `patience` for it to listen, and negotiates those of the `wanted`
+    /// feature bits that it offers. `vrings`: how many vrings the driver uses.
+    ///
+    /// # Errors
+    /// No device listens there, it does not offer VIRTIO_F_VERSION_1, or it refuses a message.
+    pub fn connect(path: &Path, patience: Duration, wanted: u64, vrings: u64) -> Result<RawConnection, ConnectError> {
+        let socket = Self::open(path, false, patience)?;
+        let connection = Self::negotiate(socket, path, wanted, Protocol::empty(), vrings)?;
+        connection.accept()?;
+        Ok(connection)
+    }
+
     /// Connects to the device, or waits for it to connect.
     pub(crate) fn open(path: &Path, listen: bool, patience: Duration) -> Result<UnixStream, ConnectError> {
         let start = Instant::now();
@@ -200,7 +223,7 @@ impl Handshake {
         wanted: u64,
         protocol: Protocol,
         vrings: u64,
-    ) -> Result<Handshake, ConnectError> {
+    ) -> Result<RawConnection, ConnectError> {
         let refused = |what| refused(path, what);
         let mut frontend = Frontend::from_stream(socket.try_clone()?, vrings);
         frontend.set_owner().map_err(refused("SET_OWNER"))?;
@@ -218,7 +241,7 @@ impl Handshake {
                 frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
             }
         }
-        Ok(Handshake { frontend, socket, path: path.to_owned(), acked, protocol: both })
+        Ok(RawConnection { frontend, socket, path: path.to_owned(), acked, protocol: both })
     }
 
     /// Sends SET_FEATURES. Must be called before the methods below that set up memory and rings.
@@ -237,7 +260,10 @@ impl Handshake {
     }
 
     /// Shares the driver's memory with the device.
-    pub(crate) fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
+    ///
+    /// # Errors
+    /// The device refuses it.
+    pub fn share(&self, region: &Region, file: &File) -> Result<(), ConnectError> {
         // The seal keeps the device from truncating the file. Not fatal without it, as the device is usually trusted.
         if let Err(error) = Region::seal(file) {
             log::warn!(
@@ -256,8 +282,11 @@ impl Handshake {
         Ok(())
     }
 
-    /// Sets up a vring that has not been used yet.
-    pub(crate) fn ring(&mut self, index: usize, size: u32, at: Addresses) -> Result<Notifier, ConnectError> {
+    /// Sets up a vring that has not been used yet, and returns its notification descriptors.
+    ///
+    /// # Errors
+    /// The device refuses it, or the system has no more descriptors.
+    pub fn ring(&mut self, index: usize, size: u32, at: Addresses) -> Result<Notifier, ConnectError> {
         let notifier = Notifier::new()?;
         let fresh = if self.acked & bits::RING_PACKED == 0 { 0 } else { ringroad_ring::packed::Base::FRESH.0 };
         self.ring_at(index, size, at, fresh, &notifier)?;
@@ -296,8 +325,11 @@ impl Handshake {
         Ok(())
     }
 
-    /// Enables vrings that were set up.
-    pub(crate) fn enable(&mut self, vrings: usize) -> Result<(), ConnectError> {
+    /// Enables vrings that were set up, from 0 on.
+    ///
+    /// # Errors
+    /// The device refuses it.
+    pub fn enable(&mut self, vrings: usize) -> Result<(), ConnectError> {
         if self.acked & bits::PROTOCOL_FEATURES != 0 {
             for index in 0..vrings {
                 self.frontend.set_vring_enable(index, true).map_err(refused(&self.path, "SET_VRING_ENABLE"))?;
@@ -308,7 +340,7 @@ impl Handshake {
 
     /// Stops vrings, after which the device leaves their memory alone. Yields each vring with its base, up to the first one
     /// for which the device does not reply.
-    pub(crate) fn stop(&self, vrings: usize) -> impl Iterator<Item = (usize, u32)> {
+    pub fn stop(&self, vrings: usize) -> impl Iterator<Item = (usize, u32)> {
         (0..vrings).map_while(|index| Some((index, self.frontend.get_vring_base(index).ok()?)))
     }
 }
@@ -339,21 +371,21 @@ impl Connector {
     }
 
     /// Connects to a device, checks its number of queue pairs, and negotiates features.
-    fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
-        let socket = Handshake::open(&self.socket, self.listen, patience)?;
+    fn negotiate(&self, patience: Duration, features: u64) -> Result<RawConnection, ConnectError> {
+        let socket = RawConnection::open(&self.socket, self.listen, patience)?;
         if self.queue_pairs > 1 {
             let found = quirks::queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
             if found < self.queue_pairs.into() {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
             }
         }
-        Handshake::negotiate(socket, &self.socket, features, Protocol::MQ, 2 * u64::from(self.queue_pairs))
+        RawConnection::negotiate(socket, &self.socket, features, Protocol::MQ, 2 * u64::from(self.queue_pairs))
     }
 }
 
 /// Shares the driver's memory and sets up all queues at their current positions.
 fn set_up(
-    handshake: &mut Handshake,
+    handshake: &mut RawConnection,
     driver: &Driver,
     size: u32,
     rx: &[Notifier],

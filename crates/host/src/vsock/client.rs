@@ -3,7 +3,7 @@
 use super::lines::Lines;
 use crate::{
     sys,
-    vhost_user::{ConnectError, Handshake, Notifier},
+    vhost_user::{ConnectError, Notifier, RawConnection},
 };
 use log::Level;
 use ringroad_mem::Region;
@@ -126,9 +126,9 @@ const VRINGS: usize = 3;
 
 impl VsockConnector {
     /// Connects to a device and negotiates features.
-    fn negotiate(&self, patience: Duration, features: u64) -> Result<Handshake, ConnectError> {
-        let socket = Handshake::open(&self.socket, self.listen, patience)?;
-        Handshake::negotiate(socket, &self.socket, features, Protocol::CONFIG, VRINGS as u64)
+    fn negotiate(&self, patience: Duration, features: u64) -> Result<RawConnection, ConnectError> {
+        let socket = RawConnection::open(&self.socket, self.listen, patience)?;
+        RawConnection::negotiate(socket, &self.socket, features, Protocol::CONFIG, VRINGS as u64)
     }
 
     /// Connects, negotiates, and starts all queues.
@@ -243,7 +243,7 @@ impl Recovery {
         rx: &DriverRx,
         tx: &DriverTx,
         events: &DriverEvents,
-    ) -> Result<Handshake, ConnectError> {
+    ) -> Result<RawConnection, ConnectError> {
         // A short timeout, so that dropping the client does not wait long.
         let mut handshake = self.connector.negotiate(PAUSE, self.acked)?;
         if handshake.acked != self.acked {
@@ -263,7 +263,12 @@ impl Recovery {
 
     /// Resets all connections and reconnects to the device that replaces the disconnected one. Returns `None` if there is
     /// none in time, or if the client is being dropped.
-    fn recover(&self, stack: &Stack<DriverSide>, context: &Context, events: &mut DriverEvents) -> Option<Handshake> {
+    fn recover(
+        &self,
+        stack: &Stack<DriverSide>,
+        context: &Context,
+        events: &mut DriverEvents,
+    ) -> Option<RawConnection> {
         stack.set_socket_types(&[]);
         let (tx, rx) = (stack.set_link(None), stack.set_inlet(None));
         stack.reset();
@@ -307,7 +312,7 @@ fn work(
     context: &Context,
     epoll: &Epoll,
     recovery: &Recovery,
-    mut handshake: Handshake,
+    mut handshake: RawConnection,
     mut events: DriverEvents,
 ) {
     let mut ready = [EpollEvent::default(); 5];

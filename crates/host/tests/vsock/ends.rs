@@ -198,3 +198,36 @@ fn an_end_that_does_not_read_delays_no_other() {
     drop((program, guest, slow_program, slow_guest));
     rig.expect_no_connections();
 }
+
+/// A request for work that arrives while the worker is at work must not be forgotten: nothing else sends that packet.
+#[test]
+fn queued_packets_are_never_left_in_the_outbox() {
+    for poll in [Duration::ZERO, Duration::from_micros(50)] {
+        let rig = Rig::new();
+        let queued = Settings { direct: false, poll, ..Settings::default() };
+        rig.host().set(queued);
+        rig.guest().set(queued);
+        let listener = rig.listen(1);
+        let mut program = Stream::connect(rig.host(), Addr { cid: CID, port: 1 }).unwrap();
+        program.set_timeout(Some(PATIENCE));
+        let mut guest = accept(&listener);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut byte = [0];
+                while guest.read(&mut byte).unwrap() == 1 {
+                    guest.write_all(&byte).unwrap();
+                }
+            });
+            for round in 0..20_000_u32 {
+                let byte = [round as u8];
+                program.write_all(&byte).unwrap();
+                let mut answer = [0];
+                program
+                    .read_exact(&mut answer)
+                    .unwrap_or_else(|error| panic!("round {round}, polling {poll:?}: {error}"));
+                assert_eq!(answer, byte);
+            }
+            program.shutdown(Shutdown::Write);
+        });
+    }
+}
