@@ -5,7 +5,7 @@
 #
 #   own_device and driver   the driver gets 256 random bytes
 #   own_port                prints the addresses of the frames that `ringroad blast` sends
-#   switch and driver       frames of `blast` at one guest's socket reach the driver at the other's, and the TAP interface
+#   switch and driver       frames of `blast` at one guest's socket reach the driver at the other's, and frames of the TAP interface a guest
 #
 # $RINGROAD is the program (default target/release/ringroad). Prints "ok NAME" or "FAILED NAME" with what was seen, and
 # finally "N passed, M failed" (the exit status).
@@ -42,7 +42,7 @@ start() { # NAME ARGUMENT…: starts an example, waits until it is ready; its ou
 }
 
 stop() {
-  kill "${children[@]}"
+  kill "${children[@]}" 2>/dev/null || true
   wait "${children[@]}" 2>/dev/null || true
   children=()
 }
@@ -77,7 +77,7 @@ children+=($!)
 sleep 0.3
 timeout 20 "$ringroad" blast "$work/vm2.sock" --mode tx --seconds 2 >"$work/blast" 2>&1 || true
 check "switch: guest to guest" '^[0-9]+ bytes: \[00, 00' "$work/frame"
-check "switch: guest to TAP" '^uplink: [0-9]+ frames received, [1-9][0-9]* sent' "$work/switch"
+check "switch: TAP to guest" "^vm2: [0-9]+ frames received, [1-9][0-9]* sent" "$work/switch"
 stop
 
 echo "$passed passed, $failed failed"

@@ -4,7 +4,7 @@
 
 use ringroad_host::{
     PortSettings, Worker, WorkerConfig,
-    vhost_user::{Access, Limits, Rate, Role, Server, VhostConfig},
+    vhost_user::{Access, Limits, Rate, Role, Server, VhostConfig, VhostPort},
 };
 use ringroad_mem::Region;
 use ringroad_net::{Config, Features};

@@ -1,7 +1,7 @@
 //! `ringroad blast`: a virtio-net driver (virtio 1.3, 5.1) that sends, receives or reflects test traffic on a vhost-user device.
 //! Command line and summary; the driver is in the crate `traffic`. `demo` starts this command, too.
 
-use crate::Outcome;
+use crate::outcome::Outcome;
 use ringroad_host::{cpu_time, vhost_user::Connector};
 use ringroad_net::bits;
 use ringroad_text::{count, save, table, time};

@@ -1,6 +1,6 @@
 //! `ringroad demo`: a switch (`serve`) and two drivers (`blast`) over vhost-user sockets, each in its own process.
 
-use crate::Outcome;
+use crate::outcome::Outcome;
 use ringroad_text::{count, time};
 use ringroad_traffic::{
     child::{Folder, Program, ourselves, port},

@@ -5,6 +5,7 @@ mod blast;
 mod config;
 mod demo;
 mod logger;
+mod outcome;
 mod ports;
 mod serve;
 mod vsock;
@@ -74,6 +75,3 @@ fn main() -> ExitCode {
     logger::flush();
     code
 }
-
-/// The result of a command: an exit code, or an error message for the user.
-type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;

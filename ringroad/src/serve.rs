@@ -16,9 +16,9 @@ mod vsock;
 
 use self::{progress::Progress, sandbox::Sandbox, state::State};
 use crate::{
-    Outcome,
     config::{self, Config},
     logger,
+    outcome::Outcome,
 };
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2},

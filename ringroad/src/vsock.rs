@@ -1,6 +1,6 @@
 //! `ringroad vsock`: a vsock driver (virtio 1.3, 5.10) for the command line: acts as the guest of any vhost-user vsock device.
 
-use crate::Outcome;
+use crate::outcome::Outcome;
 use clap::Subcommand;
 use ringroad_host::vsock::{VsockClient, VsockConnector};
 use ringroad_text::{count, save, time};

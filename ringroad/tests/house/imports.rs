@@ -44,7 +44,9 @@ fn collect(folder: &Path, at: &mut Module, files: &mut BTreeMap<Module, String>)
             collect(&path, at, files);
             at.pop();
         } else {
-            let last = (!["lib", "main", "mod"].contains(&&*name)).then_some(name);
+            // Beside a program, the library is a module that nothing imports.
+            let is_root = ["main", "mod"].contains(&&*name) || name == "lib" && !folder.join("main.rs").exists();
+            let last = (!is_root).then_some(name);
             files.insert(at.iter().cloned().chain(last).collect(), fs::read_to_string(&path).unwrap());
         }
     }
