@@ -8,9 +8,7 @@ use proptest::prelude::*;
 use ringroad_frame::{Burst, Counters, MAX_FRAME, Snapshot};
 use ringroad_mem::{Region, Table};
 use ringroad_net::{RxQueue, TxQueue, bits};
-use ringroad_ring::{
-    Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used, packed, split,
-};
+use ringroad_ring::{Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used};
 use ringroad_wire::vnet_hdr;
 use std::{collections::VecDeque, fs::File, sync::Arc};
 
@@ -39,29 +37,13 @@ impl Guest {
     }
 
     fn at(guest: u64, acked: u64, size: u32, entries: usize, arena: usize, cut: Option<usize>) -> Guest {
-        let is_packed = acked & bits::RING_PACKED != 0;
-        let features = Features {
-            packed: is_packed,
-            indirect: acked & bits::INDIRECT_DESC != 0,
-            event_idx: acked & bits::EVENT_IDX != 0,
-            in_order: acked & bits::IN_ORDER != 0,
-        };
-        let tables =
-            (if is_packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) }).next_multiple_of(4096);
+        let features = Features::negotiated(acked);
+        let tables = DriverRing::bytes(features, size).next_multiple_of(4096);
         let start = tables + size as usize * entries * 16;
         let (region, file) = Region::create(start + arena, guest, false).unwrap();
         let indirect = IndirectTables::new(region.clone(), tables, size, entries).unwrap();
-        let (ring, at) = if is_packed {
-            let (layout, at) = packed::Layout::place(&region, 0, size).unwrap();
-            let mut ring = packed::Driver::new(layout, features);
-            ring.set_indirect(indirect);
-            (DriverRing::Packed(ring), at)
-        } else {
-            let (layout, at) = split::Layout::place(&region, 0, size).unwrap();
-            let mut ring = split::Driver::new(layout, features);
-            ring.set_indirect(indirect);
-            (DriverRing::Split(ring), at)
-        };
+        let (mut ring, at) = DriverRing::start(&region, 0, features, size).unwrap();
+        ring.set_indirect(indirect);
         let (mut table, mut from) = (Table::default(), 0);
         for to in cut.map(|cut| start + cut).into_iter().chain([start + arena]) {
             let offset = from as u64;

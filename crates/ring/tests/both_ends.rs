@@ -139,10 +139,7 @@ impl Pair {
         let mut driver = memory.driver();
         if let Some(entries) = config.tables {
             let tables = IndirectTables::new(memory.driver.clone(), memory.arena + arena, size, entries).unwrap();
-            match &mut driver {
-                DriverRing::Split(ring) => ring.set_indirect(tables),
-                DriverRing::Packed(ring) => ring.set_indirect(tables),
-            }
+            driver.set_indirect(tables);
         }
         let mut burst = Chains::new(config.burst.0, config.burst.1);
         burst.start(&memory.device);

@@ -10,7 +10,6 @@ use proptest::prelude::*;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{
     Addresses, BURST, Buffer, Chain, Chains, DeviceRing, DriverFault, DriverRing, Fault, Features, SetupError, Used,
-    packed, split,
 };
 use std::{
     sync::{
@@ -602,16 +601,14 @@ fn invalid_queue_sizes() {
     let memory = Table::default();
     let at = Addresses::default();
     for size in [0, 3, 5, 6, 100, 32769, 65535, 65536, 1 << 31, u32::MAX] {
-        let error = split::Layout::resolve(&memory, size, at).err().unwrap();
+        let error = DeviceRing::start(&memory, SPLIT, size, at, 0).err().unwrap();
         assert_eq!(error, SetupError::Size { size, packed: false });
         assert!(error.to_string().contains(&format!("invalid queue size {size}: expected a power of two")));
-        assert_eq!(DeviceRing::start(&memory, SPLIT, size, at, 0).err(), Some(error));
     }
     for size in [0, 32769, 65535, 65536, 1 << 31, u32::MAX] {
-        let error = packed::Layout::resolve(&memory, size, at).err().unwrap();
+        let error = DeviceRing::start(&memory, PACKED, size, at, 0).err().unwrap();
         assert_eq!(error, SetupError::Size { size, packed: true });
         assert!(error.to_string().contains(&format!("invalid queue size {size}: expected 1 to 32768")));
-        assert_eq!(DeviceRing::start(&memory, PACKED, size, at, 0).err(), Some(error));
     }
 }
 
@@ -1059,15 +1056,10 @@ fn descriptors_that_change_while_being_read() {
 fn rings_in_truncated_memory() {
     for features in [SPLIT, PACKED] {
         let (driver, file) = Region::create(1 << 16, GUEST, false).unwrap();
-        let at = if features.packed {
-            packed::Layout::place(&driver, 0, 8).unwrap().1
-        } else {
-            split::Layout::place(&driver, 0, 8).unwrap().1
-        };
+        let (_, at) = DriverRing::start(&driver, 0, features, 8).unwrap();
         let region = Region::map(&file, 0, 1 << 16, GUEST, driver.user()).unwrap();
         let memory = Arc::new(Table::default().with(region.clone()).unwrap());
-        let base = if features.packed { packed::Base::FRESH.0 } else { 0 };
-        let mut device = DeviceRing::start(&memory, features, 8, at, base).unwrap();
+        let mut device = DeviceRing::start(&memory, features, 8, at, features.fresh_base()).unwrap();
         drop(driver);
         file.set_len(0).unwrap();
         let mut burst = Chains::new(BURST, 64);
