@@ -5,7 +5,7 @@ mod input;
 
 use input::Input;
 use ringroad_mem::{Region, Table};
-use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
+use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used};
 use ringroad_vsock::{
     Broken, DeviceSide, Host, Key, Listener, MAX_PACKET, NoRelay, OpenResult, Queue, RxQueue, SeqPacket, Settings,
     SocketType, Stack, Stream, TxQueue, bits, socket_types,
@@ -79,13 +79,7 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
 });
 
 fn driver(region: &Arc<Region>, offset: usize, features: Features) -> (DriverRing, Addresses) {
-    if features.packed {
-        let (layout, at) = packed::Layout::place(region, offset, SIZE).unwrap();
-        (DriverRing::Packed(packed::Driver::new(layout, features)), at)
-    } else {
-        let (layout, at) = split::Layout::place(region, offset, SIZE).unwrap();
-        (DriverRing::Split(split::Driver::new(layout, features)), at)
-    }
+    DriverRing::start(region, offset, features, SIZE).unwrap()
 }
 
 fn one(mut input: Input<'_>, region: &Arc<Region>, table: &Arc<Table>) {

@@ -6,7 +6,7 @@ mod input;
 
 use input::Input;
 use ringroad_mem::{Region, Span, Table};
-use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used, packed, split};
+use ringroad_ring::{Addresses, Buffer, DriverRing, Features, Used};
 use ringroad_vsock::{
     Addr, Broken, DeviceSide, Host, Hub, Key, OpenResult, Payload, Queue, Relay, RxQueue, Settings, SocketType, Stack,
     TxQueue, bits, socket_types,
@@ -124,13 +124,7 @@ struct Guest {
 }
 
 fn driver(region: &Arc<Region>, offset: usize, features: Features) -> (DriverRing, Addresses) {
-    if features.packed {
-        let (layout, at) = packed::Layout::place(region, offset, SIZE).unwrap();
-        (DriverRing::Packed(packed::Driver::new(layout, features)), at)
-    } else {
-        let (layout, at) = split::Layout::place(region, offset, SIZE).unwrap();
-        (DriverRing::Split(split::Driver::new(layout, features)), at)
-    }
+    DriverRing::start(region, offset, features, SIZE).unwrap()
 }
 
 impl Guest {

@@ -56,8 +56,11 @@ impl Frame {
     #[inline(always)]
     pub fn addresses(&self) -> (u64, u32) {
         const { assert!(HEADROOM == 12 && HEAD == 32) };
-        let [.., a, b, c, d, e, f, g, h, s, t, u, v, _, _, _, _, _, _, _, _] = self.head;
-        (u64::from_le_bytes([a, b, c, d, e, f, g, h]), u32::from_le_bytes([s, t, u, v]))
+        // In words that do not cross the 16-byte stores that the head was written with; from single bytes the compiler would
+        // assemble them one by one.
+        let &[_, b, c, _] = self.head.as_chunks::<8>().0 else { return (0, 0) };
+        let (b, c) = (u64::from_le_bytes(b), u64::from_le_bytes(c));
+        (b >> 32 | c << 32, (c >> 32) as u32)
     }
 
     /// Swaps the MAC addresses of the frame as it is forwarded.

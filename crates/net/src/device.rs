@@ -113,7 +113,7 @@ impl TxQueue {
         }
         let taken = self.chains.list().len();
         let mut bytes = if self.tuning.fast_path { self.read_plain(burst) } else { 0 };
-        let (mut runts, mut oversize) = (0, 0);
+        let (mut runts, mut oversize, distance) = (0, 0, self.tuning.distance());
         for index in burst.frames().len()..taken {
             let Some(&chain) = self.chains.list().get(index) else { break };
             if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
@@ -126,7 +126,7 @@ impl TxQueue {
                 }
                 break;
             }
-            prefetch(&self.chains, index + self.tuning.distance());
+            prefetch(&self.chains, index + distance);
             match self.read_frame(burst, &chain) {
                 Ok(len) => bytes += len as u64,
                 Err(NotAFrame::Runt) => runts += 1,
@@ -270,8 +270,8 @@ impl TxQueue {
 
 /// Fetches the first lines of a buffer that will be written. `apart`: the one with the virtio-net header is only read.
 #[inline(always)]
-fn fetch_target(target: Span<'_>, writing: bool, apart: bool) {
-    match (writing, apart) {
+fn fetch_target<const WRITE: bool>(target: Span<'_>, apart: bool) {
+    match (WRITE, apart) {
         (true, true) => {
             target.prefetch::<1>();
             target.skip(vnet_hdr::SIZE).prefetch_write::<1>();
@@ -307,20 +307,18 @@ fn fault(chain: &Chain) -> Fault {
 
 /// Copies frames as far as each is in one piece and fits; says how many. `later`: what comes after `targets` in a while.
 /// `APART`: the virtio-net header has a line of its own, as with DPDK's drivers, and is nearly always the same: that line is
-/// only read. `ALL`: everything is on, as usual; nothing is asked frame by frame then.
+/// only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
 #[inline(always)]
-fn place_part<'b, const APART: bool, const ALL: bool>(
+fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
     frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
     chains: &mut [Chain],
     targets: &[Span<'_>],
     later: &[Span<'_>],
-    tuning: &Tuning,
 ) -> usize {
-    let (prefetch_write, small) = (ALL || tuning.prefetch_write, ALL || tuning.small_copy);
     let mut count = 0;
     for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
         if let Some(&later) = later.get(count) {
-            fetch_target(later, prefetch_write, APART);
+            fetch_target::<WRITE>(later, APART);
         }
         let Some((frame, source)) = frame else { break };
         let total = frame.extent();
@@ -330,10 +328,10 @@ fn place_part<'b, const APART: bool, const ALL: bool>(
         let copied = if APART {
             let Some(rest) = frame.full_head_apart() else { break };
             let (source, after) = (source.skip(vnet_hdr::SIZE), target.skip(vnet_hdr::SIZE));
-            target.update(const { header(1) }) && source.copy_under(rest, after, total - vnet_hdr::SIZE, small)
+            target.update(const { header(1) }) && source.copy_under(rest, after, total - vnet_hdr::SIZE, SMALL)
         } else {
             let Some(head) = frame.full_head(const { header(1) }) else { break };
-            source.copy_under(head, target, total, small)
+            source.copy_under(head, target, total, SMALL)
         };
         if !copied {
             break;
@@ -410,15 +408,26 @@ impl RxQueue {
     /// is of no use, and none of the frames has been counted.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        if self.tuning.prefetch_write {
+            self.put_tuned::<true>(burst, which)
+        } else {
+            self.put_tuned::<false>(burst, which)
+        }
+    }
+
+    /// `WRITE`: `Tuning::prefetch_write`.
+    #[inline(always)]
+    fn put_tuned<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
         let (mut short, all) = ([0; BURST], which.len());
         let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
-        self.want(which.len())?;
+        self.want::<WRITE>(which.len())?;
         self.walked = 0;
         let frame = |index: u8| burst.frames().get(index as usize);
-        let (mut used, mut bytes) = if self.tuning.fast_path { self.place_plain(burst, which) } else { (0, 0) };
+        let (mut used, mut bytes) =
+            if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
         let (mut frames, mut full, mut stopped) = (used as u64, 0u64, 0u64);
         let mut oversize = (all - which.len()) as u64;
-        let mut fault = None;
+        let (mut fault, distance) = (None, self.tuning.distance());
         for (done, &index) in which.iter().enumerate().skip(used) {
             let Some(frame) = frame(index) else { continue };
             let left = which.len() - done;
@@ -439,7 +448,7 @@ impl RxQueue {
                     }
                 }
             }
-            self.prefetch(used + self.tuning.distance());
+            self.prefetch::<WRITE>(used + distance);
             let mut placed = self.place(burst, index, used);
             if let Err(Refusal::Crowded) = placed {
                 self.give(&mut used);
@@ -462,7 +471,7 @@ impl RxQueue {
         self.give(&mut used);
         // What the next burst will write to can come meanwhile. A fault in there is that burst's.
         if self.tuning.fetches() {
-            let _ = self.want(which.len());
+            let _ = self.want::<WRITE>(which.len());
         }
         if let Some(fault) = fault
             && frames == 0
@@ -494,7 +503,7 @@ impl RxQueue {
 
     /// Sees that there are `count` chains, as far as the driver has so many.
     #[inline(always)]
-    fn want(&mut self, count: usize) -> Result<(), Fault> {
+    fn want<const WRITE: bool>(&mut self, count: usize) -> Result<(), Fault> {
         let there = self.chains.list().len();
         if there == 0 {
             self.chains.start(&self.memory);
@@ -505,16 +514,16 @@ impl RxQueue {
                 _ => {}
             }
             // Those after them have their turn while frames are copied.
-            (there..self.tuning.prefetch.into()).for_each(|index| self.prefetch(index));
+            (there..self.tuning.prefetch.into()).for_each(|index| self.prefetch::<WRITE>(index));
         }
         Ok(())
     }
 
     /// Fetches the first buffer of a chain that was taken for writing.
     #[inline(always)]
-    fn prefetch(&self, index: usize) {
+    fn prefetch<const WRITE: bool>(&self, index: usize) {
         if let Some(piece) = self.chains.first_piece(index) {
-            fetch_target(piece, self.tuning.prefetch_write, piece.ends_line(vnet_hdr::SIZE));
+            fetch_target::<WRITE>(piece, piece.ends_line(vnet_hdr::SIZE));
         }
     }
 
@@ -542,18 +551,18 @@ impl RxQueue {
     /// The fast path: copies the first frames, as far as each lies in one piece and fits into one. Says how many, and how
     /// many bytes they have. What comes then is for `place`.
     #[inline(always)]
-    fn place_plain(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
+    fn place_plain<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
         let frames = burst.frames();
         let Some(sources) = burst.plain() else { return (0, 0) };
         if sources.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
             // Each piece is a frame, and all of them go here.
-            return self.place_all(which.len(), |part| {
+            return self.place_all::<WRITE, _>(which.len(), |part| {
                 let sources = sources.get(part.clone()).unwrap_or_default();
                 let frames = frames.get(part).unwrap_or_default();
                 frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source)))
             });
         }
-        self.place_all(which.len(), |part| {
+        self.place_all::<WRITE, _>(which.len(), |part| {
             which.get(part).unwrap_or_default().iter().map(|&index| {
                 let frame = frames.get(index as usize)?;
                 Some((frame, *sources.get(burst.piece(frame))?))
@@ -561,14 +570,13 @@ impl RxQueue {
         })
     }
 
-    /// The same for so many frames, which `frames` has part by part.
-    #[inline(always)]
-    fn place_all<'b, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
+    /// The same for `count` frames, which `frames` returns part by part. Not inlined: its loop needs all registers.
+    #[inline(never)]
+    fn place_all<'b, const WRITE: bool, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
     where
         F: ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
     {
-        let tuning = &self.tuning;
-        let distance = tuning.distance();
+        let (distance, small) = (self.tuning.distance(), self.tuning.small_copy);
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
         let most = count.min(chains.len()).min(targets.len());
         let (Some(chains), Some(targets)) = (chains.get_mut(..most), targets.get(..most)) else { return (0, 0) };
@@ -583,10 +591,11 @@ impl RxQueue {
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
             let targets = targets.get(done..part).unwrap_or_default();
-            let placed = match (tuning.small_copy && tuning.prefetch_write, apart) {
-                (true, false) => place_part::<false, true>(frames, chains, targets, later, tuning),
-                (true, true) => place_part::<true, true>(frames, chains, targets, later, tuning),
-                (false, _) => place_part::<false, false>(frames, chains, targets, later, tuning),
+            let placed = match (small, apart) {
+                (true, false) => place_part::<false, WRITE, true>(frames, chains, targets, later),
+                (true, true) => place_part::<true, WRITE, true>(frames, chains, targets, later),
+                (false, false) => place_part::<false, WRITE, false>(frames, chains, targets, later),
+                (false, true) => place_part::<true, WRITE, false>(frames, chains, targets, later),
             };
             done += placed;
             if done < part || done == most {

@@ -3,9 +3,7 @@
 
 use crate::features::bits;
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
-use ringroad_ring::{
-    Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used, packed, split,
-};
+use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
 use std::{fs::File, sync::Arc};
 
@@ -56,12 +54,13 @@ pub struct Driver {
 impl Driver {
     /// Lays out memory, rings and buffers. The receive queues are filled when they are first published.
     pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
-        let packed = config.acked & bits::RING_PACKED != 0;
+        let features = RingFeatures::negotiated(config.acked);
+        let packed = features.packed;
         let size = config.queue_size;
         if size == 0 || size > ringroad_ring::MAX_SIZE || !packed && !size.is_power_of_two() {
             return Err(SetupError::Size { size, packed }.into());
         }
-        let ring = if packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        let ring = DriverRing::bytes(features, size);
         // An odd number of cache lines: else the first lines of all buffers would compete for the same few cache sets.
         let stride = ((vnet_hdr::SIZE + config.frame).div_ceil(64) | 1) * 64;
         let queue = (ring + size as usize * stride).next_multiple_of(4096);
@@ -70,14 +69,7 @@ impl Driver {
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..2 * config.queue_pairs {
             let offset = queue * index as usize;
-            let features = RingFeatures::negotiated(config.acked);
-            let (driver, addresses) = if packed {
-                let (layout, at) = packed::Layout::place(&region, offset, size)?;
-                (DriverRing::Packed(packed::Driver::new(layout, features)), at)
-            } else {
-                let (layout, at) = split::Layout::place(&region, offset, size)?;
-                (DriverRing::Split(split::Driver::new(layout, features)), at)
-            };
+            let (driver, addresses) = DriverRing::start(&region, offset, features, size)?;
             let queue = Queue {
                 ring: driver,
                 addresses,

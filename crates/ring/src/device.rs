@@ -1,160 +1,369 @@
-//! Device end of a virtqueue, split or packed (virtio 1.3, 2.7 and 2.8). Owned by the receive and transmit queues of the
-//! device crates.
+//! Device end of a virtqueue (virtio 1.3, 2.7 and 2.8): takes available chains, returns used ones. What both layouts share;
+//! `split/device.rs` and `packed/device.rs` supply the rest ([`DeviceEnd`]). Called through `DeviceRing`, which has the docs.
 
-use crate::{Chain, Chains, Fault, Tuning, packed, split};
-use ringroad_mem::Table;
+use crate::{
+    Chain, Chains, Fault, Features, INDIRECT, Journal, NEXT, Tuning, WRITE,
+    chain::{Descriptor, Draft, indirect},
+    inflight::Resubmits,
+    layout::{RingLayout, RingPosition},
+};
+use ringroad_mem::{
+    Hit, Table,
+    sync::{Ordering, fence},
+};
 
-/// Device end of a virtqueue; matches on the layout once per burst.
-#[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
-pub enum DeviceRing {
-    /// Virtio 1.3, 2.7.
-    Split(split::Device),
-    /// Virtio 1.3, 2.8.
-    Packed(packed::Device),
+/// Device end of a virtqueue.
+pub(crate) struct Device<L: RingLayout> {
+    pub ring: L,
+    pub features: Features,
+    /// The next chain to take.
+    pub next_available: L::Position,
+    /// Where the next used entry goes.
+    pub next_used: L::Position,
+    /// RingPosition up to which the driver sees used entries.
+    pub published: L::Position,
+    /// Slots published since the last decision whether to notify the driver.
+    pub unsignalled: u32,
+    pub state: L::DeviceState,
+    pub journal: Journal,
+    /// Records what is in flight in the frontend's inflight region, for any back end that succeeds this one.
+    pub track: Option<Box<L::Track>>,
+    /// Chains that were in flight when the ring started.
+    pub resubmits: Resubmits<L::Saved>,
+    pub hit: Hit,
+    pub tuning: Tuning,
 }
 
-macro_rules! either {
-    ($self:ident, $ring:ident => $do:expr) => {
-        match $self {
-            DeviceRing::Split($ring) => $do,
-            DeviceRing::Packed($ring) => $do,
+/// What differs between the layouts.
+pub(crate) trait DeviceEnd<L: RingLayout> {
+    /// Returns how many chains, up to `wanted`, may be available, and prefetches the lines of the ring that they take.
+    fn look(&mut self, wanted: usize) -> Result<usize, Fault>;
+
+    /// Returns the flags of the next chain's first descriptor; `None` if there is none, or an invalid one.
+    fn next_flags(&self) -> Option<u16>;
+
+    /// Fast path: takes single-buffer chains, all with or all without WRITE (`FLAGS`), up to the end of the ring.
+    fn take_run<const FLAGS: u16, const CACHE: bool>(&mut self, chains: &mut Chains, max: usize) -> usize;
+
+    /// Reads the first descriptor of the next chain, if there is one.
+    fn head(&self) -> Result<Option<Descriptor>, Fault>;
+
+    /// Reads the descriptor behind one with NEXT.
+    fn following(&self, descriptor: &Descriptor) -> Result<Descriptor, Fault>;
+
+    /// Checks that a chain may take this many slots.
+    fn check(&self, slots: u16) -> Result<(), Fault>;
+
+    /// Moves past a chain, or past chains of one slot each.
+    fn advance(&mut self, slots: u16);
+
+    /// Moves back to the start of the chain taken last.
+    fn back(&mut self, slots: u16);
+
+    /// Writes used entries that the driver does not see yet.
+    fn stage(&mut self, chains: &[Chain]);
+
+    /// Makes them visible to the driver.
+    fn publish(&mut self);
+
+    /// Sets the number of chains by which to estimate how many lines to prefetch.
+    fn expect(&mut self, _chains: usize) {}
+
+    /// Reads whether the driver wants to be notified of what is published and unsignalled.
+    fn is_requested(&self) -> bool;
+
+    /// Writes the request to be notified of the next chain.
+    fn request(&mut self);
+
+    /// Withdraws it.
+    fn suppress(&mut self);
+
+    /// Returns whether there is a chain that has not been taken, valid or not.
+    fn is_available(&self) -> bool;
+
+    /// Returns where to resume when everything is published, in vhost-user's format.
+    fn base(&self) -> u32;
+
+    /// Takes a chain that was in flight when the ring started. Returns `false` if it must wait for the next burst.
+    fn take_saved(&mut self, memory: &Table, chains: &mut Chains, saved: L::Saved) -> Result<bool, Fault>;
+
+    /// Returns it as a chain without pieces.
+    fn unread(saved: L::Saved) -> Chain;
+
+    /// Records in the inflight region the chains that were just taken from the ring.
+    fn record(&mut self, chains: &[Chain]);
+
+    /// Deletes the record of a chain that goes back to the ring.
+    fn forget(&mut self, id: u16);
+}
+
+impl<L: RingLayout> Device<L> {
+    pub fn at(ring: L, features: Features, available: L::Position, used: L::Position, state: L::DeviceState) -> Self {
+        Device {
+            ring,
+            features,
+            next_available: available,
+            next_used: used,
+            published: used,
+            unsignalled: 0,
+            state,
+            journal: Journal::NONE,
+            track: None,
+            resubmits: Resubmits::default(),
+            hit: Hit::default(),
+            tuning: Tuning::default(),
         }
-    };
+    }
 }
 
-impl DeviceRing {
-    /// Takes up to `max` chains and appends them to `chains`; returns how many.
-    ///
-    /// # Errors
-    /// The [`Fault`] if the next chain is invalid. A fault behind valid chains is returned by the next call.
-    #[inline]
-    pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
-        either!(self, ring => ring.take(memory, chains, max))
-    }
-
-    /// Sets which optimisations are used.
-    pub fn tune(&mut self, tuning: Tuning) {
-        either!(self, ring => ring.tune(tuning))
-    }
-
-    /// Undoes the taking of the last chains: all from index `keep` of the burst on.
-    pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
-        either!(self, ring => ring.untake(chains, keep))
-    }
-
-    /// Returns chains to the driver and publishes them at once.
-    #[inline]
-    pub fn give(&mut self, chains: &[Chain]) {
-        either!(self, ring => ring.give(chains))
-    }
-
-    /// Returns chains to the driver but defers publishing, until about a quarter of the ring is deferred. The caller must
-    /// call `flush` when it finds no more to take.
-    #[inline]
-    pub fn give_deferred(&mut self, chains: &[Chain]) {
-        either!(self, ring => ring.give_deferred(chains))
-    }
-
-    /// Returns how many used descriptors or elements, from the next one on, share a cache line of the ring.
-    #[inline]
-    pub fn left_in_line(&self) -> usize {
-        either!(self, ring => ring.left_in_line())
-    }
-
-    /// Records that everything taken so far is about to be forwarded. If this process dies now, its successor returns these
-    /// chains without taking them again.
+impl<L: RingLayout> Device<L>
+where
+    Self: DeviceEnd<L>,
+{
     #[inline]
     pub fn consume(&mut self) {
-        either!(self, ring => ring.consume())
+        self.journal.record_taken(self.next_available.to_bits());
     }
 
-    /// Publishes deferred chains.
     #[inline]
-    pub fn flush(&mut self) {
-        either!(self, ring => ring.flush())
+    pub fn take(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        if self.track.is_some() {
+            return self.take_tracked(memory, chains, max);
+        }
+        self.take_fresh(memory, chains, max)
     }
 
-    /// Returns whether the driver wants to be notified of published chains. If `sure` is not set, `false` is not final: the
-    /// caller must check again before going idle.
+    /// Takes from the ring only and records nothing in the inflight region.
     #[inline]
-    pub fn wants_notification(&mut self, sure: bool) -> bool {
-        either!(self, ring => ring.wants_notification(sure))
-    }
-
-    /// Asks the driver to notify us of the next chain. Returns `true` if a chain is available already.
-    pub fn enable_notification(&mut self) -> bool {
-        either!(self, ring => ring.enable_notification())
-    }
-
-    /// Asks the driver not to notify us.
-    pub fn disable_notification(&mut self) {
-        either!(self, ring => ring.disable_notification())
-    }
-
-    /// Returns where to resume after a stop, in the format of vhost-user's GET_VRING_BASE. Publishes deferred chains first.
-    pub fn base(&mut self) -> u32 {
-        match self {
-            DeviceRing::Split(ring) => ring.base().into(),
-            DeviceRing::Packed(ring) => ring.base().0,
+    fn take_fresh(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        let count = self.look(max.min(chains.room()))?;
+        match (self.tuning.fast_path, self.tuning.translation_cache) {
+            (true, true) => self.take_burst::<true, true>(memory, chains, count),
+            (true, false) => self.take_burst::<true, false>(memory, chains, count),
+            (false, true) => self.take_burst::<false, true>(memory, chains, count),
+            (false, false) => self.take_burst::<false, false>(memory, chains, count),
         }
     }
-}
 
-#[cfg(not(loom))]
-impl DeviceRing {
-    /// Called when the ring stops, with nothing taken: returns, unused, chains that a former process had in flight and that
-    /// have not been taken again, as a base cannot express them.
-    pub fn return_resubmits(&mut self) {
-        either!(self, ring => ring.return_resubmits())
-    }
-
-    /// Starts a ring at the addresses that the driver chose, at the base from SET_VRING_BASE.
-    ///
-    /// # Errors
-    /// [`SetupError`](crate::SetupError) if size, base or addresses are invalid.
-    pub fn start(
+    #[inline]
+    fn take_burst<const FAST: bool, const CACHE: bool>(
+        &mut self,
         memory: &Table,
-        features: crate::Features,
-        size: u32,
-        at: crate::Addresses,
-        base: u32,
-    ) -> Result<DeviceRing, crate::SetupError> {
-        Ok(Self::resume(memory, features, size, at, base, crate::Journal::NONE, crate::Inflight::NONE)?.0)
-    }
-
-    /// Like `start`, but continues where a former process left the ring: where the journal says, if chains are returned in
-    /// order; else where the inflight region says, in any order. Also returns how the position was found. From now on takes
-    /// and returns are recorded in both.
-    ///
-    /// # Errors
-    /// As for `start`, and [`SetupError::Inflight`](crate::SetupError::Inflight) if the inflight region is invalid.
-    pub fn resume(
-        memory: &Table,
-        features: crate::Features,
-        size: u32,
-        at: crate::Addresses,
-        base: u32,
-        journal: crate::Journal,
-        inflight: crate::Inflight,
-    ) -> Result<(DeviceRing, crate::Resumed), crate::SetupError> {
-        let layout = u64::from(size) | u64::from(features.packed) << 32 | u64::from(features.in_order) << 33;
-        let (device, inode) = memory.user_identity(at.descriptor).unwrap_or_default();
-        let key = crate::JournalKey([device, inode, at.descriptor, at.driver, at.device, layout]);
-        Ok(if features.packed {
-            let ring = packed::Layout::resolve(memory, size, at)?;
-            inflight.check(ring.size())?;
-            if base & 0x7fff >= size || base >> 16 & 0x7fff >= size {
-                return Err(crate::SetupError::Base { base, size });
+        chains: &mut Chains,
+        count: usize,
+    ) -> Result<usize, Fault> {
+        let mut taken = 0;
+        while taken < count {
+            if FAST {
+                taken += self.take_singles::<CACHE>(chains, count - taken);
+                if taken == count {
+                    break;
+                }
             }
-            let (device, resumed) =
-                packed::Device::resume(ring, features, packed::Base(base), journal, &key, inflight)?;
-            (DeviceRing::Packed(device), resumed)
-        } else {
-            let ring = split::Layout::resolve(memory, size, at)?;
-            inflight.check(size as u16)?;
-            let index = base.try_into().map_err(|_| crate::SetupError::Base { base, size })?;
-            let (device, resumed) = split::Device::resume(ring, features, index, journal, &key, inflight)?;
-            (DeviceRing::Split(device), resumed)
-        })
+            if !CACHE {
+                self.hit = Hit::NONE;
+            }
+            match self.take_chain(memory, chains) {
+                Ok(true) => taken += 1,
+                Ok(false) => break,
+                Err(_) if taken > 0 => break,
+                Err(fault) => return Err(fault),
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Fast path: single-buffer chains, all writable or all readable.
+    #[inline(always)]
+    fn take_singles<const CACHE: bool>(&mut self, chains: &mut Chains, max: usize) -> usize {
+        let mut taken = 0;
+        while taken < max {
+            let Some(flags) = self.next_flags() else { break };
+            let run = if flags & WRITE != 0 {
+                self.take_run::<WRITE, CACHE>(chains, max - taken)
+            } else {
+                self.take_run::<0, CACHE>(chains, max - taken)
+            };
+            taken += run;
+            // Continue at the start of the ring.
+            if run == 0 || self.next_available.slot(self.ring.size()) != 0 {
+                break;
+            }
+        }
+        taken
+    }
+
+    /// Normal path: a chain of any shape. Returns `false` if there is none or it must wait for the next burst.
+    fn take_chain(&mut self, memory: &Table, chains: &mut Chains) -> Result<bool, Fault> {
+        let Some(head) = self.head()? else { return Ok(false) };
+        let slots = self.read_chain(memory, chains, head)?;
+        self.advance(slots);
+        Ok(slots > 0)
+    }
+
+    /// Reads a chain; returns how many slots it takes, or 0 if it must wait for the next burst.
+    pub fn read_chain(&mut self, memory: &Table, chains: &mut Chains, head: Descriptor) -> Result<u16, Fault> {
+        let mut chain = chains.begin(1);
+        chain.id = head.index;
+        let followed = self.follow(memory, chains, &mut chain, head);
+        match followed.and_then(|()| self.check(chain.slots)) {
+            Ok(()) => {
+                let slots = chain.slots;
+                Ok(if chains.end(chain) { slots } else { 0 })
+            }
+            Err(fault) => {
+                chains.abandon(&chain);
+                Err(fault)
+            }
+        }
+    }
+
+    fn follow(
+        &mut self,
+        memory: &Table,
+        chains: &mut Chains,
+        chain: &mut Draft,
+        mut descriptor: Descriptor,
+    ) -> Result<(), Fault> {
+        let size = self.ring.size();
+        for slots in 1..=size {
+            if !L::LINKED {
+                // The id is in the chain's last descriptor (2.8.6).
+                (chain.slots, chain.id) = (slots, descriptor.tail);
+            }
+            if descriptor.flags & INDIRECT != 0 {
+                if !self.features.indirect {
+                    return Err(Fault::Indirect { index: descriptor.index });
+                }
+                return indirect(chains, chain, memory, &mut self.hit, descriptor, size, L::LINKED);
+            }
+            if !chain.clipped {
+                chains.add(chain, memory, &mut self.hit, descriptor)?;
+            }
+            // A chain with too many pieces can only be returned. If it is linked, its head is enough for that; else its last
+            // descriptor is needed, but not if it must wait for the next burst.
+            let enough = if L::LINKED { chain.clipped } else { chains.must_wait(chain) };
+            if descriptor.flags & NEXT == 0 || enough {
+                return Ok(());
+            }
+            descriptor = self.following(&descriptor)?;
+        }
+        Err(Fault::Loop { index: descriptor.index, size })
+    }
+
+    pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
+        let unused = chains.list().get(keep..).unwrap_or_default();
+        let fresh = self.resubmits.untake(unused.len());
+        // Newest first, so that a crash leaves the oldest in the record, which come first in the ring.
+        for chain in unused.iter().rev().take(fresh) {
+            if self.track.is_some() {
+                self.forget(chain.id);
+            }
+            self.back(chain.slots());
+        }
+        chains.truncate(keep);
+    }
+
+    #[inline]
+    pub fn give(&mut self, chains: &[Chain]) {
+        if self.tuning.shadow_used {
+            self.stage(chains);
+            return self.flush();
+        }
+        for chain in chains {
+            self.stage(std::slice::from_ref(chain));
+            self.flush();
+        }
+        self.expect(chains.len());
+    }
+
+    #[inline]
+    pub fn give_deferred(&mut self, chains: &[Chain]) {
+        if !self.tuning.shadow_used {
+            return self.give(chains);
+        }
+        self.stage(chains);
+        // A driver that has made the whole ring available gets three quarters of it back promptly.
+        if self.published.distance(self.next_used, self.ring.size()) >= self.ring.size() / 4 {
+            self.flush();
+        }
+    }
+
+    #[inline]
+    pub fn flush(&mut self) {
+        if self.published != self.next_used {
+            self.publish();
+            let slots = self.published.distance(self.next_used, self.ring.size());
+            self.unsignalled = self.unsignalled.saturating_add(slots.into());
+            self.published = self.next_used;
+            self.journal.record_published(self.next_used.to_bits());
+        }
+    }
+
+    /// Returns how many used entries, from the next one on, share a cache line.
+    #[inline(always)]
+    pub fn left_in_line(&self) -> usize {
+        L::PER_LINE - self.next_used.slot(self.ring.size()) % L::PER_LINE
+    }
+
+    #[inline]
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        if self.unsignalled == 0 {
+            return false;
+        }
+        if sure {
+            // Pairs with the driver's fence between requesting notifications and re-reading the ring (2.7.7.2, 2.8.21.3.1):
+            // without it both sides may sleep. What was published must be visible before the load below, on x86 too.
+            fence(Ordering::SeqCst);
+        }
+        let wants = self.is_requested();
+        if wants || sure {
+            self.unsignalled = 0;
+        }
+        wants
+    }
+
+    pub fn enable_notification(&mut self) -> bool {
+        self.request();
+        // Pairs with the driver's fence between publishing chains and reading the request.
+        fence(Ordering::SeqCst);
+        self.resubmits.peek().is_some() || self.is_available()
+    }
+
+    /// Takes the chains that were in flight first, then from the ring.
+    #[cold]
+    #[inline(never)]
+    fn take_tracked(&mut self, memory: &Table, chains: &mut Chains, max: usize) -> Result<usize, Fault> {
+        let wanted = max.min(chains.room());
+        let mut taken = 0;
+        while taken < wanted
+            && let Some(saved) = self.resubmits.peek()
+        {
+            match self.take_saved(memory, chains, saved) {
+                Ok(true) => taken += 1,
+                Ok(false) => return Ok(taken),
+                Err(_) if taken > 0 => return Ok(taken),
+                Err(fault) => return Err(fault),
+            }
+            self.resubmits.advance();
+        }
+        let before = chains.list().len();
+        match self.take_fresh(memory, chains, wanted - taken) {
+            Ok(fresh) => {
+                self.resubmits.count(fresh, self.ring.size());
+                self.record(chains.list().get(before..).unwrap_or_default());
+                Ok(taken + fresh)
+            }
+            Err(_) if taken > 0 => Ok(taken),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    pub fn return_resubmits(&mut self) {
+        while let Some(saved) = self.resubmits.peek() {
+            self.resubmits.advance();
+            self.stage(&[Self::unread(saved)]);
+        }
+        self.flush();
     }
 }

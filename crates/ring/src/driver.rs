@@ -1,7 +1,16 @@
-//! Driver end of a virtqueue, split or packed (virtio 1.3, 2.7 and 2.8), and what both layouts share. Used by the driver
-//! crates.
+//! Driver end of a virtqueue (virtio 1.3, 2.7 and 2.8): makes buffers available, takes used ones. What both layouts share;
+//! `split/driver.rs` and `packed/driver.rs` supply the rest ([`DriverEnd`]). Called through `DriverRing`, which has the docs.
 
-use crate::{packed, split};
+use crate::{
+    BURST, DESCRIPTOR, Features, INDIRECT, NEXT, WRITE,
+    ids::Ids,
+    layout::{RingLayout, RingPosition},
+};
+use ringroad_mem::{
+    Region,
+    sync::{Ordering, fence},
+};
+use std::sync::Arc;
 
 /// A buffer that the driver makes available.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,7 +24,7 @@ pub struct Buffer {
 /// A chain that the device has returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Used {
-    /// The id that [`DriverRing::add`] returned.
+    /// The id that [`DriverRing::add`](crate::DriverRing::add) returned.
     pub id: u16,
     /// Bytes written by the device, never more than the size of the chain's writable buffers.
     pub len: u32,
@@ -70,254 +79,313 @@ pub(crate) fn written(id: u16, len: u32, room: u32) -> Result<u32, DriverFault> 
     }
 }
 
-/// The ids of a ring in a circular list: first the free ones, starting at the one to use next, then those in flight, oldest
-/// first. Ids that return in order leave the list unchanged, so a device that works in order reads descriptors in order.
-pub(crate) struct Ids {
-    ids: Box<[u16]>,
-    next: usize,
-    free: usize,
+/// Private state of an id. What is in the ring may be overwritten by the device.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct State<W> {
+    /// Descriptors of the chain in flight with this id; 0 if there is none. With IN_ORDER the value stays after the chain has
+    /// returned, until the id is used again.
+    pub descriptors: u16,
+    /// Bytes that the device may write.
+    pub room: u32,
+    pub written: W,
 }
 
-impl Ids {
-    /// All ids are free.
-    pub(crate) fn new(size: u16) -> Ids {
-        Ids { ids: (0..size).collect(), next: 0, free: size.into() }
-    }
+/// Driver end of a virtqueue.
+pub(crate) struct Driver<L: RingLayout> {
+    pub ring: L,
+    pub features: Features,
+    pub states: Box<[State<L::Written>]>,
+    pub ids: Ids,
+    /// Where the next chain goes.
+    pub next_available: L::Position,
+    /// Position up to which the device sees chains.
+    pub published: L::Position,
+    /// Slots published since the last decision whether to notify the device.
+    pub unsignalled: u32,
+    /// The next used entry to take.
+    pub next_used: L::Position,
+    pub state: L::DriverState,
+    /// Chains in flight with more than one descriptor.
+    multi_descriptor: u16,
+    /// Within an in-order batch: the chain that ends it.
+    pub batch: Option<Used>,
+    pub fast_path: bool,
+    /// Where chains of more than one buffer go.
+    pub tables: Option<IndirectTables>,
+}
 
-    #[inline(always)]
-    pub(crate) fn free(&self) -> usize {
-        self.free
-    }
+/// What differs between the layouts.
+pub(crate) trait DriverEnd {
+    fn free(&self) -> usize;
 
-    /// Returns the id to be used after `ahead` others.
-    #[inline(always)]
-    pub(crate) fn next(&self, ahead: usize) -> Option<u16> {
-        (ahead < self.free).then(|| self.ids[self.wrap(self.next + ahead)])
-    }
+    /// Prefetches the lines that adding chains will write to.
+    fn prefetch(&self, _count: usize) {}
 
-    /// Returns the ids to be used after `ahead` others: up to `count`, as many as are contiguous in the list.
-    #[inline(always)]
-    pub(crate) fn run(&self, ahead: usize, count: usize) -> &[u16] {
-        let count = count.min(self.free.saturating_sub(ahead));
-        let start = self.wrap(self.next + ahead.min(self.free));
-        let run = self.ids.get(start..).unwrap_or_default();
-        run.get(..count).unwrap_or(run)
-    }
+    /// Writes the `nth` descriptor of the next chain; `more`: another one follows.
+    fn write(&mut self, nth: usize, buffer: Buffer, flags: u16, more: bool);
 
-    /// With IN_ORDER: returns how many ids are in flight up to and including this one, oldest first; 0 if it is not in
-    /// flight.
-    #[inline(always)]
-    pub(crate) fn count_up_to(&self, id: usize) -> usize {
-        if !self.is_in_flight(id) {
-            return 0;
+    /// Completes a chain of so many descriptors.
+    fn end(&mut self, id: u16, descriptors: u16, room: u32);
+
+    /// Fast path: adds single-buffer chains as long as their ids and descriptors are contiguous.
+    fn add_run(&mut self, count: usize, writable: bool, buffer: impl FnMut(u16) -> Buffer) -> usize;
+
+    /// Makes what was added visible to the device.
+    fn store(&mut self);
+
+    /// Returns how many chains, up to `wanted`, may be used, and prefetches the lines of the ring that they take.
+    fn look(&mut self, wanted: usize) -> Result<usize, DriverFault>;
+
+    /// Reads the id and the length of the next used entry, if there is one.
+    fn used(&self) -> Option<(u32, u32)>;
+
+    /// Moves past used chains.
+    fn advance(&mut self, chains: u16, descriptors: u16);
+
+    /// Frees the ids of a chain.
+    fn put_back(&mut self, id: u16, descriptors: u16);
+
+    /// Sets the number of chains by which to estimate how many lines to prefetch.
+    fn expect(&mut self, _chains: usize) {}
+
+    /// `reclaim`, in order and with one descriptor for each chain.
+    fn reclaim_in_order(&mut self, max: usize) -> Result<usize, DriverFault>;
+
+    /// Reads whether the device wants to be notified of these slots, which were published last.
+    fn is_requested(&self, unsignalled: u32) -> bool;
+
+    /// Writes the request to be notified of the next used chain.
+    fn request(&mut self);
+
+    /// Withdraws it.
+    fn suppress(&mut self);
+
+    /// Returns whether there is a used chain, valid or not.
+    fn is_used(&self) -> bool;
+}
+
+impl<L: RingLayout> Driver<L> {
+    /// Returns the driver end of a fresh ring, with nothing available or used. The ring's memory must be zeroed.
+    pub fn at(ring: L, features: Features, start: L::Position, state: L::DriverState) -> Self {
+        let size = ring.size();
+        Driver {
+            ring,
+            features,
+            states: vec![State::default(); size.into()].into(),
+            ids: Ids::new(size),
+            next_available: start,
+            published: start,
+            unsignalled: 0,
+            next_used: start,
+            state,
+            multi_descriptor: 0,
+            batch: None,
+            fast_path: true,
+            tables: None,
         }
-        let oldest = self.wrap(self.next + self.free);
-        if id >= oldest { id - oldest + 1 } else { id + self.ids.len() - oldest + 1 }
-    }
-
-    /// With IN_ORDER: frees the oldest `count` ids in flight.
-    #[inline(always)]
-    pub(crate) fn put_back_oldest(&mut self, count: usize) {
-        debug_assert!(self.free + count <= self.ids.len());
-        self.free += count;
-    }
-
-    /// Marks the next `count` free ids as in flight.
-    #[inline(always)]
-    pub(crate) fn advance(&mut self, count: usize) {
-        debug_assert!(count <= self.free);
-        self.next = self.wrap(self.next + count);
-        self.free -= count;
-    }
-
-    /// With IN_ORDER: returns the oldest id in flight.
-    #[inline(always)]
-    pub(crate) fn oldest(&self) -> Option<u16> {
-        (self.free < self.ids.len()).then(|| self.ids[self.wrap(self.next + self.free)])
-    }
-
-    /// With IN_ORDER: returns the id in flight that is preceded by `ahead` older ones.
-    #[cfg(not(loom))]
-    pub(crate) fn in_flight(&self, ahead: usize) -> Option<u16> {
-        let place =
-            (ahead < self.ids.len() - self.free).then(|| self.wrap(self.wrap(self.next + self.free) + ahead))?;
-        self.ids.get(place).copied()
-    }
-
-    /// With IN_ORDER: returns the oldest ids in flight, up to `count`, as many as are contiguous in the list.
-    #[inline(always)]
-    pub(crate) fn oldest_run(&self, count: usize) -> &[u16] {
-        let count = count.min(self.ids.len() - self.free);
-        let run = self.ids.get(self.wrap(self.next + self.free)..).unwrap_or_default();
-        run.get(..count).unwrap_or(run)
-    }
-
-    /// With IN_ORDER: returns whether an id is in flight.
-    #[inline(always)]
-    pub(crate) fn is_in_flight(&self, id: usize) -> bool {
-        // In order, each id stays at its own index of the list.
-        let size = self.ids.len();
-        let ahead = if id >= self.next { id - self.next } else { id + size - self.next };
-        id < size && ahead >= self.free
-    }
-
-    /// Frees an id that was in flight.
-    #[inline(always)]
-    pub(crate) fn put_back(&mut self, id: u16) {
-        debug_assert!(self.free < self.ids.len());
-        let place = self.wrap(self.next + self.free);
-        if self.ids[place] != id {
-            self.ids[place] = id;
-        }
-        self.free += 1;
-    }
-
-    #[inline(always)]
-    fn wrap(&self, at: usize) -> usize {
-        if at >= self.ids.len() { at - self.ids.len() } else { at }
     }
 }
 
-/// Driver end of a virtqueue; matches on the layout once per call.
-#[allow(clippy::large_enum_variant, reason = "one per queue, never moved while it runs")]
-pub enum DriverRing {
-    /// Virtio 1.3, 2.7.
-    Split(split::Driver),
-    /// Virtio 1.3, 2.8.
-    Packed(packed::Driver),
-}
-
-macro_rules! either {
-    ($self:ident, $ring:ident => $do:expr) => {
-        match $self {
-            DriverRing::Split($ring) => $do,
-            DriverRing::Packed($ring) => $do,
-        }
-    };
-}
-
-impl DriverRing {
-    /// Returns how many descriptors are free.
-    #[inline]
-    pub fn free(&self) -> usize {
-        either!(self, ring => ring.free())
-    }
-
-    /// Returns the id of the single-buffer chain to be added after `ahead` others, so that its buffer can be filled in
-    /// advance.
+impl<L: RingLayout> Driver<L>
+where
+    Self: DriverEnd,
+{
     #[inline(always)]
     pub fn next_id(&self, ahead: usize) -> Option<u16> {
-        either!(self, ring => ring.next_id(ahead))
+        self.ids.next(ahead).filter(|_| ahead < self.free())
     }
 
-    /// Returns ids of the single-buffer chains to be added after `ahead` others: up to `count`, possibly fewer.
     #[inline(always)]
     pub fn next_ids(&self, ahead: usize, count: usize) -> &[u16] {
-        either!(self, ring => ring.next_ids(ahead, count))
+        self.ids.run(ahead, count.min(self.free().saturating_sub(ahead)))
     }
 
-    /// Prefetches the lines that adding `count` chains will write to.
-    #[inline]
-    pub fn prefetch(&self, count: usize) {
-        either!(self, ring => ring.prefetch(count))
-    }
-
-    /// Turns the fast path of taking used chains on or off, for measurements. (For adding, `add_single` is the fast path
-    /// and `add` the normal one.)
-    pub fn set_fast_path(&mut self, on: bool) {
-        either!(self, ring => ring.set_fast_path(on))
-    }
-
-    /// Adds a chain of device-readable, then device-writable buffers; returns its id. The device sees it after `publish`.
-    ///
-    /// # Errors
-    /// [`Full`] if there are too few free descriptors, or the chain is empty or longer than the queue.
     pub fn add(&mut self, readable: &[Buffer], writable: &[Buffer]) -> Result<u16, Full> {
-        either!(self, ring => ring.add(readable, writable))
+        let count = readable.len() + writable.len();
+        let chain = || readable.iter().map(|&buffer| (buffer, 0)).chain(writable.iter().map(|&buffer| (buffer, WRITE)));
+        let room = writable.iter().fold(0, |sum: u32, buffer| sum.saturating_add(buffer.len));
+        let id = self.next_id(0).ok_or(Full)?;
+        if count > 1
+            && let Some(table) = self.tables.as_ref().and_then(|t| t.write(id, count, chain(), L::LINKED))
+        {
+            self.write(0, table, INDIRECT, false);
+            self.end(id, 1, room);
+            return Ok(id);
+        }
+        if count == 0 || count > self.free() {
+            return Err(Full);
+        }
+        for (nth, (buffer, flags)) in chain().enumerate() {
+            self.write(nth, buffer, flags, nth + 1 < count);
+        }
+        self.end(id, count as u16, room);
+        self.multi_descriptor += u16::from(count > 1);
+        Ok(id)
     }
 
-    /// Adds up to `count` single-buffer chains; `buffer` returns the buffer for an id. Returns how many chains were added.
     #[inline]
-    pub fn add_single(&mut self, count: usize, writable: bool, buffer: impl FnMut(u16) -> Buffer) -> usize {
-        either!(self, ring => ring.add_single(count, writable, buffer))
+    pub fn add_single(&mut self, count: usize, writable: bool, mut buffer: impl FnMut(u16) -> Buffer) -> usize {
+        let mut added = 0;
+        while added < count {
+            let run = self.add_run(count - added, writable, &mut buffer);
+            if run == 0 {
+                break;
+            }
+            added += run;
+        }
+        added
     }
 
-    /// Makes all added chains available to the device.
     #[inline]
     pub fn publish(&mut self) {
-        either!(self, ring => ring.publish())
+        if self.published != self.next_available {
+            self.store();
+            let slots = self.published.distance(self.next_available, self.ring.size());
+            self.unsignalled = self.unsignalled.saturating_add(slots.into());
+            self.published = self.next_available;
+        }
     }
 
-    /// Takes up to `out.len()` chains that the device has used; returns how many.
-    ///
-    /// # Errors
-    /// The [`DriverFault`] if the next used chain is invalid. A fault behind valid chains is returned by the next call.
     #[inline]
     pub fn take_used(&mut self, out: &mut [Used]) -> Result<usize, DriverFault> {
-        either!(self, ring => ring.take_used(out))
+        let max = self.look(out.len())?;
+        let mut count = 0;
+        while let Some(rest) = out.get_mut(count..max).filter(|rest| !rest.is_empty()) {
+            let taken = if self.fast_path && self.batch.is_none() { self.take_singles(rest) } else { 0 };
+            count += taken;
+            let Some(place) = rest.get_mut(taken) else { break };
+            match self.take_chain() {
+                Ok(Some(used)) => *place = used,
+                Err(fault) if count == 0 => return Err(fault),
+                _ => break,
+            }
+            count += 1;
+        }
+        self.expect(count);
+        Ok(count)
     }
 
-    /// Like `take_used` for up to `max` chains, for callers that do not need their ids. Does not read each entry if the
-    /// device works in order.
-    ///
-    /// # Errors
-    /// As for `take_used`.
+    /// Fast path: single-descriptor chains, in order or not, with one used entry each, up to the end of the ring or, in order, of
+    /// the circular list of ids. Anything unexpected, valid or not, is left to the normal path. Not inlined: its loop needs all
+    /// registers.
+    #[inline(never)]
+    fn take_singles(&mut self, out: &mut [Used]) -> usize {
+        let (bits, entries) = self.ring.used_run(self.next_used);
+        let states = &mut self.states[..];
+        let mut count = 0;
+        if self.features.in_order {
+            for ((out, &id), entry) in out.iter_mut().zip(self.ids.oldest_run(BURST)).zip(entries) {
+                let (tag, len) = L::load(entry);
+                let Some(&State { descriptors: 1, room, .. }) = states.get(id as usize) else { break };
+                if tag != bits | u32::from(id) {
+                    break;
+                }
+                let Ok(len) = written(id, len, room) else { break };
+                *out = Used { id, len };
+                count += 1;
+            }
+            self.ids.put_back_oldest(count);
+        } else {
+            for (out, entry) in out.iter_mut().zip(entries) {
+                let (tag, len) = L::load(entry);
+                let Some(state) = states.get_mut((tag ^ bits) as usize) else { break };
+                let id = tag as u16;
+                let Ok(len) = written(id, len, state.room) else { break };
+                if state.descriptors != 1 {
+                    break;
+                }
+                state.descriptors = 0;
+                self.ids.put_back(id);
+                *out = Used { id, len };
+                count += 1;
+            }
+        }
+        self.advance(count as u16, count as u16);
+        count
+    }
+
+    /// Normal path: takes the next used chain, if there is one.
+    #[inline(always)]
+    fn take_chain(&mut self) -> Result<Option<Used>, DriverFault> {
+        let in_order = self.features.in_order;
+        let mut used = match self.batch {
+            Some(end) => end,
+            None => {
+                let Some((id, len)) = self.used() else { return Ok(None) };
+                let in_flight =
+                    |state: &&State<_>| state.descriptors > 0 && (!in_order || self.ids.is_in_flight(id as usize));
+                let state = self.states.get(id as usize).filter(in_flight).ok_or(DriverFault::Id { id })?;
+                let id = id as u16;
+                Used { id, len: written(id, len, state.room)? }
+            }
+        };
+        if in_order {
+            // Return the oldest chain first, up to the one that the entry names. That one is in flight, so it will be
+            // reached. Those before it count as written in full (2.7.9).
+            let end = used;
+            let oldest = self.ids.oldest().ok_or(DriverFault::Id { id: end.id.into() })?;
+            self.batch = (oldest != end.id).then_some(end);
+            if oldest != end.id {
+                used = Used { id: oldest, len: self.states[oldest as usize].room };
+            }
+        }
+        let state = &mut self.states[used.id as usize];
+        let descriptors = state.descriptors;
+        if !in_order {
+            state.descriptors = 0;
+        }
+        self.put_back(used.id, descriptors);
+        self.advance(1, descriptors);
+        self.multi_descriptor -= u16::from(descriptors > 1);
+        Ok(Some(used))
+    }
+
     #[inline]
     pub fn reclaim(&mut self, max: usize) -> Result<usize, DriverFault> {
-        either!(self, ring => ring.reclaim(max))
+        if !self.fast_path || !self.features.in_order || self.multi_descriptor > 0 {
+            return self.reclaim_each(max);
+        }
+        self.reclaim_in_order(max)
     }
 
-    /// Returns whether the device wants to be notified of what was published since the last call.
+    /// Takes up to `max` chains one by one.
+    pub fn reclaim_each(&mut self, max: usize) -> Result<usize, DriverFault> {
+        let mut used = [Used::default(); BURST];
+        self.take_used(&mut used[..max.min(BURST)])
+    }
+
     #[inline]
     pub fn wants_notification(&mut self) -> bool {
-        either!(self, ring => ring.wants_notification())
+        let unsignalled = std::mem::take(&mut self.unsignalled);
+        if unsignalled == 0 {
+            return false;
+        }
+        // Pairs with the device's fence between requesting notifications and re-reading the ring (2.7.10.1, 2.8.21.3.1):
+        // without it both sides may sleep.
+        fence(Ordering::SeqCst);
+        self.is_requested(unsignalled)
     }
 
-    /// Asks the device to notify us of the next chain that it uses. Returns `true` if a used chain is there already.
     pub fn enable_notification(&mut self) -> bool {
-        either!(self, ring => ring.enable_notification())
-    }
-
-    /// Asks the device not to notify us.
-    pub fn disable_notification(&mut self) {
-        either!(self, ring => ring.disable_notification())
-    }
-
-    /// Returns where a device without state of its own must resume, in the format of vhost-user's SET_VRING_BASE: behind
-    /// the last used chain, whether taken here or not. Only meaningful while no device works on the ring.
-    #[cfg(not(loom))]
-    pub fn base(&self) -> u32 {
-        match self {
-            DriverRing::Split(ring) => ring.base().into(),
-            DriverRing::Packed(ring) => ring.base().0,
-        }
-    }
-
-    /// Returns how many descriptors (packed) or chains (split) a device that stopped at this base (from GET_VRING_BASE)
-    /// took and never returned.
-    #[cfg(not(loom))]
-    pub fn missing(&self, base: u32) -> u32 {
-        match self {
-            DriverRing::Split(ring) => u32::from((base as u16).wrapping_sub(ring.base())),
-            DriverRing::Packed(ring) => ring.missing(base),
-        }
+        self.request();
+        // Pairs with the device's fence between publishing used entries and reading the request.
+        fence(Ordering::SeqCst);
+        self.batch.is_some() || self.is_used()
     }
 }
 
 /// Indirect descriptor tables in the driver's memory, one per id, so that a chain takes one descriptor of the ring.
-#[cfg(not(loom))]
 pub struct IndirectTables {
-    region: std::sync::Arc<ringroad_mem::Region>,
+    region: Arc<Region>,
     offset: usize,
     entries: usize,
 }
 
-#[cfg(not(loom))]
 impl IndirectTables {
     /// Places tables of `entries` descriptors, for a ring of `size`, at `offset` of the driver's memory; `None` unless the
     /// region has `size * entries * 16` bytes there.
-    pub fn new(region: std::sync::Arc<ringroad_mem::Region>, offset: usize, size: u32, entries: usize) -> Option<Self> {
-        region.span(offset, size as usize * entries * crate::DESCRIPTOR)?;
+    pub fn new(region: Arc<Region>, offset: usize, size: u32, entries: usize) -> Option<Self> {
+        region.span(offset, size as usize * entries * DESCRIPTOR)?;
         // A chain may not be longer than the queue, also in an indirect table (2.7.5.3.1).
         let entries = entries.min(size as usize);
         Some(IndirectTables { region, offset, entries })
@@ -328,22 +396,22 @@ impl IndirectTables {
     pub(crate) fn write(
         &self,
         id: u16,
-        chain: impl ExactSizeIterator<Item = (Buffer, u16)>,
+        count: usize,
+        chain: impl Iterator<Item = (Buffer, u16)>,
         linked: bool,
     ) -> Option<Buffer> {
-        let count = chain.len();
         if count == 0 || count > self.entries {
             return None;
         }
-        let at = self.offset + id as usize * self.entries * crate::DESCRIPTOR;
+        let at = self.offset + id as usize * self.entries * DESCRIPTOR;
         for (i, (buffer, flags)) in chain.enumerate() {
             let more = linked && i + 1 < count;
             let next = if more { i as u64 + 1 } else { 0 };
-            let flags = u64::from(flags | if more { crate::NEXT } else { 0 });
+            let flags = u64::from(flags | if more { NEXT } else { 0 });
             let word = u64::from(buffer.len) | if linked { flags << 32 | next << 48 } else { flags << 48 };
             let bytes = (u128::from(buffer.address) | u128::from(word) << 64).to_le_bytes();
-            self.region.span(at + i * crate::DESCRIPTOR, crate::DESCRIPTOR)?.write(&bytes);
+            self.region.span(at + i * DESCRIPTOR, DESCRIPTOR)?.write(&bytes);
         }
-        Some(Buffer { address: self.region.guest() + at as u64, len: (count * crate::DESCRIPTOR) as u32 })
+        Some(Buffer { address: self.region.guest() + at as u64, len: (count * DESCRIPTOR) as u32 })
     }
 }

@@ -13,12 +13,10 @@
 //! has a key, the identity of the memory and the location of the ring in it, and it is used only where it agrees with the
 //! ring.
 
-#[cfg(not(loom))]
 use ringroad_mem::{
     Region, Words,
     sync::{AtomicU64, Ordering},
 };
-#[cfg(not(loom))]
 use std::sync::{Arc, atomic::compiler_fence};
 
 /// Identifies the ring of a record: the memory's file (device, inode), the ring's three areas in it, its size and layout.
@@ -61,7 +59,6 @@ pub(crate) struct Staged {
 }
 
 /// What a former process has recorded.
-#[cfg(not(loom))]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record {
     /// Position up to which the driver sees used entries.
@@ -79,7 +76,6 @@ pub(crate) struct Record {
 }
 
 /// What the frontend has told about a packed ring.
-#[cfg(not(loom))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Frontend {
     /// Its last base.
@@ -102,7 +98,6 @@ pub(crate) struct Progress {
     pub batch: u16,
 }
 
-#[cfg(not(loom))]
 impl Staged {
     #[inline(always)]
     fn to_word(self) -> u64 {
@@ -116,7 +111,6 @@ impl Staged {
     }
 }
 
-#[cfg(not(loom))]
 impl Frontend {
     fn to_word(self) -> u64 {
         u64::from(self.base) | u64::from(self.from) << 16
@@ -128,10 +122,8 @@ impl Frontend {
 }
 
 /// Flag in the `taken` word: it holds a position.
-#[cfg(not(loom))]
 const TAKEN: u64 = 1 << 16;
 
-#[cfg(not(loom))]
 impl Progress {
     #[inline(always)]
     fn to_word(self) -> u64 {
@@ -148,16 +140,13 @@ impl Progress {
 }
 
 /// Cache lines of a journal: the key, and the words that change all the time. Each queue has its own.
-#[cfg(not(loom))]
 const LINES: usize = 2;
 /// First word of a valid journal.
-#[cfg(not(loom))]
 const MAGIC: u64 = u64::from_le_bytes(*b"rrjrnl02");
 
 /// The journal of one ring.
 #[derive(Default)]
 pub struct Journal {
-    #[cfg(not(loom))]
     lines: Option<Words<[AtomicU64; 8]>>,
 }
 
@@ -166,15 +155,12 @@ impl Journal {
     pub const BYTES: usize = 128;
 
     /// No journal: after a crash only the frontend's base is known.
-    pub const NONE: Journal = Journal {
-        #[cfg(not(loom))]
-        lines: None,
-    };
+    pub const NONE: Journal = Journal { lines: None };
 }
 
-#[cfg(not(loom))]
 impl Journal {
     /// Returns the journal with this number in a file of the process.
+    #[cfg(not(loom))]
     pub fn new(region: &Arc<Region>, number: usize) -> Journal {
         Journal { lines: Words::new(region, number.saturating_mul(Self::BYTES), LINES) }
     }
@@ -288,14 +274,4 @@ impl Journal {
             Self::record(magic, 0);
         }
     }
-}
-
-#[cfg(loom)]
-#[allow(clippy::unused_self, reason = "models do not crash")]
-impl Journal {
-    pub(crate) fn record_published(&self, _: u16) {}
-    pub(crate) fn record_taken(&self, _: u16) {}
-    pub(crate) fn record_staged(&self, _: Staged) {}
-    pub(crate) fn record_batch(&self, _: Option<u64>, _: Progress, _: Staged) {}
-    pub(crate) fn record_progress(&self, _: Progress) {}
 }

@@ -5,6 +5,8 @@
 //! queue is unusable until it is reset. Each end has a split and a packed type behind one enum ([`DeviceRing`],
 //! [`DriverRing`]), matched once per burst.
 #![forbid(unsafe_code)]
+// A model's rings are not in guest memory and outlive no process.
+#![cfg_attr(loom, allow(dead_code, unused_imports))]
 #![cfg_attr(
     not(test),
     deny(
@@ -21,12 +23,17 @@ mod chain;
 mod device;
 #[cfg_attr(
     not(test),
-    expect(clippy::indexing_slicing, reason = "indices into its own list of ids, bounded by `wrap` and by `free`")
+    expect(clippy::indexing_slicing, reason = "ids of chains in flight, as the lists of states and ids have them")
 )]
 mod driver;
-#[cfg(not(loom))]
+#[cfg_attr(
+    not(test),
+    expect(clippy::indexing_slicing, reason = "indices into its own list, bounded by `wrap` and by `free`")
+)]
+mod ids;
 mod inflight;
 mod journal;
+mod layout;
 mod notify;
 #[cfg_attr(
     not(test),
@@ -35,7 +42,8 @@ mod notify;
         reason = "slots are masked by, wrapped at, or compared with the queue size for which the ring's areas were resolved"
     )
 )]
-pub mod packed;
+mod packed;
+mod rings;
 #[cfg_attr(
     not(test),
     expect(
@@ -43,17 +51,16 @@ pub mod packed;
         reason = "slots are masked by, wrapped at, or compared with the queue size for which the ring's areas were resolved"
     )
 )]
-pub mod split;
+mod split;
 mod tuning;
 
 pub use chain::{BURST, Chain, Chains, Fault};
-pub use device::DeviceRing;
-#[cfg(not(loom))]
-pub use driver::IndirectTables;
-pub use driver::{Buffer, DriverFault, DriverRing, Full, Used};
-#[cfg(not(loom))]
+pub use driver::{Buffer, DriverFault, Full, IndirectTables, Used};
 pub use inflight::Inflight;
 pub use journal::{Journal, JournalKey, Resumed};
+#[cfg(loom)]
+pub use rings::model;
+pub use rings::{DeviceRing, DriverRing};
 pub use tuning::Tuning;
 
 /// Negotiated features that affect the rings, named as in the specification (virtio 1.3, 6).
@@ -86,6 +93,11 @@ pub mod bits {
 }
 
 impl Features {
+    /// Returns the base of a fresh ring, in the format of vhost-user's SET_VRING_BASE.
+    pub fn fresh_base(self) -> u32 {
+        if self.packed { packed::Base::FRESH.0 } else { 0 }
+    }
+
     /// Selects the features that affect the rings from the negotiated bits.
     pub fn negotiated(acked: u64) -> Features {
         Features {

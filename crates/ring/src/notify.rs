@@ -1,10 +1,9 @@
 //! Notification suppression: decides whether the other side wants to be notified. Called by both ends of both layouts.
 
-/// Split rings with EVENT_IDX (2.7.7.2, 2.7.10.1): returns whether `event` is among the entries added between `old` and
-/// `new`.
+/// Split rings with EVENT_IDX (2.7.7.2, 2.7.10.1): returns whether `event` is among the last `added` entries before `next`.
 #[inline(always)]
-pub(crate) fn need_event(event: u16, new: u16, old: u16) -> bool {
-    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+pub(crate) fn need_event(event: u16, next: u16, added: u32) -> bool {
+    u32::from(next.wrapping_sub(event).wrapping_sub(1)) < added
 }
 
 /// Packed rings: an event suppression structure (2.8.14), one 32-bit word in memory.
@@ -45,7 +44,7 @@ impl Event {
             _ => {
                 let (slot, event_wrap) = (self.0 as u16 & 0x7fff, self.0 & 0x8000 != 0);
                 let slot = if event_wrap == wrap { slot } else { slot.wrapping_sub(size) };
-                need_event(slot, next, next.wrapping_sub(added as u16))
+                need_event(slot, next, added)
             }
         }
     }
@@ -57,12 +56,13 @@ mod tests {
 
     #[test]
     fn split_event_index() {
-        assert!(need_event(5, 6, 5));
-        assert!(!need_event(6, 6, 5));
-        assert!(!need_event(4, 6, 5));
-        assert!(need_event(65535, 2, 65530));
-        assert!(!need_event(2, 2, 65530));
-        assert!(!need_event(0, 7, 7), "nothing added");
+        assert!(need_event(5, 6, 1));
+        assert!(!need_event(6, 6, 1));
+        assert!(!need_event(4, 6, 1));
+        assert!(need_event(65535, 2, 8));
+        assert!(!need_event(2, 2, 8));
+        assert!(!need_event(0, 7, 0), "nothing added");
+        assert!((0..=65535).all(|event| need_event(event, 7, 65536)), "every index has been passed");
     }
 
     #[test]

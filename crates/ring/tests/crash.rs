@@ -93,7 +93,7 @@ fn run(config: Config) -> Outcome {
     let Config { features, size, transmits, multi_buffer, tracked } = config;
     let tables = size as usize * LONGEST * 16;
     let arena = size as usize * LONGEST * BUFFER;
-    let start = common_start(features, size);
+    let start = DriverRing::bytes(features, size);
     let (driver, file) = Region::create(start + arena + tables, GUEST, false).unwrap();
     let memory = Memory::over(features, size, driver, &file);
     let files = Files {
@@ -105,10 +105,7 @@ fn run(config: Config) -> Outcome {
     let mut driver = files.memory.driver();
     if multi_buffer {
         let tables = IndirectTables::new(files.memory.driver.clone(), start + arena, size, LONGEST).unwrap();
-        match &mut driver {
-            DriverRing::Split(ring) => ring.set_indirect(tables),
-            DriverRing::Packed(ring) => ring.set_indirect(tables),
-        }
+        driver.set_indirect(tables);
     }
     let forwarded: Words<AtomicU64> = Words::new(&files.forwarded.0, 0, SERIALS).unwrap();
     let mut guest = Guest {
@@ -165,10 +162,6 @@ fn run(config: Config) -> Outcome {
     }
     assert!(guest.serial > u64::from(KILLS), "{config:?}: only {} chains", guest.serial);
     outcome
-}
-
-fn common_start(features: Features, size: u32) -> usize {
-    if features.packed { ringroad_ring::packed::Layout::bytes(size) } else { ringroad_ring::split::Layout::bytes(size) }
 }
 
 fn spawn(config: Config, files: &Files, patient: bool) -> Child {
@@ -278,8 +271,8 @@ fn device(arguments: &str) {
         false => (Journal::new(&region, 0), Inflight::NONE),
     };
     let forwarded: Words<AtomicU64> = Words::new(&map(&open(14), 0, 0), 0, SERIALS).unwrap();
-    // The base from a frontend that has no state.
-    let base = if packed { ringroad_ring::packed::Base::FRESH.0 } else { 0 };
+    // A frontend that has no state knows no other base.
+    let base = features.fresh_base();
     let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight).unwrap();
     match resumed {
         Resumed::Journal { finished } => println!("recovered {finished}"),

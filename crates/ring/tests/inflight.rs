@@ -15,7 +15,7 @@ use foreign::{Bytes, Stop};
 use ringroad_mem::Region;
 use ringroad_ring::{
     BURST, Buffer, Chain, Chains, DeviceRing, DriverRing, Features, IndirectTables, Inflight, Journal, Resumed,
-    SetupError, Used, packed, split,
+    SetupError, Used,
 };
 use std::{
     collections::{HashMap, VecDeque},
@@ -66,17 +66,14 @@ struct Rig {
 
 impl Rig {
     fn new(features: Features, size: u32, multi_buffer: bool) -> Rig {
-        let start = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        let start = DriverRing::bytes(features, size);
         let arena = size as usize * LONGEST * STEP;
         let (driver, file) = Region::create(start + arena + size as usize * LONGEST * 16, GUEST, false).unwrap();
         let memory = Memory::over(features, size, driver, &file);
         let mut driver = memory.driver();
         if multi_buffer {
             let tables = IndirectTables::new(memory.driver.clone(), start + arena, size, LONGEST).unwrap();
-            match &mut driver {
-                DriverRing::Split(ring) => ring.set_indirect(tables),
-                DriverRing::Packed(ring) => ring.set_indirect(tables),
-            }
+            driver.set_indirect(tables);
         }
         // The second of two queues.
         let region = Region::create(2 * Inflight::bytes(features.packed, size as u16), 0, false).unwrap().0;
@@ -107,8 +104,7 @@ impl Rig {
     fn resume(&self) -> Result<(DeviceRing, Resumed), SetupError> {
         let Memory { device, features, size, at, .. } = &self.memory;
         let inflight = Inflight::new(&self.region, 1, *size as u16, features.packed).unwrap();
-        let base = if features.packed { packed::Base::FRESH.0 } else { 0 };
-        DeviceRing::resume(device, *features, *size, *at, base, Journal::NONE, inflight)
+        DeviceRing::resume(device, *features, *size, *at, features.fresh_base(), Journal::NONE, inflight)
     }
 
     /// Makes up to `count` chains available.
@@ -286,6 +282,7 @@ impl Ours {
 }
 
 /// A device of either implementation. The foreign one identifies chains by head (split) or by entry and id (packed).
+#[allow(clippy::large_enum_variant, reason = "one at a time")]
 enum Device {
     Ours(Ours),
     Split(foreign::Split, Vec<u16>, VecDeque<u16>),

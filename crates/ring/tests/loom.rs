@@ -16,7 +16,7 @@ use loom::{
     thread,
 };
 use ringroad_mem::{Region, Table};
-use ringroad_ring::{Buffer, Chains, DeviceRing, DriverRing, Features, Used, packed, split};
+use ringroad_ring::{Buffer, Chains, DeviceRing, DriverRing, Features, Used, model};
 use std::sync::{Arc as StdArc, atomic::AtomicU32 as StdAtomicU32};
 
 const GUEST: u64 = 0x1000;
@@ -24,15 +24,7 @@ const SIZE: u16 = 2;
 
 /// Both ends of a fresh ring.
 fn ends(features: Features) -> (DriverRing, DeviceRing) {
-    if features.packed {
-        let ring = packed::Layout::model(SIZE);
-        let device = packed::Device::new(ring.clone(), features, packed::Base::FRESH);
-        (DriverRing::Packed(packed::Driver::new(ring, features)), DeviceRing::Packed(device))
-    } else {
-        let ring = split::Layout::model(SIZE);
-        let device = split::Device::new(ring.clone(), features, 0);
-        (DriverRing::Split(split::Driver::new(ring, features)), DeviceRing::Split(device))
-    }
+    model(features, SIZE)
 }
 
 /// Memory for the descriptors' addresses; never written.

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::{
-    Addresses, BURST, Buffer, Chains, DeviceRing, DriverFault, DriverRing, Fault, Features, Tuning, Used, packed, split,
+    Addresses, BURST, Buffer, Chains, DeviceRing, DriverFault, DriverRing, Fault, Features, Tuning, Used,
 };
 use std::sync::Arc;
 
@@ -24,11 +24,7 @@ impl Memory {
     fn new(packed: bool, content: &[u8]) -> Memory {
         let low = Region::private(BUFFERS as usize, GUEST).unwrap();
         let high = Region::private(BYTES - BUFFERS as usize, GUEST + BUFFERS).unwrap();
-        let at = if packed {
-            packed::Layout::place(&low, 0, SIZE).unwrap().1
-        } else {
-            split::Layout::place(&low, 0, SIZE).unwrap().1
-        };
+        let (_, at) = DriverRing::start(&low, 0, Features { packed, ..Features::default() }, SIZE).unwrap();
         let table = Table::default().with(low).unwrap().with(high).unwrap();
         let memory = Memory { table: Arc::new(table), at };
         memory.span(0, content.len()).write(content);
@@ -122,7 +118,7 @@ fn content(packed: bool) -> impl Strategy<Value = Vec<u8>> {
 
 fn at_available() -> usize {
     let low = Region::private(BUFFERS as usize, GUEST).unwrap();
-    let at = split::Layout::place(&low, 0, SIZE).unwrap().1;
+    let (_, at) = DriverRing::start(&low, 0, Features::default(), SIZE).unwrap();
     (at.driver - at.descriptor) as usize
 }
 
@@ -143,7 +139,7 @@ fn tunings() -> [Tuning; 7] {
 fn device(features: Features, start: u16, content: &[u8], ops: &[Op], tuning: Tuning) -> Trace {
     let memory = Memory::new(features.packed, content);
     let start = u32::from(start);
-    let base = if features.packed { packed::Base::FRESH.0 | start | start << 16 } else { 0 };
+    let base = if features.packed { features.fresh_base() | start | start << 16 } else { 0 };
     let mut ring = DeviceRing::start(&memory.table, features, SIZE, memory.at, base).unwrap();
     ring.tune(tuning);
     let mut chains = Chains::new(64, 128);
@@ -211,18 +207,11 @@ type Event = (Result<usize, DriverFault>, Vec<(u16, u32)>, usize);
 
 fn driver(features: Features, ops: &[DriverOp], fast: bool) -> (Vec<Event>, Vec<u8>) {
     let low = Region::private(BUFFERS as usize, GUEST).unwrap();
-    let (mut ring, at) = if features.packed {
-        let (layout, at) = packed::Layout::place(&low, 0, SIZE).unwrap();
-        (DriverRing::Packed(packed::Driver::new(layout, features)), at)
-    } else {
-        let (layout, at) = split::Layout::place(&low, 0, SIZE).unwrap();
-        (DriverRing::Split(split::Driver::new(layout, features)), at)
-    };
+    let (mut ring, at) = DriverRing::start(&low, 0, features, SIZE).unwrap();
     ring.set_fast_path(fast);
     let high = Region::private(BYTES - BUFFERS as usize, GUEST + BUFFERS).unwrap();
     let table = Arc::new(Table::default().with(low.clone()).unwrap().with(high).unwrap());
-    let base = if features.packed { packed::Base::FRESH.0 } else { 0 };
-    let mut device = DeviceRing::start(&table, features, SIZE, at, base).unwrap();
+    let mut device = DeviceRing::start(&table, features, SIZE, at, features.fresh_base()).unwrap();
     let mut chains = Chains::new(64, 256);
     let buffer = |id: u16| Buffer { address: GUEST + BUFFERS + 64 * u64::from(id), len: 50 };
     let mut events = Vec::new();

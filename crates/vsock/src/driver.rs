@@ -8,7 +8,7 @@ use crate::{
     types::{Broken, MAX_PACKET},
 };
 use ringroad_mem::{Error as MemoryError, Region, Span};
-use ringroad_ring::{Addresses, Buffer, DriverRing, Features, SetupError, Used, packed, split};
+use ringroad_ring::{Addresses, Buffer, DriverRing, Features, SetupError, Used};
 use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
 use std::{fs::File, io, num::NonZeroUsize, sync::Arc};
 
@@ -79,14 +79,7 @@ struct Queue {
 
 impl Queue {
     fn new(region: &Arc<Region>, offset: usize, size: u32, acked: u64) -> Result<Queue, SetupError> {
-        let features = Features::negotiated(acked);
-        let (ring, at) = if features.packed {
-            let (layout, at) = packed::Layout::place(region, offset, size)?;
-            (DriverRing::Packed(packed::Driver::new(layout, features)), at)
-        } else {
-            let (layout, at) = split::Layout::place(region, offset, size)?;
-            (DriverRing::Split(split::Driver::new(layout, features)), at)
-        };
+        let (ring, at) = DriverRing::start(region, offset, Features::negotiated(acked), size)?;
         let offset = offset + ring_bytes(size, acked);
         Ok(Queue { ring, at, region: region.clone(), offset, used: [Used::default(); BURST] })
     }
@@ -102,8 +95,7 @@ impl Queue {
 }
 
 fn ring_bytes(size: u32, acked: u64) -> usize {
-    let packed = Features::negotiated(acked).packed;
-    (if packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) }).next_multiple_of(4096)
+    DriverRing::bytes(Features::negotiated(acked), size).next_multiple_of(4096)
 }
 
 /// Distance between buffers in bytes: an odd number of cache lines, so that the first lines of all buffers do not compete for the

@@ -5,7 +5,7 @@ use super::{place::connect, quirks};
 use crate::sys;
 use ringroad_mem::Region;
 use ringroad_net::{Driver, DriverConfig, DriverError, bits};
-use ringroad_ring::Addresses;
+use ringroad_ring::{Addresses, Features};
 use std::{
     fs::File,
     io,
@@ -288,7 +288,7 @@ impl RawConnection {
     /// The device refuses it, or the system has no more descriptors.
     pub fn ring(&mut self, index: usize, size: u32, at: Addresses) -> Result<Notifier, ConnectError> {
         let notifier = Notifier::new()?;
-        let fresh = if self.acked & bits::RING_PACKED == 0 { 0 } else { ringroad_ring::packed::Base::FRESH.0 };
+        let fresh = Features::negotiated(self.acked).fresh_base();
         self.ring_at(index, size, at, fresh, &notifier)?;
         Ok(notifier)
     }

@@ -4,7 +4,7 @@
 use ringroad_frame::Counters;
 use ringroad_mem::{Region, Table};
 use ringroad_net::{Driver, DriverConfig, RxQueue, TxQueue, bits};
-use ringroad_ring::{Inflight, Journal, packed};
+use ringroad_ring::{Features, Inflight, Journal};
 use std::sync::Arc;
 
 /// Feature bits: VERSION_1 and those that are wanted.
@@ -14,7 +14,7 @@ pub fn acked(wanted: &[(bool, u64)]) -> u64 {
 
 /// Where a fresh ring starts.
 pub fn base(acked: u64) -> u32 {
-    if acked & bits::RING_PACKED != 0 { packed::Base::FRESH.0 } else { 0 }
+    Features::negotiated(acked).fresh_base()
 }
 
 /// A driver with one pair of queues.

@@ -45,6 +45,7 @@ impl Inflight {
     }
 
     /// Returns the part of a queue; `None` if the region ends before it or is not aligned to 8 bytes.
+    #[cfg(not(loom))]
     pub fn new(region: &Arc<Region>, vring: usize, queue_size: u16, packed: bool) -> Option<Inflight> {
         let (header, entry) = shape(packed);
         let offset = vring.checked_mul(Self::bytes(packed, queue_size))?;
@@ -122,7 +123,7 @@ impl<T> Default for Resubmits<T> {
 }
 
 impl<T: Copy> Resubmits<T> {
-    fn new(list: Vec<T>) -> Self {
+    pub fn new(list: Vec<T>) -> Self {
         Resubmits { list, next: 0, fresh: 0 }
     }
 

@@ -11,10 +11,11 @@
 //! Each chain is published separately. If a batch had a deferred head and a successor returned other chains in its place,
 //! the driver would see the used descriptors behind it too early.
 
-use super::{Inflight, Resubmits, VERSION, fields, invalid, is_inflight, join, store};
+use super::{Inflight, VERSION, fields, invalid, is_inflight, join, store};
 use crate::{
     Chain, SetupError,
     chain::Descriptor,
+    layout::RingPosition,
     packed::{Layout, Position},
 };
 use ringroad_mem::{
@@ -70,8 +71,7 @@ pub(crate) struct Packed {
     /// The driver has an id in flight twice, which the structures cannot express. Its buffers are not recovered after a
     /// crash.
     broken: bool,
-    /// Chains that were in flight when the ring started.
-    pub resubmits: Resubmits<Saved>,
+    /// Descriptors of the chains that were in flight when the ring started.
     descriptors: Vec<Descriptor>,
 }
 
@@ -227,7 +227,7 @@ impl Inflight {
         for chain in &chains {
             track.map_id(chain.id, chain.entry);
         }
-        (track.resubmits, track.descriptors) = (Resubmits::new(chains), descriptors);
+        track.descriptors = descriptors;
         Some(track)
     }
 
@@ -263,7 +263,6 @@ impl Packed {
             links: vec![[entries, 0, 0]; entries.into()].into(),
             by_id: vec![0; 1 << 16].into(),
             broken: false,
-            resubmits: Resubmits::default(),
             descriptors: Vec::new(),
         })
     }
@@ -334,7 +333,6 @@ impl Packed {
 
     /// Records chains taken from the ring, the first of them at this position.
     pub fn take(&mut self, ring: &Layout, mut at: Position, chains: &[Chain]) {
-        self.resubmits.count(chains.len(), self.size);
         for chain in chains {
             if self.broken || self.find(chain.id).is_some() {
                 return self.give_up();
@@ -366,26 +364,8 @@ impl Packed {
         }
     }
 
-    /// Undoes the taking of the last chains; returns how many of them must be put back in the ring.
-    pub fn untake(&mut self, chains: &[Chain]) -> usize {
-        let fresh = self.resubmits.untake(chains.len());
-        // Newest first, so that a crash leaves the oldest, which come first in the ring.
-        for chain in chains.iter().rev().take(fresh) {
-            self.drop_chain(chain.id);
-        }
-        fresh
-    }
-
-    /// Clears all chains in flight: the ring holds them in the same order, and they are taken from there.
-    pub fn forget(&mut self) {
-        let resubmits = std::mem::take(&mut self.resubmits);
-        for chain in resubmits.list.iter().rev() {
-            self.drop_chain(chain.id);
-        }
-        self.descriptors = Vec::new();
-    }
-
-    fn drop_chain(&mut self, id: u16) {
+    /// Frees the entries of a chain that is in the ring: it will be taken from there.
+    pub fn forget(&mut self, id: u16) {
         if self.broken {
             return;
         }

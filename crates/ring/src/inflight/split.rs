@@ -5,7 +5,7 @@
 //! A batch is linked, published in the used ring, then its inflight fields are cleared. If a successor finds the ring's
 //! used index ahead of the recorded one, it clears as many chains of the last batch as it is ahead.
 
-use super::{Inflight, Resubmits, VERSION, fields, invalid, is_inflight, join, store};
+use super::{Inflight, VERSION, fields, invalid, is_inflight, join, store};
 use crate::{Chain, SetupError};
 use ringroad_mem::{
     Words,
@@ -25,7 +25,6 @@ pub(crate) struct Found {
 pub(crate) struct Split {
     words: Words<AtomicU64>,
     entries: u16,
-    size: u16,
     counter: u64,
     last_batch_head: u16,
     /// The last head of the previous batch.
@@ -33,8 +32,6 @@ pub(crate) struct Split {
     used: u16,
     /// Returned, but not published yet.
     batch: Vec<u16>,
-    /// Chains that were in flight when the ring started.
-    pub resubmits: Resubmits<u16>,
 }
 
 impl Inflight {
@@ -105,16 +102,14 @@ impl Inflight {
     }
 
     /// Starts tracking with the state that was found.
-    pub(crate) fn adopt_split(self, found: Found, size: u16, used: u16) -> Option<Split> {
-        let Found { heads, done, counter } = found;
+    pub(crate) fn adopt_split(self, found: &Found, size: u16, used: u16) -> Option<Split> {
         let mut track = Split::new(self, size, used)?;
-        track.counter = counter;
+        track.counter = found.counter;
         // Keep them linked, in case this process is killed before the used index is recorded.
-        for (head, next) in done {
+        for &(head, next) in &found.done {
             track.clear(head, next);
         }
         track.write_control();
-        track.resubmits = Resubmits::new(heads);
         Some(track)
     }
 
@@ -138,17 +133,7 @@ impl Split {
             return None;
         }
         let batch = Vec::with_capacity(size.into());
-        Some(Split {
-            words,
-            entries,
-            size,
-            counter: 0,
-            last_batch_head: 0,
-            batch_before: 0,
-            used,
-            batch,
-            resubmits: Resubmits::default(),
-        })
+        Some(Split { words, entries, counter: 0, last_batch_head: 0, batch_before: 0, used, batch })
     }
 
     /// Writes version, desc_num, last_batch_head, used_idx.
@@ -178,21 +163,11 @@ impl Split {
             }
             self.counter = self.counter.wrapping_add(1);
         }
-        self.resubmits.count(chains.len(), self.size);
     }
 
-    /// Undoes the taking of the last chains; returns how many of them must be put back in the ring.
-    pub fn untake(&mut self, chains: &[Chain]) -> usize {
-        let fresh = self.resubmits.untake(chains.len());
-        // Newest first, so that a crash leaves the oldest, which come first in the ring.
-        chains.iter().rev().take(fresh).for_each(|chain| self.clear(chain.id, 0));
-        fresh
-    }
-
-    /// Clears all chains in flight: the ring holds them in the same order, and they are taken from there.
-    pub fn forget(&mut self) {
-        let resubmits = std::mem::take(&mut self.resubmits);
-        resubmits.list.iter().rev().for_each(|&head| self.clear(head, 0));
+    /// Clears a chain that is in the ring: it will be taken from there.
+    pub fn forget(&self, head: u16) {
+        self.clear(head, 0);
     }
 
     /// Adds chains to the next batch.

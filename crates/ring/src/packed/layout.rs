@@ -1,6 +1,7 @@
 //! Memory layout of a packed virtqueue (virtio 1.3, 2.8.1): its three areas, resolved once when the queue starts, positions
 //! in the ring, and vhost-user's base format. Used by both ends.
 
+use crate::layout::RingPosition;
 use ringroad_mem::{
     Words,
     sync::{AtomicU32, AtomicU64, Ordering},
@@ -58,8 +59,19 @@ pub(crate) struct Position {
 impl Position {
     pub(crate) const START: Position = Position { slot: 0, wrap: true };
 
+    pub(super) fn from_bits(bits: u16, size: u16) -> Position {
+        Position { slot: (bits & 0x7fff) % size, wrap: bits & 0x8000 != 0 }
+    }
+}
+
+impl RingPosition for Position {
     #[inline(always)]
-    pub(crate) fn advance(&mut self, slots: u16, size: u16) {
+    fn slot(self, _size: u16) -> usize {
+        self.slot.into()
+    }
+
+    #[inline(always)]
+    fn advance(&mut self, slots: u16, size: u16) {
         // Both are at most 32768: no overflow.
         let next = self.slot + slots;
         let over = next >= size;
@@ -67,24 +79,19 @@ impl Position {
         self.wrap ^= over;
     }
 
-    pub(super) fn back(&mut self, slots: u16, size: u16) {
+    fn back(&mut self, slots: u16, size: u16) {
         let under = self.slot < slots;
         self.slot = if under { self.slot + size - slots } else { self.slot - slots };
         self.wrap ^= under;
     }
 
-    pub(super) fn from_bits(bits: u16, size: u16) -> Position {
-        Position { slot: (bits & 0x7fff) % size, wrap: bits & 0x8000 != 0 }
-    }
-
-    /// Returns the number of slots to a position that is at most one whole pass ahead.
-    #[cfg(not(loom))]
-    pub(super) fn distance(self, to: Position, size: u16) -> u16 {
+    #[inline(always)]
+    fn distance(self, to: Position, size: u16) -> u16 {
         if self.wrap == to.wrap { to.slot.wrapping_sub(self.slot) } else { (size - self.slot).wrapping_add(to.slot) }
     }
 
     #[inline(always)]
-    pub(super) fn to_bits(self) -> u16 {
+    fn to_bits(self) -> u16 {
         self.slot | u16::from(self.wrap) << 15
     }
 }
@@ -129,6 +136,12 @@ impl Layout {
         self.descriptors.as_chunks().0
     }
 
+    /// Returns the number of entries.
+    #[inline(always)]
+    pub(crate) fn size(&self) -> u16 {
+        self.size
+    }
+
     /// Returns whether some descriptor has its USED bit set; in a fresh ring none has.
     pub(crate) fn was_used(&self) -> bool {
         self.pairs().iter().any(|[_, word]| (u64::from_le(word.load(Ordering::Acquire)) >> 48) as u16 & USED != 0)
@@ -140,14 +153,6 @@ impl Layout {
         let straight = expected.min(self.size.saturating_sub(slot));
         self.descriptors.prefetch_run(2 * slot as usize, 2 * straight as usize, write);
         self.descriptors.prefetch_run(0, 2 * (expected - straight) as usize, write);
-    }
-}
-
-#[cfg(not(loom))]
-impl Layout {
-    /// Returns the number of entries.
-    pub(crate) fn size(&self) -> u16 {
-        self.size
     }
 
     /// Returns whether the ring was certainly never used: it begins with descriptors available in the first pass, and all
@@ -183,7 +188,10 @@ impl Layout {
         }
         looks_used
     }
+}
 
+#[cfg(not(loom))]
+impl Layout {
     /// Resolves the areas of a driver's ring in its memory.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use super::layout::{AVAILABLE, Layout, Position, USED, used_flags};
 use crate::{
     INDIRECT, Journal, JournalKey, NEXT,
     journal::{Frontend, Progress, Record, Staged},
+    layout::RingPosition,
 };
 use ringroad_mem::sync::Ordering;
 

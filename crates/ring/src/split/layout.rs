@@ -1,6 +1,7 @@
 //! Memory layout of a split virtqueue (virtio 1.3, 2.7.2): its three areas, resolved once when the queue starts. Used by
 //! both ends.
 
+use crate::layout::RingPosition;
 #[cfg(not(loom))]
 use crate::{Addresses, DESCRIPTOR, MAX_SIZE, SetupError};
 #[cfg(not(loom))]
@@ -26,6 +27,33 @@ pub struct Layout {
     pub(super) elements: Words<AtomicU32>,
     /// avail_event.
     pub(super) available_event: Words<AtomicU16>,
+}
+
+/// A free-running index of the available or used ring.
+impl RingPosition for u16 {
+    #[inline(always)]
+    fn slot(self, size: u16) -> usize {
+        (self & (size - 1)).into()
+    }
+
+    #[inline(always)]
+    fn advance(&mut self, slots: u16, _size: u16) {
+        *self = self.wrapping_add(slots);
+    }
+
+    fn back(&mut self, slots: u16, _size: u16) {
+        *self = self.wrapping_sub(slots);
+    }
+
+    #[inline(always)]
+    fn distance(self, to: u16, _size: u16) -> u16 {
+        to.wrapping_sub(self)
+    }
+
+    #[inline(always)]
+    fn to_bits(self) -> u16 {
+        self
+    }
 }
 
 /// Used elements per cache line.

@@ -1,7 +1,7 @@
 //! A ring in a driver's memory, and the device's own mapping of that memory. Shared by the tests of this crate.
 
 use ringroad_mem::{Region, Table};
-use ringroad_ring::{Addresses, DeviceRing, DriverRing, Features, packed, split};
+use ringroad_ring::{Addresses, DeviceRing, DriverRing, Features};
 use std::sync::Arc;
 
 /// Guest address of the driver's memory.
@@ -21,13 +21,9 @@ pub struct Memory {
 impl Memory {
     /// With `cut`, the device maps the file as two regions, which meet `cut` bytes into the arena.
     pub fn new(features: Features, size: u32, arena: usize, cut: Option<usize>) -> Memory {
-        let start = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        let start = DriverRing::bytes(features, size);
         let (driver, file) = Region::create(start + arena, GUEST, false).unwrap();
-        let at = if features.packed {
-            packed::Layout::place(&driver, 0, size).unwrap().1
-        } else {
-            split::Layout::place(&driver, 0, size).unwrap().1
-        };
+        let (_, at) = DriverRing::start(&driver, 0, features, size).unwrap();
         let end = driver.len() as u64;
         let cut = cut.map(|cut| (start + cut) as u64).unwrap_or(end);
         let mut device = Table::default();
@@ -42,12 +38,8 @@ impl Memory {
 
     /// Places the ring at the start of existing memory, which the device maps as one region.
     pub fn over(features: Features, size: u32, driver: Arc<Region>, file: &std::fs::File) -> Memory {
-        let at = if features.packed {
-            packed::Layout::place(&driver, 0, size).unwrap().1
-        } else {
-            split::Layout::place(&driver, 0, size).unwrap().1
-        };
-        let arena = if features.packed { packed::Layout::bytes(size) } else { split::Layout::bytes(size) };
+        let (_, at) = DriverRing::start(&driver, 0, features, size).unwrap();
+        let arena = DriverRing::bytes(features, size);
         let region = Region::map(file, 0, driver.len() as u64, GUEST, driver.user()).unwrap();
         let device = Arc::new(Table::default().with(region).unwrap());
         Memory { driver, device, at, features, size, arena }
@@ -55,18 +47,12 @@ impl Memory {
 
     /// Returns a driver end for the ring, whose memory must be zeroed.
     pub fn driver(&self) -> DriverRing {
-        if self.features.packed {
-            let (layout, _) = packed::Layout::place(&self.driver, 0, self.size).unwrap();
-            DriverRing::Packed(packed::Driver::new(layout, self.features))
-        } else {
-            let (layout, _) = split::Layout::place(&self.driver, 0, self.size).unwrap();
-            DriverRing::Split(split::Driver::new(layout, self.features))
-        }
+        DriverRing::start(&self.driver, 0, self.features, self.size).unwrap().0
     }
 
     /// Returns a device end for a fresh ring.
     pub fn device(&self) -> DeviceRing {
-        self.device_at(if self.features.packed { packed::Base::FRESH.0 } else { 0 })
+        self.device_at(self.features.fresh_base())
     }
 
     /// Returns a device end that resumes at `base`.

@@ -3,7 +3,7 @@
 
 use super::{GUEST, HOST, HostStack, TestHost, pattern};
 use ringroad_mem::{Region, Span, Table};
-use ringroad_ring::{Addresses, Buffer, DriverRing, Features as RingFeatures, Used, packed, split};
+use ringroad_ring::{Addresses, Buffer, DriverRing, Features as RingFeatures, Used};
 use ringroad_vsock::{Addr, Listener, RxQueue, Settings, SocketType, Stack, Stream, TxQueue, bits, socket_types};
 use ringroad_wire::vsock_hdr::{Op, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SIZE, TYPE_STREAM, VsockHdr};
 use std::{
@@ -77,14 +77,7 @@ pub struct Good {
 }
 
 pub fn ring(region: &Arc<Region>, offset: usize, size: u32, acked: u64) -> (DriverRing, Addresses) {
-    let features = RingFeatures::negotiated(acked);
-    if features.packed {
-        let (layout, at) = packed::Layout::place(region, offset, size).unwrap();
-        (DriverRing::Packed(packed::Driver::new(layout, features)), at)
-    } else {
-        let (layout, at) = split::Layout::place(region, offset, size).unwrap();
-        (DriverRing::Split(split::Driver::new(layout, features)), at)
-    }
+    DriverRing::start(region, offset, RingFeatures::negotiated(acked), size).unwrap()
 }
 
 pub fn env() -> TestHost {
@@ -118,8 +111,7 @@ impl Guest {
     }
 
     pub fn bare(Shape { cid, acked, queue_size, buffers, settings }: Shape) -> Guest {
-        let bytes = if acked & bits::RING_PACKED != 0 { packed::Layout::bytes } else { split::Layout::bytes };
-        let ring_len = bytes(queue_size).next_multiple_of(4096);
+        let ring_len = DriverRing::bytes(RingFeatures::negotiated(acked), queue_size).next_multiple_of(4096);
         let receive: usize = buffers.iter().flatten().map(|&len| len as usize).sum();
         let arena = 2 * ring_len + receive + (1 << 20);
         let (region, file) = Region::create(arena + ARENA, BASE, false).unwrap();

@@ -1,0 +1,137 @@
+use super::*;
+use ringroad_mem::Region;
+
+const PAGE: usize = 4096;
+
+/// Memory of bytes that tell their place.
+fn memory() -> Arc<Table> {
+    let region = Region::private(2 * PAGE, 0).unwrap();
+    let bytes: Vec<u8> = (0..2 * PAGE).map(|at| (at % 251) as u8).collect();
+    region.span(0, bytes.len()).unwrap().write(&bytes);
+    Arc::new(Table::default().with(region).unwrap())
+}
+
+fn bytes(at: usize, len: usize) -> Vec<u8> {
+    (at..at + len).map(|at| (at % 251) as u8).collect()
+}
+
+/// A frame as a receiver gets it: headroom, head and rest.
+fn forwarded(burst: &Burst, index: usize) -> Vec<u8> {
+    let (head, len) = burst.frames()[index].head();
+    let mut all = head[..len].to_vec();
+    for piece in burst.rest(index) {
+        let at = all.len();
+        all.resize(at + piece.len(), 0);
+        piece.read(&mut all[at..]);
+    }
+    all
+}
+
+/// Cuts `len` bytes at `at` into pieces of these lengths, the last one as long as is left.
+fn pieces<'m>(memory: &'m Table, mut at: usize, len: usize, lengths: &[usize]) -> Vec<Span<'m>> {
+    let end = at + len;
+    let mut list = Vec::new();
+    for &length in lengths.iter().chain([&usize::MAX]) {
+        let length = length.min(end - at);
+        list.extend(memory.regions()[0].span(at, length));
+        at += length;
+    }
+    list.retain(|piece| !piece.is_empty());
+    list
+}
+
+#[test]
+fn a_frame_is_forwarded_as_it_was_sent_however_it_is_cut() {
+    let memory = memory();
+    for lead in [0, HEADROOM, 16] {
+        for len in [14, 19, 20, 21, 60, 1514] {
+            for cuts in [&[][..], &[1], &[lead], &[lead + 13, 1], &[5, 5, 5, 5, 5, 5, 5], &[lead + 20]] {
+                let (mut list, cut) = (Pieces::new(16), pieces(&memory, 100, lead + len, cuts));
+                list.start(&memory);
+                let mut at = 100;
+                for piece in &cut {
+                    list.push(at, piece.len() as u32, &mut Hit::default()).unwrap();
+                    at += piece.len() as u64;
+                }
+                let mut burst = Burst::default();
+                burst.start(MAX_FRAME, lead);
+                assert_eq!(burst.push(&cut, 0, lead + len), Ok(len));
+                burst.exchange(&mut list);
+                let expected = [vec![0; HEADROOM], bytes(100 + lead, len)].concat();
+                assert_eq!(forwarded(&burst, 0), expected, "lead {lead}, {len} bytes, cut {cuts:?}");
+                assert_eq!(burst.frames()[0].len(), len);
+                assert_eq!(burst.frames()[0].ethernet(), &expected[HEADROOM..HEAD.min(HEADROOM + len)]);
+                assert!(burst.plain().is_none(), "the pieces of the normal path are not looked at");
+            }
+        }
+    }
+}
+
+#[test]
+fn frames_of_one_piece_are_plain() {
+    let memory = memory();
+    let (mut burst, mut list) = (Burst::default(), Pieces::new(16));
+    list.start(&memory);
+    burst.start(1514, HEADROOM);
+    for at in [0, 200] {
+        list.push(at, 112, &mut Hit::default()).unwrap();
+    }
+    let sources: Vec<_> =
+        list.list().iter().map(|piece| Some((piece.read_once::<HEAD>()?, piece.len() as u32))).collect();
+    assert_eq!(burst.extend(sources.into_iter()), 200);
+    burst.exchange(&mut list);
+    assert_eq!(burst.plain().map(<[_]>::len), Some(2));
+    for (index, at) in [0, 200].into_iter().enumerate() {
+        assert_eq!(burst.piece(&burst.frames()[index]), index);
+        assert_eq!(forwarded(&burst, index), [vec![0; HEADROOM], bytes(at + HEADROOM, 100)].concat());
+    }
+    burst.finish(&mut list);
+    assert!(burst.frames().is_empty() && list.list().len() == 2, "the source has its list back");
+}
+
+#[test]
+fn addresses_are_swapped_in_what_is_forwarded_only() {
+    let memory = memory();
+    let mut burst = Burst::default();
+    burst.start_in(&memory);
+    burst.push_at(0, HEADROOM + 100).unwrap();
+    burst.frames_mut()[0].reflect();
+    let sent = bytes(HEADROOM, 100);
+    let expected = [&[0; HEADROOM][..], &sent[6..12], &sent[..6], &sent[12..]].concat();
+    assert_eq!(forwarded(&burst, 0), expected);
+    assert_eq!(burst.frames()[0].ethernet(), &sent[..20]);
+    let header: [u8; HEADROOM] = std::array::from_fn(|index| index as u8 + 1);
+    let whole = burst.frames()[0].full_head(header).unwrap().concat();
+    assert_eq!(whole, [&header[..], &expected[HEADROOM..HEAD]].concat());
+    assert_eq!(burst.frames()[0].full_head_apart().unwrap().concat(), &expected[HEADROOM..HEAD]);
+}
+
+#[test]
+fn what_is_no_frame_is_said() {
+    let memory = memory();
+    let mut burst = Burst::default();
+    burst.start_in(&memory);
+    assert_eq!(burst.push_at(0, HEADROOM + 13), Err(NotAFrame::Runt));
+    assert_eq!(burst.push_at(0, HEADROOM + MAX_FRAME + 1), Err(NotAFrame::Oversize));
+    assert_eq!(burst.push_at(2 * PAGE as u64 - 50, HEADROOM + 60), Err(NotAFrame::Oversize), "not inside");
+    for _ in 0..BURST {
+        assert_eq!(burst.push_at(0, HEADROOM + 60), Ok(60));
+    }
+    assert_eq!(burst.push_at(0, HEADROOM + 60), Err(NotAFrame::Oversize), "no room");
+    burst.start(100, 0);
+    assert_eq!([burst.check(100), burst.check(101)], [Ok(()), Err(NotAFrame::Oversize)]);
+}
+
+#[test]
+fn a_burst_is_cut_behind_the_frame_that_is_too_much() {
+    let memory = memory();
+    let mut burst = Burst::default();
+    burst.start_in(&memory);
+    for _ in 0..4 {
+        burst.push_at(0, HEADROOM + 100).unwrap();
+    }
+    assert_eq!((burst.cut(250), burst.frames().len(), burst.bytes()), (3, 3, 300));
+    assert_eq!((burst.cut(300), burst.frames().len(), burst.bytes()), (3, 3, 300));
+    burst.clear();
+    assert_eq!(burst.cut(1), 0);
+}
