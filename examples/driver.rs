@@ -5,7 +5,7 @@
 
 use ringroad::{
     mem::Region,
-    ring::{Buffer, DriverRing, Features, Used, bits, packed},
+    ring::{Buffer, DriverRing, Features, Used, bits},
     vhost_user::RawConnection,
 };
 use std::{error::Error, path::Path, time::Duration};
@@ -22,13 +22,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let path = std::env::args().nth(1).ok_or("expected the socket of a device, such as: /tmp/rng.sock")?;
     let wanted = bits::VERSION_1 | bits::RING_PACKED | bits::EVENT_IDX;
     let mut device = RawConnection::connect(Path::new(&path), PATIENCE, wanted, 1)?;
-    if device.acked & bits::RING_PACKED == 0 {
-        return Err("expected a device with packed rings (VIRTIO_F_RING_PACKED)".into());
-    }
     let (region, file) = Region::create(8192, GUEST, false)?;
     device.share(&region, &file)?;
-    let (layout, addresses) = packed::Layout::place(&region, 0, SIZE)?;
-    let mut ring = DriverRing::Packed(packed::Driver::new(layout, Features::negotiated(device.acked)));
+    let (mut ring, addresses) = DriverRing::start(&region, 0, Features::negotiated(device.acked), SIZE)?;
     let notifier = device.ring(0, SIZE, addresses)?;
     device.enable(1)?;
 

@@ -312,7 +312,7 @@ impl DriverRing {
 pub fn model(features: Features, size: u16) -> (DriverRing, DeviceRing) {
     if features.packed {
         let ring = packed::Layout::model(size);
-        let device = Device::<packed::Layout>::new(ring.clone(), features, packed::Base::FRESH);
+        let device = Device::<packed::Layout>::new(ring.clone(), features, packed::Base(crate::types::FRESH));
         let driver = Driver::<packed::Layout>::new(ring, features);
         (DriverRing(Either::Packed(driver)), DeviceRing(Either::Packed(device)))
     } else {

@@ -1,7 +1,7 @@
 //! Keys that `[[port]]` and `[[vsock]]` share, about their vhost-user sockets: access, and a frontend's budgets.
 
 use super::{
-    ConfigError,
+    error::ConfigError,
     table::Table,
     value::{amount, int, text},
 };

@@ -1,9 +1,10 @@
 //! `[[port]]`: the ports of the switch.
 
 use super::{
-    ConfigError, Frontend, Taken,
-    frontend::LimitKeys,
+    error::ConfigError,
+    frontend::{Frontend, LimitKeys},
     table::{Table, keys},
+    taken::Taken,
     value::{self, NAME, choice, int, text, wrong},
 };
 use crate::ports::Mode;

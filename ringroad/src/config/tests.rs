@@ -5,7 +5,9 @@ use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
 use ringroad_switch::Limits;
+use ringroad_switch::{Gather, Poll};
 use ringroad_wire::ethernet::MacAddr;
+use std::{path::Path, time::Duration};
 
 const EXAMPLE: &str = r#"
 [workers]

@@ -1,10 +1,11 @@
 //! `[[vsock]]`: the vsock devices of guests (virtio 1.3, 5.10).
 
 use super::{
-    ConfigError, Frontend, Taken,
-    frontend::LimitKeys,
+    error::ConfigError,
+    frontend::{Frontend, LimitKeys},
     port::MAX_SOCKET,
     table::{Table, keys},
+    taken::Taken,
     value::{self, NAME, amount, choice, int, is_name, list, text},
 };
 use ringroad_host::vhost_user::Role;

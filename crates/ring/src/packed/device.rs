@@ -397,7 +397,7 @@ impl DeviceEnd<Layout> for Device<Layout> {
 
     fn take_saved(&mut self, memory: &Table, chains: &mut Chains, saved: Saved) -> Result<bool, Fault> {
         let Some(track) = &self.track else { return Ok(false) };
-        super::tracked::take_saved(track, self.features, &mut self.hit, memory, chains, &saved)
+        super::saved::take_saved(track, self.features, &mut self.hit, memory, chains, &saved)
     }
 
     fn unread(saved: Saved) -> Chain {

@@ -102,9 +102,6 @@ impl RingPosition for Position {
 pub struct Base(pub u32);
 
 impl Base {
-    /// Base of an unused ring: both slots 0, both wrap counters set.
-    pub const FRESH: Base = Base(0x8000_8000);
-
     pub(super) fn new(available: Position, used: Position) -> Base {
         Base(u32::from(available.to_bits()) | u32::from(used.to_bits()) << 16)
     }

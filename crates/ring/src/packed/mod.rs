@@ -4,6 +4,7 @@ mod device;
 mod driver;
 mod layout;
 mod recover;
+mod saved;
 mod tracked;
 
 pub(crate) use layout::Position;
