@@ -524,7 +524,9 @@ fn a_hundred_thousand_flows_are_sent_and_removed_quickly() {
         let _ = sender.forget(flow);
     }
     assert!(!sender.is_waiting());
-    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    // An emulator takes longer (tests/aarch64.sh).
+    let limit = if std::env::var_os("RINGROAD_RUNNER").is_some() { 90 } else { 3 };
+    assert!(start.elapsed() < Duration::from_secs(limit), "{:?}", start.elapsed());
 }
 
 #[test]
