@@ -1,0 +1,137 @@
+//! Idle ports, descriptors, TAP interfaces.
+
+use crate::testing::*;
+use std::{
+    fs,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+#[test]
+fn eight_idle_ports() {
+    let folder = Folder::new("idle");
+    let names: Vec<String> = (0..8).map(|index| format!("port{index}")).collect();
+    let config = folder.config(&names.iter().map(|name| (name.as_str(), "")).collect::<Vec<_>>());
+    let sockets: Vec<PathBuf> = names.iter().map(|name| folder.file(&format!("{name}.sock"))).collect();
+    // The best of five: the machine may be busy.
+    let mut best = Duration::MAX;
+    for _ in 0..5 {
+        let start = Instant::now();
+        let mut serve = Program::serve(&config, &[]);
+        assert!(within(PATIENCE, || sockets.iter().all(|socket| UnixStream::connect(socket).is_ok())));
+        best = best.min(start.elapsed());
+        serve.logs("ready");
+        serve.stop("TERM");
+    }
+    assert!(best < Duration::from_millis(50), "{best:?} from start to eight sockets");
+
+    let serve = Program::serve(&config, &[]);
+    serve.logs("ready");
+    // Connected guests without traffic are idle, too.
+    let (mut a, mut b) = (Guest::plain(&sockets[0]), Guest::plain(&sockets[1]));
+    exchange(&mut a, &mut b);
+    thread::sleep(Duration::from_millis(50));
+    let before = serve.ticks();
+    thread::sleep(Duration::from_secs(2));
+    assert_eq!(serve.ticks() - before, 0, "ticks of CPU time in two idle seconds");
+    let status = fs::read_to_string(format!("/proc/{}/status", serve.child.id())).unwrap();
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let resident: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(resident < 20 << 10, "{resident} KiB resident");
+    exchange(&mut a, &mut b);
+}
+
+#[test]
+fn out_of_descriptors() {
+    let folder = Folder::new("nofile");
+    let config = folder.config(&[("a", ""), ("b", "")]);
+    let mut serve = Program::serve(&config, &[]);
+    serve.logs("ready");
+    let mut a = Guest::plain(&folder.file("a.sock"));
+    let limit = |limit: &str| {
+        let pid = serve.child.id().to_string();
+        assert!(Command::new("prlimit").args(["--pid", &pid, limit]).status().unwrap().success());
+    };
+    // Below the number of open descriptors: no new ones.
+    limit("--nofile=4:");
+    let second = connects(&folder.file("a.sock"));
+    let waiting = connects(&folder.file("b.sock"));
+    serve.logs("port b: cannot accept a frontend: Too many open files");
+    let before = serve.ticks();
+    thread::sleep(Duration::from_millis(500));
+    assert!(serve.ticks() - before <= 1, "it spins on frontends that it cannot accept");
+    limit("--nofile=1024:");
+    serve.logs("port a: a second frontend was turned away");
+    serve.logs("port b: frontend connected");
+    drop((second, waiting));
+    exchange(&mut a, &mut Guest::plain(&folder.file("b.sock")));
+    serve.stop("TERM");
+}
+
+// -------------------------------------------------------------------------------------------------------------- TAP
+
+fn tap_config(folder: &Folder) -> PathBuf {
+    folder.write("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"rrtest0\"\n")
+}
+
+#[test]
+fn tap_without_permission() {
+    let folder = Folder::new("permission");
+    let config = tap_config(&folder);
+    let program = env!("CARGO_BIN_EXE_ringroad");
+    let mut command = if is_root() {
+        // Root without capabilities has no more rights than an ordinary user.
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set=-all", "--inh-caps=-all", program]);
+        command
+    } else {
+        Command::new(program)
+    };
+    command.args(["serve", "-c", text(&config)]);
+    let mut serve = Program::start(command);
+    assert_eq!(serve.ends(PATIENCE).code(), Some(1), "{}", serve.err());
+    let expected = if Path::new("/dev/net/tun").exists() {
+        "ringroad: TAP interface rrtest0: not permitted; run as root or with CAP_NET_ADMIN"
+    } else {
+        "ringroad: TAP interface rrtest0: /dev/net/tun does not exist; load the module (modprobe tun)"
+    };
+    assert!(serve.err().starts_with(expected), "{}", serve.err());
+}
+
+#[test]
+fn tap_without_a_device() {
+    let folder = Folder::new("notun");
+    let config = tap_config(&folder);
+    let mut command = unshared("--mount");
+    let hide = "if [ -d /dev/net ]; then mount -t tmpfs none /dev/net || exit 9; fi; exec \"$@\"";
+    command.args(["sh", "-c", hide, "sh", env!("CARGO_BIN_EXE_ringroad"), "serve", "-c", text(&config)]);
+    let mut serve = Program::start(command);
+    assert_eq!(serve.ends(PATIENCE).code(), Some(1), "{}", serve.err());
+    let expected = "ringroad: TAP interface rrtest0: /dev/net/tun does not exist; load the module (modprobe tun)";
+    assert!(serve.err().starts_with(expected), "{}", serve.err());
+}
+
+#[test]
+fn tap_in_use() {
+    let folder = Folder::new("busy");
+    let config = tap_config(&folder);
+    let program = env!("CARGO_BIN_EXE_ringroad");
+    // In a network namespace, so that the interface name is free.
+    let mut command = unshared("--net");
+    command.args([program, "serve", "-c", text(&config)]);
+    let mut first = Program::start(command);
+    first.logs("ready: 1 port\n");
+    let mut command = Command::new("nsenter");
+    command.args(["--net", "--target", &first.child.id().to_string()]);
+    if !is_root() {
+        command.args(["--user", "--preserve-credentials"]);
+    }
+    command.args([program, "serve", "-c", text(&config)]);
+    let mut second = Program::start(command);
+    assert_eq!(second.ends(PATIENCE).code(), Some(1), "{}", second.err());
+    assert_eq!(second.err(), "ringroad: TAP interface rrtest0 is in use by another program\n");
+    first.stop("TERM");
+}
