@@ -1,7 +1,7 @@
 //! What `serve` says of configurations that are wrong, or that this machine cannot serve.
 
 use crate::testing::*;
-use std::{ fs, path::Path};
+use std::{fs, path::Path};
 
 #[test]
 fn check() {

@@ -3,7 +3,7 @@
 use crate::testing::*;
 use ringroad_net::Features;
 use serde_json::Value;
-use std::{ os::unix::net::UnixListener, path::Path, process::Stdio, sync::Arc, thread, time::Duration};
+use std::{os::unix::net::UnixListener, path::Path, process::Stdio, sync::Arc, thread, time::Duration};
 
 #[test]
 fn counters() {
