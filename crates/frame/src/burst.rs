@@ -1,32 +1,32 @@
-//! Up to 64 frames of one source on their way. Sources fill a burst, the switch reads heads, sinks read heads and pieces.
+//! A burst: up to 64 frames from one source. Sources fill it, the switch reads the heads, sinks read heads and pieces.
 
 use crate::{BURST, Frame, HEAD, HEADROOM, MAX_FRAME};
 use ringroad_mem::{Hit, Pieces, Span, Table};
 use ringroad_wire::ethernet;
 use std::sync::Arc;
 
-/// Spans that a burst can have. Sources exchange their own list of this size with the burst's ([`Burst::exchange`]).
+/// Capacity of a burst in spans. Sources swap their own list of this size with the burst's ([`Burst::exchange`]).
 pub const PIECES: u16 = 512;
 
-/// Bytes and pieces of a burst that takes as long as several usual ones: other sources get their turn after it.
+/// A burst with more bytes or pieces takes as long as several ordinary ones, so other sources get their turn after it.
 const HEAVY_BYTES: u64 = 128 << 10;
 const HEAVY_PIECES: usize = 4 * BURST;
 
 /// Up to [`BURST`] frames from one source. Each worker has one and reuses it.
 pub struct Burst {
-    /// What the frames consist of.
+    /// Pieces of all frames.
     pieces: Pieces,
     frames: [Frame; BURST],
-    /// For frames from `singles` on: the index behind its last piece.
+    /// For frames from `singles` on: the index behind the frame's last piece.
     ends: [u16; BURST],
     count: usize,
-    /// So many frames at the start have one piece each.
+    /// Number of frames at the start that have one piece each.
     singles: usize,
-    /// Bytes before each frame in its first piece: a header of the source's.
+    /// Bytes in front of each frame in its first piece: the source's header.
     lead: usize,
-    /// No frame is longer, in bytes.
+    /// Upper bound for the length of each frame, in bytes.
     bound: usize,
-    /// Bytes of all frames.
+    /// Total length of all frames, in bytes.
     bytes: u64,
 }
 
@@ -56,35 +56,35 @@ impl std::fmt::Debug for Burst {
 pub enum NotAFrame {
     /// Shorter than an Ethernet header.
     Runt,
-    /// Longer than the sender may send, or in more pieces than a burst holds.
+    /// Longer than the sender may send, or has more pieces than a burst holds.
     Oversize,
 }
 
-/// For sources: how a burst is filled.
+/// Filling a burst, for sources.
 impl Burst {
-    /// Starts a burst without frames. `bound`: no frame has more bytes; `lead`: bytes of a header of the source's before each frame
-    /// in its first piece.
+    /// Starts an empty burst. `bound`: maximum length of a frame in bytes; `lead`: length in bytes of the source's header in
+    /// front of each frame in its first piece.
     #[inline]
     pub fn start(&mut self, bound: usize, lead: usize) {
         (self.count, self.singles, self.bytes) = (0, 0, 0);
         (self.bound, self.lead) = (bound.min(MAX_FRAME), lead);
     }
 
-    /// Starts one whose frames will be pushed by their addresses in this memory, with a header of [`HEADROOM`] bytes each.
+    /// Starts an empty burst whose frames are pushed by their addresses in `memory`, with a header of [`HEADROOM`] bytes each.
     pub fn start_in(&mut self, memory: &Arc<Table>) {
         self.start(MAX_FRAME, HEADROOM);
         self.pieces.start(memory);
     }
 
-    /// Exchanges the burst's list of pieces for that in which the source has put those of its frames.
+    /// Swaps the burst's list of pieces with the source's, which holds the pieces of its frames.
     #[inline]
     pub fn exchange(&mut self, pieces: &mut Pieces) {
         std::mem::swap(&mut self.pieces, pieces);
     }
 
-    /// Adds frames of one piece each, the next ones in the list: head and bytes with the headroom; up to the first `None`. Returns how
-    /// many bytes the frames have. The source has checked that each is at least [`HEAD`] bytes long with the headroom, and within
-    /// the bound.
+    /// Adds frames of one piece each, in the order of the list of pieces, given as head and length with headroom; stops at the
+    /// first `None`. Returns the total length of the frames in bytes. The source has checked that each has at least [`HEAD`]
+    /// bytes with the headroom and is within the bound.
     #[inline(always)]
     pub fn extend(&mut self, frames: impl Iterator<Item = Option<([u8; HEAD], u32)>>) -> u64 {
         let (mut bytes, mut count) = (0, 0);
@@ -98,7 +98,10 @@ impl Burst {
         bytes - (count * HEADROOM) as u64
     }
 
-    /// Checks the length of a frame, in bytes with the lead.
+    /// Checks the length of a frame, in bytes including the lead.
+    ///
+    /// # Errors
+    /// [`NotAFrame`] if it is too short or exceeds the bound.
     pub fn check(&self, total: usize) -> Result<(), NotAFrame> {
         if total < self.lead + ethernet::HEADER {
             return Err(NotAFrame::Runt);
@@ -109,8 +112,11 @@ impl Burst {
         Ok(())
     }
 
-    /// Adds a frame of `total` bytes with the lead, which lies in these pieces; the first of them has index `first` in the list.
-    /// Returns the bytes of the frame.
+    /// Adds a frame of `total` bytes including the lead, which consists of these pieces; the first has index `first` in the list.
+    /// Returns the length of the frame in bytes.
+    ///
+    /// # Errors
+    /// As for `check`; [`NotAFrame::Oversize`] also if the burst is full.
     pub fn push(&mut self, pieces: &[Span<'_>], first: usize, total: usize) -> Result<usize, NotAFrame> {
         self.check(total)?;
         let len = total - self.lead;
@@ -118,7 +124,10 @@ impl Burst {
         self.add(frame, first + pieces.len(), len)
     }
 
-    /// Adds a frame in one buffer of the memory that the burst was started in: its address there and its bytes with the lead.
+    /// Adds a frame that lies in one buffer of the memory given to `start_in`: its address and its length including the lead.
+    ///
+    /// # Errors
+    /// As for `push`; [`NotAFrame::Oversize`] also if the buffer is not inside the memory.
     pub fn push_at(&mut self, address: u64, total: usize) -> Result<usize, NotAFrame> {
         self.check(total)?;
         let first = self.pieces.list().len();
@@ -131,7 +140,7 @@ impl Burst {
     }
 
     fn add(&mut self, frame: Frame, end: usize, len: usize) -> Result<usize, NotAFrame> {
-        // There are no more frames than buffers in a burst.
+        // A burst has at least as many places as its source has buffers.
         let (Some(place), Some(last)) = (self.frames.get_mut(self.count), self.ends.get_mut(self.count)) else {
             return Err(NotAFrame::Oversize);
         };
@@ -140,14 +149,14 @@ impl Burst {
         Ok(len)
     }
 
-    /// Records how many bytes all frames have.
+    /// Sets the total length of all frames, in bytes.
     #[inline(always)]
     pub fn weigh(&mut self, bytes: u64) {
         self.bytes = bytes;
     }
 
-    /// Drops the frames behind the first one with which the burst has more bytes than `most`. Returns the index behind its last
-    /// piece.
+    /// Drops the frames behind the one that takes the total length above `most` bytes. Returns the index behind the last
+    /// remaining piece.
     #[cold]
     pub fn cut(&mut self, most: u64) -> usize {
         let mut bytes = 0;
@@ -160,13 +169,13 @@ impl Burst {
         self.count.checked_sub(1).map_or(0, |last| self.range(last).end)
     }
 
-    /// Removes all frames, as the source has dealt with them itself. The pieces stay until the burst ends.
+    /// Removes all frames because the source has handled them itself. The pieces stay until the burst ends.
     #[inline]
     pub fn remove_frames(&mut self) {
         self.count = 0;
     }
 
-    /// Ends the burst and gives the list of pieces back that [`Burst::exchange`] has taken.
+    /// Ends the burst and swaps the lists of pieces back; see [`Burst::exchange`].
     #[inline]
     pub fn finish(&mut self, pieces: &mut Pieces) {
         self.count = 0;
@@ -181,51 +190,51 @@ impl Burst {
     }
 }
 
-/// For the switch and for sinks.
+/// Reading a burst, for the switch and for sinks.
 impl Burst {
-    /// The frames, in the order in which they were sent.
+    /// Returns the frames, in the order in which they were sent.
     #[inline(always)]
     pub fn frames(&self) -> &[Frame] {
         self.frames.get(..self.count).unwrap_or_default()
     }
 
-    /// The frames, to change how they are forwarded.
+    /// Returns the frames, to change how they are forwarded.
     #[inline(always)]
     pub fn frames_mut(&mut self) -> &mut [Frame] {
         self.frames.get_mut(..self.count).unwrap_or_default()
     }
 
-    /// No frame of it has more bytes.
+    /// Returns the upper bound for the length of each frame, in bytes.
     #[inline(always)]
     pub fn bound(&self) -> usize {
         self.bound
     }
 
-    /// Bytes of all frames.
+    /// Returns the total length of all frames, in bytes.
     #[inline(always)]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether it takes as long as several usual bursts.
+    /// Returns whether the burst takes as long as several ordinary ones.
     #[inline]
     pub fn is_heavy(&self) -> bool {
         self.bytes > HEAVY_BYTES || self.pieces.list().len() > HEAVY_PIECES
     }
 
-    /// All pieces, if each frame has one, behind a header of [`HEADROOM`] bytes, as nearly always.
+    /// Returns all pieces if each frame has exactly one, behind a header of [`HEADROOM`] bytes, as nearly always.
     #[inline(always)]
     pub fn plain(&self) -> Option<&[Span<'_>]> {
         (self.singles == self.count && self.lead == HEADROOM).then(|| self.pieces.list())
     }
 
-    /// The index of a frame's piece in [`Burst::plain`].
+    /// Returns the index of a frame's piece in [`Burst::plain`].
     #[inline(always)]
     pub fn piece(&self, frame: &Frame) -> usize {
         frame.piece.into()
     }
 
-    /// The pieces of a frame behind its head.
+    /// Returns the pieces of a frame behind its head.
     #[inline(always)]
     pub fn rest(&self, index: usize) -> Rest<'_> {
         let pieces = self.pieces.list().get(self.range(index)).unwrap_or_default();
@@ -241,7 +250,7 @@ impl Burst {
     }
 }
 
-/// A frame of `len` bytes in these pieces.
+/// Reads the head of a frame of `len` bytes that consists of these pieces.
 #[inline(always)]
 fn read(pieces: &[Span<'_>], first: usize, lead: usize, len: usize) -> Frame {
     let whole = pieces.first().filter(|_| lead == HEADROOM).and_then(|piece| piece.read_once::<HEAD>());
@@ -250,7 +259,7 @@ fn read(pieces: &[Span<'_>], first: usize, lead: usize, len: usize) -> Frame {
     Frame { head, extent, piece: first as u16, head_len: head_len as u8, reflected: false }
 }
 
-/// The head of a frame whose first bytes are cut across pieces, or that is shorter than a head, and its length with the headroom.
+/// Reads a head that is spread over several pieces, or that is shorter than [`HEAD`]; also returns its length with the headroom.
 #[cold]
 fn gather(pieces: &[Span<'_>], mut lead: usize, len: usize) -> ([u8; HEAD], usize) {
     let mut head = [0; HEAD];
@@ -264,7 +273,7 @@ fn gather(pieces: &[Span<'_>], mut lead: usize, len: usize) -> ([u8; HEAD], usiz
     (head, at)
 }
 
-/// See [`Burst::rest`].
+/// Iterator over the pieces of a frame behind its head; see [`Burst::rest`].
 #[derive(Clone, Debug)]
 pub struct Rest<'a> {
     pieces: &'a [Span<'a>],

@@ -1,13 +1,13 @@
-//! What happened at a queue. One side counts, anybody may read.
+//! Counters of a queue. One thread at a time counts, any thread reads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A count that one thread at a time increases and any thread reads: a plain load and store, no locked instruction.
+/// A counter that one thread at a time increments and any thread reads: a plain load and store, no locked instruction.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds to it.
+    /// Adds `n`.
     #[inline(always)]
     pub fn add(&self, n: u64) {
         if n > 0 {
@@ -15,7 +15,7 @@ impl Counter {
         }
     }
 
-    /// Its value.
+    /// Returns the value.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -23,23 +23,23 @@ impl Counter {
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// What happened at one queue of a port, in one direction.
+        /// Counters of one queue of a port, in one direction.
         #[derive(Debug, Default)]
         pub struct Counters { $($(#[$doc])* pub $name: Counter),* }
 
-        /// [`Counters`] at one moment.
+        /// A snapshot of [`Counters`].
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Snapshot { $($(#[$doc])* pub $name: u64),* }
 
         impl Counters {
-            /// Their values now.
+            /// Returns the current values.
             pub fn snapshot(&self) -> Snapshot {
                 Snapshot { $($name: self.$name.get()),* }
             }
         }
 
         impl Snapshot {
-            /// Each counter with its name.
+            /// Returns the counters with their names.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name)),*].into_iter()
             }
@@ -54,33 +54,33 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Frames that passed.
+    /// Frames carried.
     frames,
-    /// Their bytes, from the destination address to the end of the payload.
+    /// Bytes of these frames, from the destination address to the end of the payload.
     bytes,
-    /// Frames for which the receiver had no buffers.
+    /// Frames dropped because the receiver had no buffers available.
     full,
-    /// Frames longer than the port's MTU allows or than the receiver's buffers, or in more pieces than a burst holds.
+    /// Frames dropped because they exceed the port's MTU or the receiver's buffers, or have more pieces than a burst holds.
     oversize,
-    /// Frames too short to have addresses.
+    /// Frames dropped because they are shorter than an Ethernet header.
     runt,
-    /// Frames to everybody beyond the limit of the port that they came from.
+    /// Flooded frames dropped beyond the sending port's limit.
     storm,
-    /// Frames with a source address that the port may not use.
+    /// Frames dropped because the port may not use their source address.
     spoofed,
-    /// Frames to link-local addresses, which are not forwarded.
+    /// Frames dropped because their destination is a link-local address, which is not forwarded.
     link_local,
-    /// Frames with a source address that was, or is, another port's: it has moved, or was not learned.
+    /// Frames with a source address of another port: the address has moved, or was not learned. Not drops.
     claimed,
-    /// Frames with a source address that there was no room for in the forwarding table: it was not learned.
+    /// Frames whose source address was not learned because there was no room in the forwarding table. Not drops.
     crowded,
-    /// Frames that came while the queue was not running.
+    /// Frames dropped because the queue was not running.
     stopped,
-    /// Frames that came while control was at work on the queue.
+    /// Frames dropped because control was reconfiguring the queue.
     busy,
-    /// Faults of the driver, each of which stopped the queue.
+    /// Driver faults, each of which stopped the queue.
     faults,
-    /// Panics of our own code, each of which stopped the port: bugs.
+    /// Panics in our own code, each of which stopped the port: bugs.
     panics,
     /// Notifications sent to the driver.
     notifications,
@@ -89,7 +89,7 @@ counters! {
 }
 
 impl Snapshot {
-    /// Frames that did not arrive, whatever the reason.
+    /// Returns the number of frames dropped, for any reason.
     pub fn dropped(&self) -> u64 {
         let switched = self.storm + self.spoofed + self.link_local;
         self.full + self.oversize + self.runt + self.stopped + self.busy + switched

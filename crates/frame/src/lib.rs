@@ -1,8 +1,8 @@
-//! Frames on their way between ports: what a [`Burst`] of them is, where they come from ([`Source`]), where they go ([`Sink`]), and
-//! how they are counted ([`Counters`]).
+//! Ethernet frames in transit between ports: the [`Burst`] that carries them, the [`Source`] that fills it, the [`Sink`] that
+//! empties it, and the [`Counters`] of both.
 //!
-//! Nothing in here knows a device. A virtio-net queue, a TAP interface or an e1000 fills a burst and takes frames out of one; the
-//! switch moves bursts between them. Reading order: `port`, `burst`, `head`.
+//! This crate is independent of any device. A virtio-net queue, a TAP interface or an e1000 fills bursts and takes frames out of
+//! them; the switch moves bursts between ports. Reading order: `port`, `burst`, `head`.
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -28,7 +28,7 @@ pub use port::{Sink, Source};
 
 use ringroad_wire::ethernet;
 
-/// Frames in a burst, at most.
+/// Maximum number of frames in a burst.
 pub const BURST: usize = 64;
 
 /// The indices of all frames of a full burst.
@@ -42,5 +42,5 @@ pub const ALL: [u8; BURST] = {
     all
 };
 
-/// Bytes of the longest frame: an MTU of 65535 and two VLAN tags.
+/// Length in bytes of the longest frame: an MTU of 65535 and two VLAN tags.
 pub const MAX_FRAME: usize = ethernet::longest_frame(u16::MAX);

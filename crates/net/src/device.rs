@@ -1,5 +1,5 @@
-//! Device end of virtio-net: transmit queues, which frames come from, and receive queues, which they go to. Called by
-//! `host`, which has their memory, sockets and notifications.
+//! Device end of virtio-net (virtio 1.3, 5.1.6): transmit queues, which frames come from, and receive queues, which frames go to.
+//! Called by `host`, which provides memory, sockets and notifications.
 
 use crate::features::bits;
 use ringroad_frame::{ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, NotAFrame, PIECES, Rest};
@@ -11,47 +11,50 @@ use ringroad_ring::{
 use ringroad_wire::{ethernet, vnet_hdr};
 use std::{ops::Range, sync::Arc};
 
-// The header takes the place of a frame's headroom; a burst of frames is one of chains.
+// The header takes the place of a frame's headroom; a burst of frames is one burst of chains.
 const _: () = assert!(vnet_hdr::SIZE == HEADROOM && ringroad_frame::BURST == BURST);
 
-/// Cache lines of a buffer that are prefetched. The CPU foresees those behind them by itself.
+/// Cache lines of a buffer that are prefetched. The hardware prefetcher fetches those behind them.
 const FETCH: usize = 2;
 
-/// A virtio-net header without offloads, for so many receive buffers (5.1.6).
+/// Returns a virtio-net header without offloads (5.1.6).
 const fn header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
     let [low, high] = num_buffers.to_le_bytes();
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, low, high]
 }
 
-/// Chains that one burst of receive buffers can have, so that a large frame may be merged from many small ones.
+/// Capacity in chains of a burst of receive buffers, so that a large frame can be spread over many small buffers.
 const RX_CHAINS: usize = 256;
-/// Spans of them.
+/// Capacity in spans of a burst of receive buffers.
 const RX_PIECES: u16 = 1024;
 
-/// Bytes of a burst of frames: with those that come after them the sender waits for its next turn.
+/// Limit for a burst of frames, in bytes: the sender's next frames wait for its next turn.
 const BURST_BYTES: u64 = 256 << 10;
-/// Pieces of receive buffers that a burst may use or look at. What has not found room by then is dropped: a receiver whose
-/// buffers are in so many pieces would cost the others' time.
+/// Limit for the pieces of receive buffers that a burst uses or looks at. The remaining frames are dropped: a receiver whose
+/// buffers are in very many pieces would take time from the others.
 const BURST_PIECES: usize = 2048;
 
-/// A transmit queue: the driver sends, we take.
+/// Device end of a transmit queue: the driver sends, we take.
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
-    /// Of the burst that is on its way. Their pieces are the burst's until it is done.
+    /// Chains of the burst in progress. The burst holds their pieces until it is done.
     chains: Chains,
-    /// Taken for the next burst, so that what it needs can come while this one is carried.
+    /// Chains taken for the next burst, so that their first lines can be prefetched while this one is carried.
     ahead: Chains,
-    /// How many that are at most: fewer than a burst after frames that were long.
+    /// Maximum number of chains to take: fewer than a burst after long frames.
     batch: usize,
-    /// Bytes of the longest frame that the driver may send.
+    /// Length in bytes of the longest frame that the driver may send.
     limit: usize,
     tuning: Tuning,
     counters: Arc<Counters>,
 }
 
 impl TxQueue {
-    /// Starts it with the feature bits that the driver has acknowledged.
+    /// Starts the queue with the feature bits that the driver has acknowledged, at the base from SET_VRING_BASE.
+    ///
+    /// # Errors
+    /// [`SetupError`] if size, base or addresses are invalid.
     pub fn start(
         memory: Arc<Table>,
         acked: u64,
@@ -63,8 +66,15 @@ impl TxQueue {
         Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
-    #[expect(clippy::too_many_arguments, reason = "what a frontend says of a ring, and two places to note it")]
+    /// Like `start`, but continues where a former process left the queue, if the journal or the inflight region has a record of
+    /// it. Also returns how the position was found.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a frontend's parameters of a ring, and two places to record its state"
+    )]
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -82,19 +92,24 @@ impl TxQueue {
         Ok((TxQueue { ring, memory, chains, ahead, batch, limit, tuning, counters }, resumed))
     }
 
-    /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
+    /// Sets the maximum length of a frame, in bytes from the destination address to the end of the payload. Longer frames are
+    /// dropped and counted.
     pub fn limit(&mut self, frame: usize) {
         self.limit = frame;
     }
 
-    /// Turns off what should be off.
+    /// Sets which optimisations are used.
     pub fn tune(&mut self, tuning: Tuning) {
         self.tuning = tuning;
         self.ring.tune(tuning);
     }
 
-    /// Takes up to a burst of chains and reads the heads of their frames. Says how many chains there are to be given back
-    /// by [`TxQueue::done`]. After a fault the queue is of no use.
+    /// Takes up to a burst of chains and reads the heads of their frames. Returns the number of chains, which [`TxQueue::done`]
+    /// returns to the driver.
+    ///
+    /// # Errors
+    /// The driver's [`Fault`], if it comes first; then the queue is unusable. A fault behind valid frames is returned by the next
+    /// call.
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
         burst.start(self.limit, vnet_hdr::SIZE);
@@ -104,7 +119,7 @@ impl TxQueue {
         }
         match Self::fetch(&mut self.ring, &self.memory, &mut self.chains, &self.tuning, self.batch) {
             Ok(()) if !self.chains.list().is_empty() => {}
-            // The memory may be gone before there is another burst.
+            // Do not keep the memory mapped until the next burst.
             nothing => {
                 self.chains.clear();
                 self.ring.flush();
@@ -117,7 +132,7 @@ impl TxQueue {
         for index in burst.frames().len()..taken {
             let Some(&chain) = self.chains.list().get(index) else { break };
             if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
-                // What came before it is good; at the next burst it comes first.
+                // Frames before it are valid; the next burst begins with it.
                 self.ring.untake(&mut self.chains, index);
                 if index == 0 {
                     self.chains.clear();
@@ -140,9 +155,9 @@ impl TxQueue {
         }
         burst.weigh(bytes);
         burst.exchange(self.chains.pieces_mut());
-        // Whatever becomes of this process now, these frames go out once at most.
+        // Should this process die now, its successor does not forward these frames again.
         self.ring.consume();
-        // A fault in there is the next burst's.
+        // A fault here is reported by the next burst.
         self.ahead.start(&self.memory);
         if self.tuning.fetches() {
             let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
@@ -155,8 +170,8 @@ impl TxQueue {
         Ok(self.chains.list().len())
     }
 
-    /// The fast path: reads the heads of the first chains, as far as nothing is special about them. Returns how many bytes the frames
-    /// have. The rest is for `read_frame`.
+    /// Fast path: reads the heads of the first chains, up to the first unusual one, which is left to `read_frame`. Returns the
+    /// total length of the frames in bytes.
     #[inline(always)]
     fn read_plain(&self, burst: &mut Burst) -> u64 {
         let Some((chains, pieces)) = self.chains.plain() else { return 0 };
@@ -172,14 +187,14 @@ impl TxQueue {
         burst.extend(frames)
     }
 
-    /// The normal path: reads the head of one chain. Returns how many bytes its frame has.
+    /// Normal path: reads the head of one chain. Returns the length of its frame in bytes.
     fn read_frame(&self, burst: &mut Burst, chain: &Chain) -> Result<usize, NotAFrame> {
         check(burst, chain)?;
         burst.push(self.chains.readable(chain), chain.first(), chain.readable_len() as usize)
     }
 
-    /// Puts the frames back that are too much for one burst, so that others have their turn before them. Says how many bytes
-    /// are left, and how many of the chains are no frames as they are too short or too long.
+    /// Puts back the frames beyond the limit of one burst, so that other queues get their turn first. Returns the remaining
+    /// bytes, and how many of the remaining chains are too short and too long to be frames.
     #[cold]
     fn shorten(&mut self, burst: &mut Burst) -> (u64, u64, u64) {
         let end = burst.cut(BURST_BYTES);
@@ -199,8 +214,8 @@ impl TxQueue {
         (bytes, runts, oversize)
     }
 
-    /// Takes what is missing for a burst of `batch` frames and fetches its first lines. A fault is reported when it comes
-    /// first.
+    /// Takes the chains that are missing for a burst of `batch` frames and prefetches their first lines. Returns a fault only if
+    /// no valid chain precedes it.
     #[inline(always)]
     fn fetch(
         ring: &mut DeviceRing,
@@ -220,7 +235,7 @@ impl TxQueue {
         Ok(())
     }
 
-    /// Gives the burst's chains back. The driver may see them later, as long as there is more to take.
+    /// Returns the burst's chains to the driver. Publishing may be deferred as long as there is more to take.
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
         burst.finish(self.chains.pieces_mut());
@@ -228,8 +243,8 @@ impl TxQueue {
         self.chains.empty();
     }
 
-    /// Whether the driver wants to be notified of what was given back and what it sees. An unsure `false` has to be asked for
-    /// again; who wants to be sure shows it everything first.
+    /// Returns whether the driver wants to be notified of published chains. With `sure`, deferred chains are published first;
+    /// else `false` is not final, and the caller must check again before going idle.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
         if sure {
@@ -238,37 +253,38 @@ impl TxQueue {
         self.ring.wants_notification(sure)
     }
 
-    /// Asks to be notified when the driver sends. `true`: it already has.
+    /// Asks the driver to notify us when it sends. Returns `true` if it already has.
     pub fn enable_notification(&mut self) -> bool {
         self.ring.flush();
         self.ring.enable_notification() || !self.ahead.list().is_empty()
     }
 
-    /// Asks not to be notified.
+    /// Asks the driver not to notify us.
     pub fn disable_notification(&mut self) {
         self.ring.disable_notification()
     }
 
-    /// Where to go on after a stop. Chains that were taken for the next burst go back.
+    /// Puts back chains taken for the next burst and returns where to resume after a stop (GET_VRING_BASE).
     pub fn base(&mut self) -> u32 {
         self.ring.untake(&mut self.ahead, 0);
         self.ring.base()
     }
 
-    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    /// Like `base`, for a final stop: also returns, unused, chains that a former process had in flight and that have not been
+    /// taken again.
     pub fn stop(&mut self) -> u32 {
         self.base();
         self.ring.return_resubmits();
         self.ring.base()
     }
 
-    /// The driver's memory.
+    /// Returns the driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
     }
 }
 
-/// Fetches the first lines of a buffer that will be written. `apart`: the one with the virtio-net header is only read.
+/// Prefetches the first lines of a buffer to be written. `apart`: the line with the virtio-net header is only read.
 #[inline(always)]
 fn fetch_target<const WRITE: bool>(target: Span<'_>, apart: bool) {
     match (WRITE, apart) {
@@ -281,7 +297,7 @@ fn fetch_target<const WRITE: bool>(target: Span<'_>, apart: bool) {
     }
 }
 
-/// Fetches the first buffer of a chain.
+/// Prefetches the first buffer of a chain.
 #[inline(always)]
 fn prefetch(chains: &Chains, index: usize) {
     if let Some(piece) = chains.first_piece(index) {
@@ -289,7 +305,7 @@ fn prefetch(chains: &Chains, index: usize) {
     }
 }
 
-/// Checks that a chain is a frame.
+/// Checks the length of the frame in a chain.
 fn check(burst: &Burst, chain: &Chain) -> Result<(), NotAFrame> {
     burst.check(chain.readable_len() as usize)?;
     if chain.clipped { Err(NotAFrame::Oversize) } else { Ok(()) }
@@ -305,9 +321,9 @@ fn fault(chain: &Chain) -> Fault {
     }
 }
 
-/// Copies frames as far as each is in one piece and fits; says how many. `later`: what comes after `targets` in a while.
-/// `APART`: the virtio-net header has a line of its own, as with DPDK's drivers, and is nearly always the same: that line is
-/// only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
+/// Copies frames until one is not in one piece or does not fit; returns how many were copied. `later`: the buffers to prefetch
+/// meanwhile. `APART`: the virtio-net header has a cache line of its own, as in DPDK's drivers; as it hardly ever changes, that
+/// line is only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
 #[inline(always)]
 fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
     frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
@@ -342,16 +358,16 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
     count
 }
 
-/// A receive queue: we put, the driver receives.
+/// Device end of a receive queue: we put, the driver receives.
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
     chains: Chains,
-    /// How many of them the driver has got back already.
+    /// How many of them have already been returned to the driver.
     given: usize,
     /// Pieces of the chains that were used or put back during this burst.
     walked: usize,
-    /// Bytes of the longest frame that the driver receives.
+    /// Length in bytes of the longest frame that the driver receives.
     limit: usize,
     mergeable: bool,
     tuning: Tuning,
@@ -359,7 +375,10 @@ pub struct RxQueue {
 }
 
 impl RxQueue {
-    /// Starts it with the feature bits that the driver has acknowledged.
+    /// Starts the queue with the feature bits that the driver has acknowledged, at the base from SET_VRING_BASE.
+    ///
+    /// # Errors
+    /// [`SetupError`] if size, base or addresses are invalid.
     pub fn start(
         memory: Arc<Table>,
         acked: u64,
@@ -371,8 +390,15 @@ impl RxQueue {
         Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
     }
 
-    /// The same, where a former process has left it, if the journal or the inflight region knows of it.
-    #[expect(clippy::too_many_arguments, reason = "what a frontend says of a ring, and two places to note it")]
+    /// Like `start`, but continues where a former process left the queue, if the journal or the inflight region has a record of
+    /// it. Also returns how the position was found.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a frontend's parameters of a ring, and two places to record its state"
+    )]
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -385,7 +411,7 @@ impl RxQueue {
     ) -> Result<(Self, Resumed), SetupError> {
         let features = RingFeatures::negotiated(acked);
         let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
-        // New buffers are found when there is something to put into them.
+        // We look for new buffers when there are frames to put into them.
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
@@ -393,19 +419,24 @@ impl RxQueue {
         Ok((RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, tuning, counters }, resumed))
     }
 
-    /// Frames with more bytes, from the destination address to the end of the payload, are dropped and counted.
+    /// Sets the maximum length of a frame, in bytes from the destination address to the end of the payload. Longer frames are
+    /// dropped and counted.
     pub fn limit(&mut self, frame: usize) {
         self.limit = frame;
     }
 
-    /// Turns off what should be off.
+    /// Sets which optimisations are used.
     pub fn tune(&mut self, tuning: Tuning) {
         self.tuning = tuning;
         self.ring.tune(tuning);
     }
 
-    /// Copies frames to the driver and publishes them. What does not fit is dropped and counted. After a fault the queue
-    /// is of no use, and none of the frames has been counted.
+    /// Copies the frames with these indices to the driver and publishes them; returns how many. Frames that do not fit are
+    /// dropped and counted.
+    ///
+    /// # Errors
+    /// The driver's [`Fault`], if no frame was put; then the queue is unusable and no frame was counted. A fault behind good
+    /// frames is returned by the next call.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
         if self.tuning.prefetch_write {
@@ -422,74 +453,79 @@ impl RxQueue {
         let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
         self.want::<WRITE>(which.len())?;
         self.walked = 0;
-        let frame = |index: u8| burst.frames().get(index as usize);
-        let (mut used, mut bytes) =
-            if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
-        let (mut frames, mut full, mut stopped) = (used as u64, 0u64, 0u64);
-        let mut oversize = (all - which.len()) as u64;
-        let (mut fault, distance) = (None, self.tuning.distance());
-        for (done, &index) in which.iter().enumerate().skip(used) {
-            let Some(frame) = frame(index) else { continue };
-            let left = which.len() - done;
-            if self.walked > BURST_PIECES {
-                full += left as u64;
-                break;
-            }
-            if used == self.chains.list().len() {
-                match self.more(&mut used, left) {
-                    Ok(0) => {
-                        full += left as u64;
-                        break;
-                    }
-                    Ok(_) => {}
-                    Err(found) => {
-                        (fault, stopped) = (Some(found), left as u64);
-                        break;
-                    }
-                }
-            }
-            self.prefetch::<WRITE>(used + distance);
-            let mut placed = self.place(burst, index, used);
-            if let Err(Refusal::Crowded) = placed {
-                self.give(&mut used);
-                placed = self.place(burst, index, used);
-            }
-            match placed {
-                Ok(count) => {
-                    used += count;
-                    frames += 1;
-                    bytes += frame.len() as u64;
-                }
-                Err(Refusal::Full | Refusal::Crowded) => full += 1,
-                Err(Refusal::Oversize) => oversize += 1,
-                Err(Refusal::Fault(found)) => {
-                    (fault, stopped) = (Some(found), left as u64);
-                    break;
-                }
-            }
+        let (mut used, bytes) = if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
+        let oversize = (all - which.len()) as u64;
+        let mut tally = Tally { frames: used as u64, bytes, oversize, ..Tally::default() };
+        if used < which.len() {
+            self.place_rest::<WRITE>(burst, which, &mut used, &mut tally);
         }
         self.give(&mut used);
-        // What the next burst will write to can come meanwhile. A fault in there is that burst's.
+        // Prefetch what the next burst will write to. A fault here is reported by that burst.
         if self.tuning.fetches() {
             let _ = self.want::<WRITE>(which.len());
         }
-        if let Some(fault) = fault
-            && frames == 0
+        if let Some(fault) = tally.fault
+            && tally.frames == 0
         {
             return Err(fault);
         }
-        // A fault after good frames comes first at the next burst.
+        // A fault behind good frames is reported by the next burst.
         let counters = &self.counters;
-        counters.frames.add(frames);
-        counters.bytes.add(bytes);
-        counters.full.add(full);
-        counters.oversize.add(oversize);
-        counters.stopped.add(stopped);
+        counters.frames.add(tally.frames);
+        counters.bytes.add(tally.bytes);
+        counters.full.add(tally.full);
+        counters.oversize.add(tally.oversize);
+        counters.stopped.add(tally.stopped);
         counters.bursts.add(1);
-        Ok(frames as usize)
+        Ok(tally.frames as usize)
     }
 
-    /// Those of the frames that are not too long.
+    /// Normal path: places the frames behind the first `used` ones.
+    fn place_rest<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8], used: &mut usize, tally: &mut Tally) {
+        let distance = self.tuning.distance();
+        for (done, &index) in which.iter().enumerate().skip(*used) {
+            let Some(frame) = burst.frames().get(usize::from(index)) else { continue };
+            let left = (which.len() - done) as u64;
+            if self.walked > BURST_PIECES {
+                tally.full += left;
+                return;
+            }
+            if *used == self.chains.list().len() {
+                match self.more(used, left as usize) {
+                    Ok(0) => {
+                        tally.full += left;
+                        return;
+                    }
+                    Ok(_) => {}
+                    Err(fault) => {
+                        (tally.fault, tally.stopped) = (Some(fault), left);
+                        return;
+                    }
+                }
+            }
+            self.prefetch::<WRITE>(*used + distance);
+            let mut placed = self.place(burst, index, *used);
+            if let Err(Refusal::Crowded) = placed {
+                self.give(used);
+                placed = self.place(burst, index, *used);
+            }
+            match placed {
+                Ok(count) => {
+                    *used += count;
+                    tally.frames += 1;
+                    tally.bytes += frame.len() as u64;
+                }
+                Err(Refusal::Full | Refusal::Crowded) => tally.full += 1,
+                Err(Refusal::Oversize) => tally.oversize += 1,
+                Err(Refusal::Fault(fault)) => {
+                    (tally.fault, tally.stopped) = (Some(fault), left);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Returns the frames that are not too long.
     #[cold]
     fn fitting<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
         let fits = |index: u8| burst.frames().get(usize::from(index)).is_some_and(|frame| frame.len() <= self.limit);
@@ -501,7 +537,7 @@ impl RxQueue {
         short.get(..count).unwrap_or_default()
     }
 
-    /// Sees that there are `count` chains, as far as the driver has so many.
+    /// Takes chains until there are `count`, if the driver has made that many available.
     #[inline(always)]
     fn want<const WRITE: bool>(&mut self, count: usize) -> Result<(), Fault> {
         let there = self.chains.list().len();
@@ -513,13 +549,13 @@ impl RxQueue {
                 Err(fault) if there == 0 => return Err(fault),
                 _ => {}
             }
-            // Those after them have their turn while frames are copied.
+            // The others are prefetched while frames are copied.
             (there..self.tuning.prefetch.into()).for_each(|index| self.prefetch::<WRITE>(index));
         }
         Ok(())
     }
 
-    /// Fetches the first buffer of a chain that was taken for writing.
+    /// Prefetches the first buffer of a chain to be written.
     #[inline(always)]
     fn prefetch<const WRITE: bool>(&self, index: usize) {
         if let Some(piece) = self.chains.first_piece(index) {
@@ -527,7 +563,7 @@ impl RxQueue {
         }
     }
 
-    /// Takes up to `max` more chains; says how many. Where our own list has no room for them, the `used` ones go first.
+    /// Takes up to `max` more chains; returns how many. If our list has no room for them, the `used` ones are returned first.
     fn more(&mut self, used: &mut usize, max: usize) -> Result<usize, Fault> {
         let more = self.ring.take(&self.memory, &mut self.chains, max)?;
         if more > 0 || *used == 0 {
@@ -537,7 +573,7 @@ impl RxQueue {
         self.ring.take(&self.memory, &mut self.chains, max)
     }
 
-    /// Gives the first `used` chains to the driver, puts the others back, and starts an empty list.
+    /// Returns the first `used` chains to the driver, puts the others back, and starts an empty list.
     #[inline(always)]
     fn give(&mut self, used: &mut usize) {
         self.walked += self.chains.pieces();
@@ -548,14 +584,14 @@ impl RxQueue {
         *used = 0;
     }
 
-    /// The fast path: copies the first frames, as far as each lies in one piece and fits into one. Says how many, and how
-    /// many bytes they have. What comes then is for `place`.
+    /// Fast path: copies the first frames, until one is not in one piece or does not fit into one buffer; that one is left to
+    /// `place`. Returns how many were copied and their total length in bytes.
     #[inline(always)]
     fn place_plain<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
         let frames = burst.frames();
         let Some(sources) = burst.plain() else { return (0, 0) };
         if sources.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
-            // Each piece is a frame, and all of them go here.
+            // Each piece is a frame, and all frames go here.
             return self.place_all::<WRITE, _>(which.len(), |part| {
                 let sources = sources.get(part.clone()).unwrap_or_default();
                 let frames = frames.get(part).unwrap_or_default();
@@ -570,7 +606,7 @@ impl RxQueue {
         })
     }
 
-    /// The same for `count` frames, which `frames` returns part by part. Not inlined: its loop needs all registers.
+    /// As `place_plain`, for `count` frames, which `frames` returns part by part. Not inlined: its loop needs all registers.
     #[inline(never)]
     fn place_all<'b, const WRITE: bool, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
     where
@@ -580,13 +616,12 @@ impl RxQueue {
         let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
         let most = count.min(chains.len()).min(targets.len());
         let (Some(chains), Some(targets)) = (chains.get_mut(..most), targets.get(..most)) else { return (0, 0) };
-        // Where the driver has put the first buffer says where it puts others, nearly always; if not, what is done is the
-        // same.
+        // The alignment of the first buffer is nearly always that of the others. If not, the result is the same.
         let apart = targets.first().is_some_and(|target| target.ends_line(vnet_hdr::SIZE));
         let mut done = 0;
         while done < most {
-            // A full burst: we are behind, and the driver takes more at once the fewer parts there are. Else it waits for us,
-            // and the first line of the ring is worth more to it now than all of them later.
+            // With a full burst we are behind, and the driver takes more at once the fewer parts there are. Else it waits for
+            // us, and gets the first line of the ring as soon as possible.
             let part = if count == BURST { most } else { (done + self.ring.left_in_line()).min(most) };
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
@@ -609,10 +644,10 @@ impl RxQueue {
         (done, bytes - (done * vnet_hdr::SIZE) as u64)
     }
 
-    /// The normal path: copies one frame into chains of any shape, as many as it needs from this one on; says how many.
+    /// Normal path: copies one frame into as many chains of any shape as it needs, from `first` on; returns how many.
     fn place(&mut self, burst: &Burst, index: u8, first: usize) -> Result<usize, Refusal> {
         let Some(frame) = burst.frames().get(usize::from(index)) else { return Err(Refusal::Full) };
-        // First see that there are enough, then copy: what is not given back must stay untouched.
+        // Reserve first, then copy: buffers that are not returned must stay untouched.
         let count = self.reserve(first, frame.extent())?;
         let (mut head, head_len) = frame.head();
         if let Some(headroom) = head.first_chunk_mut() {
@@ -630,7 +665,7 @@ impl RxQueue {
         Ok(count)
     }
 
-    /// Takes chains until those from the `first` one on have room for `total` bytes; says how many that are.
+    /// Takes chains until those from `first` on have room for `total` bytes; returns how many these are.
     fn reserve(&mut self, first: usize, total: usize) -> Result<usize, Refusal> {
         let (mut count, mut room) = (0, 0);
         while room < total {
@@ -663,10 +698,13 @@ impl RxQueue {
         Ok(count)
     }
 
-    /// Receives up to a burst of frames straight into the driver's buffers and publishes them: for a source that does not
-    /// know what it has before it has read it. `read` gets spans for `room` bytes or more; it returns how many it has
-    /// written, a virtio-net header first, or more than there was room for if the frame was longer, or `None` if there
-    /// is nothing left. Says how many frames that were, or `None` if there are no such buffers and nothing was read.
+    /// Receives up to a burst of frames straight into the driver's buffers and publishes them, for a source that cannot see a
+    /// frame before reading it. `read` is called with spans of at least `room` bytes. It returns how many bytes it has written,
+    /// counting a virtio-net header at the start (more than the spans hold if the frame was truncated), or `None` if
+    /// there are no more frames. Returns the number of frames, or `None` if there were no suitable buffers and nothing was read.
+    ///
+    /// # Errors
+    /// As for `put`.
     pub fn fill(
         &mut self,
         room: usize,
@@ -717,8 +755,8 @@ impl RxQueue {
         }
     }
 
-    /// Notes in up to `count` chains what a frame of `len` bytes has taken of each, and writes its header; says how many
-    /// it has taken. `None`: it was longer than all of them.
+    /// Sets in up to `count` chains how many bytes a frame of `len` bytes takes of each, and writes its header. Returns the
+    /// number of chains that it takes, or `None` if it is longer than all of them.
     fn divide(&mut self, first: usize, count: usize, len: usize) -> Option<usize> {
         let mut left = len;
         let mut taken = 0;
@@ -739,40 +777,53 @@ impl RxQueue {
         Some(taken)
     }
 
-    /// Whether the driver wants to be notified of what was put. An unsure `false` has to be asked for again.
+    /// Returns whether the driver wants to be notified of published frames. Unless `sure`, `false` is not final, and the caller
+    /// must check again before going idle.
     #[inline]
     pub fn wants_notification(&mut self, sure: bool) -> bool {
         self.ring.wants_notification(sure)
     }
 
-    /// Where to go on after a stop. Chains that were taken for the next burst go back.
+    /// Puts back chains taken for the next burst and returns where to resume after a stop (GET_VRING_BASE).
     pub fn base(&mut self) -> u32 {
         self.ring.untake(&mut self.chains, 0);
         self.ring.base()
     }
 
-    /// The same for good: what a former process had in flight and has not been taken since goes back empty.
+    /// Like `base`, for a final stop: also returns, unused, chains that a former process had in flight and that have not been
+    /// taken again.
     pub fn stop(&mut self) -> u32 {
         self.base();
         self.ring.return_resubmits();
         self.ring.base()
     }
 
-    /// The driver's memory.
+    /// Returns the driver's memory.
     pub fn memory(&self) -> &Arc<Table> {
         &self.memory
     }
 }
 
+/// What became of the frames of a burst.
+#[derive(Default)]
+struct Tally {
+    frames: u64,
+    bytes: u64,
+    full: u64,
+    oversize: u64,
+    stopped: u64,
+    fault: Option<Fault>,
+}
+
 /// Why a frame was not placed.
 enum Refusal {
-    /// Not enough buffers now.
+    /// Too few buffers are available now.
     Full,
-    /// Not enough beside those of the frames before it.
+    /// Too few buffers beside those that earlier frames of the burst hold: these must be returned first.
     Crowded,
-    /// It never fits.
+    /// The frame never fits.
     Oversize,
-    /// The driver has broken the queue.
+    /// The driver broke a rule.
     Fault(Fault),
 }
 
@@ -784,7 +835,7 @@ struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Copies as much as the target holds; says how much that was.
+    /// Copies as much as the target holds; returns the number of bytes.
     fn fill(&mut self, mut target: Span<'_>) -> usize {
         let head = target.write(self.head);
         self.head = self.head.get(head..).unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Driver end of virtio-net: fixed buffers, each used for one direction and one queue for ever. Called by `host`, which
-//! connects it to a vhost-user device, and by whoever sends and receives with it.
+//! Driver end of virtio-net (virtio 1.3, 5.1.6): each queue has fixed buffers of its own. Created by `host`, which connects it to
+//! a vhost-user device; used by the traffic tools.
 
 use crate::features::bits;
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
@@ -7,52 +7,55 @@ use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features 
 use ringroad_wire::vnet_hdr;
 use std::{fs::File, sync::Arc};
 
-/// How a driver is set up.
+/// Configuration of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DriverConfig {
-    /// The feature bits that device and driver have in common.
+    /// The negotiated feature bits.
     pub acked: u64,
-    /// Pairs of a receive and a transmit queue.
+    /// Number of pairs of a receive and a transmit queue.
     pub queue_pairs: u16,
-    /// Entries of each queue.
+    /// Number of entries of each queue.
     pub queue_size: u32,
-    /// The largest frame, in bytes, that one buffer should hold.
+    /// Length in bytes of the longest frame that one buffer holds.
     pub frame: usize,
-    /// Hugepages, where there are any.
+    /// Use hugepages if there are any.
     pub huge: bool,
 }
 
-/// Why a driver cannot be set up.
+/// Why a driver cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// No memory.
+    /// Allocating the memory failed.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// A ring that is not possible.
+    /// The ring layout is invalid.
     #[error(transparent)]
     Setup(#[from] SetupError),
 }
 
-/// How many buffers before its turn one is fetched. Measured: 8 is 8 % slower where lines take long, 16 and 24 are no better.
+/// How many buffers ahead to prefetch. Measured: 8 is 8 % slower where lines take long to arrive, 16 and 24 are no better.
 const LOOK_AHEAD: usize = 12;
 
-/// Guest address of the driver's memory: any but 0, so that a forgotten address is noticed.
+/// Guest address of the driver's memory. Not 0, so that an address left uninitialized is noticed.
 const GUEST: u64 = 0x1_0000_0000;
 
 /// A driver's memory and queues.
 pub struct Driver {
-    /// All of its memory: rings and buffers.
+    /// The whole of its memory: rings and buffers.
     pub region: Arc<Region>,
-    /// The file that it is in, for the device to map.
+    /// The file that backs the memory, for the device to map.
     pub file: File,
-    /// Receive queues; vring 0, 2, 4, …
+    /// Receive queues: vrings 0, 2, 4, …
     pub rx: Vec<DriverRx>,
-    /// Transmit queues; vring 1, 3, 5, …
+    /// Transmit queues: vrings 1, 3, 5, …
     pub tx: Vec<DriverTx>,
 }
 
 impl Driver {
-    /// Lays out memory, rings and buffers. The receive queues are filled when they are first published.
+    /// Allocates the memory and lays out rings and buffers. [`DriverRx::refill`] makes the receive buffers available.
+    ///
+    /// # Errors
+    /// [`DriverError`] if the queue size is invalid or the memory cannot be allocated.
     pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
         let features = RingFeatures::negotiated(config.acked);
         let packed = features.packed;
@@ -61,7 +64,7 @@ impl Driver {
             return Err(SetupError::Size { size, packed }.into());
         }
         let ring = DriverRing::bytes(features, size);
-        // An odd number of cache lines: else the first lines of all buffers would compete for the same few cache sets.
+        // An odd number of cache lines, so that the first lines of all buffers do not compete for the same few cache sets.
         let stride = ((vnet_hdr::SIZE + config.frame).div_ceil(64) | 1) * 64;
         let queue = (ring + size as usize * stride).next_multiple_of(4096);
         let (region, file) = Region::create(2 * queue * config.queue_pairs as usize, GUEST, config.huge)?;
@@ -96,9 +99,9 @@ struct Buffers {
 }
 
 impl Buffers {
-    /// Neighbours do not lie in a row: a device's core would recognise that and fetch the next ones, which the driver is just
-    /// about to write to. But a burst's share few pages, as each page costs both cores a look into the page tables: by eights,
-    /// mixed among themselves.
+    /// Consecutive ids are not adjacent in memory: the prefetcher of the device's core would recognise that and fetch the next
+    /// buffers, which the driver is about to write to. But the buffers of a burst share few pages, as each page costs both cores
+    /// a page-table walk: buffers are permuted within groups of eight.
     fn new(memory: &Arc<Table>, first: u64, stride: usize, size: u32) -> Option<Buffers> {
         let place = |id: u32| if size.is_multiple_of(8) { id & !7 | id.wrapping_mul(3) & 7 } else { id };
         let addresses: Box<[u64]> = (0..size).map(|id| first + u64::from(place(id)) * stride as u64).collect();
@@ -129,29 +132,29 @@ struct Queue {
 
 macro_rules! queue_calls {
     () => {
-        /// Where the ring lies.
+        /// Returns the addresses of the ring's areas.
         pub fn addresses(&self) -> Addresses {
             self.queue.addresses
         }
 
-        /// Where a device that knows nothing of this queue has to go on, as SET_VRING_BASE carries it. Meaningful while no device
-        /// works on it.
+        /// Returns where a device without state of its own must resume, in the format of SET_VRING_BASE. Only meaningful while no
+        /// device works on the queue.
         pub fn base(&self) -> u32 {
             self.queue.ring.base()
         }
 
-        /// How many buffers a device that has stopped at this base (GET_VRING_BASE) took and never gave back: 0, if none was lost.
+        /// Returns how many buffers a device that stopped at this base (from GET_VRING_BASE) took and never returned.
         pub fn missing(&self, base: u32) -> u32 {
             self.queue.ring.missing(base)
         }
 
-        /// Whether the device wants to be notified of what was published since the last call.
+        /// Returns whether the device wants to be notified of what was published since the last call.
         #[inline]
         pub fn wants_notification(&mut self) -> bool {
             self.queue.ring.wants_notification()
         }
 
-        /// Asks the device to notify us of the next buffer that it uses. `true`: there is one already.
+        /// Asks the device to notify us of the next buffer that it uses. Returns `true` if there is one already.
         pub fn enable_notification(&mut self) -> bool {
             self.queue.ring.enable_notification()
         }
@@ -163,7 +166,7 @@ macro_rules! queue_calls {
     };
 }
 
-/// A transmit queue of a driver.
+/// Driver end of a transmit queue.
 pub struct DriverTx {
     queue: Queue,
     under_way: usize,
@@ -173,7 +176,10 @@ pub struct DriverTx {
 impl DriverTx {
     queue_calls!();
 
-    /// Takes back buffers that the device has sent, at most a burst; says how many.
+    /// Takes back up to a burst of buffers that the device has sent; returns how many.
+    ///
+    /// # Errors
+    /// The device's [`DriverFault`].
     #[inline]
     pub fn reclaim(&mut self) -> Result<usize, DriverFault> {
         let count = self.queue.ring.reclaim(BURST)?;
@@ -181,26 +187,27 @@ impl DriverTx {
         Ok(count)
     }
 
-    /// How many frames can be sent now.
+    /// Returns how many frames can be added now.
     #[inline]
     pub fn free(&self) -> usize {
         self.queue.ring.free()
     }
 
-    /// How many frames the device has not given back yet.
+    /// Returns how many frames are in flight.
     pub fn under_way(&self) -> usize {
         self.under_way
     }
 
-    /// Adds up to `count` frames; says how many there was room for. `fill` gets a buffer's id and the place for the frame
-    /// in it, where what was there last still stands, and returns the frame's length. The device sees them at `publish`.
+    /// Adds up to `count` frames; returns how many there was room for. `fill` is called with a buffer's id and its space for the
+    /// frame, which still has its last contents, and returns the frame's length in bytes. The device sees the frames after
+    /// `publish`.
     #[inline]
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
         let Queue { ring, buffers, .. } = &mut self.queue;
         let mut added = 0;
         while added < count {
-            // First all buffers, then all descriptors: either way stores to lines that have to come from the device's core
-            // stand close together, and so wait together.
+            // First all buffers, then all descriptors: stores to cache lines that must come from the device's core are then close
+            // together in the instruction stream, and their misses overlap.
             let mut lens = [0u32; BURST];
             let ids = ring.next_ids(0, BURST.min(count - added));
             for (index, (&id, len)) in ids.iter().zip(&mut lens).enumerate() {
@@ -223,8 +230,7 @@ impl DriverTx {
         added
     }
 
-    /// Fetches what adding the next `count` frames will write to, while there is something else to do. `write`: the frames
-    /// themselves will be written, too.
+    /// Prefetches what adding the next `count` frames will write to. `write`: the frames themselves will be written, too.
     #[inline]
     pub fn prefetch(&self, count: usize, write: bool) {
         let Queue { ring, buffers, .. } = &self.queue;
@@ -237,13 +243,13 @@ impl DriverTx {
         }
     }
 
-    /// Shows the device what was added.
+    /// Makes all added frames available to the device.
     #[inline]
     pub fn publish(&mut self) {
         self.queue.ring.publish();
     }
 
-    /// Writes to each buffer before any of them is sent.
+    /// Calls `fill` for each buffer, with its id and its space for a frame, before any is sent.
     pub fn prepare(&mut self, mut fill: impl FnMut(u16, Span<'_>)) {
         let mut id = 0;
         while let Some(span) = self.queue.buffers.span(id).filter(|_| (id as usize) < self.size) {
@@ -253,37 +259,39 @@ impl DriverTx {
     }
 }
 
-/// A receive queue of a driver.
+/// Driver end of a receive queue.
 pub struct DriverRx {
     queue: Queue,
     mergeable: bool,
     size: usize,
-    /// Ids and lengths of the buffers of a frame that is spread over several.
+    /// Ids and lengths of the buffers received so far of a frame that is spread over several.
     pieces: Vec<Used>,
 }
 
 impl DriverRx {
     queue_calls!();
 
-    /// Makes all free buffers available, but for those of a frame that is not complete.
+    /// Makes all free buffers available, except those of an incomplete frame; returns how many.
     #[inline]
     pub fn refill(&mut self) -> usize {
         let Queue { ring, buffers, .. } = &mut self.queue;
-        // Free ids come in the order in which they were used, so that those of an incomplete frame are the last.
+        // Ids become free in the order in which they were used, so those of an incomplete frame are the last.
         let added = ring.add_single(ring.free() - self.pieces.len(), true, |id| buffers.buffer(id, buffers.stride));
         ring.publish();
         added
     }
 
-    /// Receives at most a burst of buffers and makes them available again; says how many buffers that were. `frame` gets
-    /// each frame in one piece or, where the device has spread it over several buffers, in several. `read`: it will look at
-    /// what is in there.
+    /// Receives up to a burst of buffers and makes them available again; returns the number of buffers. `frame` is called with
+    /// each frame, as one span or, if the device has spread it over several buffers, as several. `read`: it reads the frame.
+    ///
+    /// # Errors
+    /// The device's [`DriverFault`].
     #[inline]
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
         let (used, spans) = (used.get(..count).unwrap_or_default(), buffers.spans.list());
-        // Where frames can be merged, the header of each is looked at in any case.
+        // If buffers can be merged, the header of each frame is read in any case.
         let read = read || self.mergeable;
         let prefetch = |index: usize| {
             if read && let Some(span) = used.get(index).and_then(|used| spans.get(used.id as usize)) {
@@ -308,14 +316,14 @@ impl DriverRx {
     }
 }
 
-/// One more buffer of a frame that is spread over several (5.1.6.4.1). Those of a frame that is not complete stay out until it is:
-/// then `frame` gets all of them. `size`: buffers of the ring.
+/// Adds one more buffer of a frame that is spread over several (5.1.6.4.1). When the frame is complete, `frame` is called with
+/// all of them. `size`: number of buffers of the ring.
 #[inline(never)]
 fn merge(pieces: &mut Vec<Used>, used: Used, size: usize, spans: &[Span<'_>], frame: &mut impl FnMut(&[Span<'_>])) {
     pieces.push(used);
     let part = |used: &Used| spans.get(used.id as usize).map(|span| span.first(used.len as usize));
     let Some(first) = pieces.first().and_then(part) else { return };
-    // More than the ring has can only be a lie; what has come is all that will.
+    // No frame has more buffers than the ring, whatever its header claims.
     if pieces.len() < (num_buffers(first) as usize).min(size) {
         return;
     }
@@ -332,7 +340,7 @@ fn merge(pieces: &mut Vec<Used>, used: Used, size: usize, spans: &[Span<'_>], fr
     pieces.clear();
 }
 
-/// The field of a virtio-net header that says how many buffers a frame takes.
+/// Returns `num_buffers` of a virtio-net header: the number of buffers that the frame is spread over.
 #[inline(always)]
 fn num_buffers(span: Span<'_>) -> u16 {
     span.array(10).map_or(0, u16::from_le_bytes)

@@ -1,6 +1,6 @@
-//! virtio-net (virtio 1.3, 5.1), device and driver end.
+//! virtio-net (virtio 1.3, 5.1): device end ([`RxQueue`], [`TxQueue`]) and driver end ([`Driver`]).
 //!
-//! State machines over rings and bytes; sockets, threads and clocks are in `host`.
+//! Both are state machines over rings and bytes. Sockets, threads and clocks are in `host`.
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),

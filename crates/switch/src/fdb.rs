@@ -1,28 +1,28 @@
-//! The forwarding table: which address was last seen at which port. Called for each flow of a burst by `forward.rs`.
+//! The forwarding table: at which port each address was last seen. Called by `forward.rs` for each flow of a burst.
 
 use ringroad_wire::ethernet::MacAddr;
 use std::hash::{BuildHasher, RandomState};
 
 /// Entries of a bucket: 16 bytes each, one cache line together.
 const WAYS: usize = 4;
-/// The table grows to this many entries at most, so that each port finds room for what it may have.
+/// The table grows up to this many entries, so that there is room for the addresses that all ports may have.
 const MOST: usize = 1 << 20;
-/// In the place of a port: the address is the port's own by configuration, and stays there.
+/// Value of `Entry::home`: the address is the port's own by configuration and never moves.
 const OWN: u16 = u16::MAX;
-/// Seconds of silence after which an address may move, unless told otherwise.
+/// Default for the seconds of silence after which an address may move.
 const HOLD: u32 = 2;
-/// Buckets that an address without room looks through for some that have aged.
+/// Buckets that are searched for aged addresses if a port has no room for a new one.
 const SWEEP: usize = 4;
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Entry {
-    /// The address with bit 48 set; 0: empty.
+    /// The address with bit 48 set; 0 if the entry is empty.
     key: u64,
     port: u16,
-    /// The port that had it first: it gets it back whenever it speaks. [`OWN`]: nobody else ever has it.
+    /// The port that had it first, which gets it back as soon as it sends; or [`OWN`].
     home: u16,
-    /// Seconds since the table was made.
+    /// When it was last seen, in seconds since the table was created.
     seen: u32,
 }
 
@@ -37,7 +37,7 @@ impl Entry {
 #[repr(C, align(64))]
 struct Bucket([Entry; WAYS]);
 
-/// How many addresses a port has in the table, and how many it may have.
+/// Number of addresses that a port has in the table, and its limit.
 #[derive(Clone, Copy)]
 struct Share {
     used: u32,
@@ -45,48 +45,48 @@ struct Share {
 }
 
 impl Share {
-    /// Whether more of this one's limit is used than of another's with one address more.
+    /// Returns whether a larger part of this share is used than of another one if that had one address more.
     fn is_fuller(self, other: Share) -> bool {
         u64::from(self.used) * u64::from(other.limit) > (u64::from(other.used) + 1) * u64::from(self.limit)
     }
 }
 
-/// What became of an address that was seen at a port.
+/// What became of an address seen at a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Learned {
-    /// It is there, as before or from now on.
+    /// It is at this port, as before or from now on.
     Known,
-    /// It is there now; it was at this port before.
+    /// It has moved here from the given port.
     Moved(u32),
-    /// It stays at this port, which was heard a moment ago.
+    /// It stays at the given port, which used it a moment ago.
     Held(u32),
-    /// It stays at this port, whose own it is.
+    /// It stays at the given port, whose own address it is.
     Owned(u32),
-    /// The port has as many addresses as it may have, or there is no room beside those that have fewer.
+    /// It was not learned: the port has reached its limit, or the bucket is full of addresses of ports that use less of theirs.
     Crowded,
 }
 
-/// A table of buckets of four. An entry that nobody confirms for `ageing` seconds is as good as none.
+/// A hash table with buckets of four entries. An entry that is not refreshed for `ageing` seconds counts as empty.
 ///
-/// Ports that do not trust each other share it. An address stays where it is until nothing has come from there for a
-/// while (`hold`), and goes back to the port that had it first as soon as that speaks; one that is a port's own by
-/// configuration never goes anywhere else. Each port has its share of the table, and where a bucket is full of live
-/// entries, who has used less of its share takes the place of who has used most: somebody who invents addresses cannot
-/// push others' out, nor keep them from being learned.
+/// The table is shared by ports that do not trust each other. An address stays at its port until that has been silent for
+/// `hold` seconds, and returns to the port that had it first as soon as that sends; a port's own address never moves. Each port
+/// has a share of the table. If a bucket is full of live entries, a port that has used less of its share replaces an entry of
+/// the port that has used most: a port that invents addresses can neither evict those of others nor keep them from being
+/// learned.
 pub struct Fdb {
     buckets: Box<[Bucket]>,
     shift: u32,
-    /// Unpredictable, so that nobody can choose addresses that fall into one bucket.
+    /// Random, so that nobody can choose addresses that fall into one bucket.
     seeds: (u64, u64),
     ageing: u32,
     hold: u32,
     shares: Vec<Share>,
-    /// The bucket that is looked at next for addresses that have aged.
+    /// The next bucket to be searched for aged addresses.
     cursor: usize,
 }
 
 impl Fdb {
-    /// A table for `entries` addresses, rounded up to a power of two, at least 4.
+    /// Creates a table for `entries` addresses, rounded up to a power of two, at least 4, with an ageing time in seconds.
     pub fn new(entries: usize, ageing: u32) -> Fdb {
         let buckets = entries.min(MOST).div_ceil(WAYS).next_power_of_two().max(1);
         let shift = 64 - buckets.trailing_zeros();
@@ -96,15 +96,15 @@ impl Fdb {
         Fdb { buckets, shift, seeds, ageing, hold: HOLD, shares: Vec::new(), cursor: 0 }
     }
 
-    /// Seconds for which nothing must have come from an address before it can move to another port. 0: it moves at once.
+    /// Sets the seconds of silence after which an address may move to another port. 0: it moves at once.
     pub fn with_hold(self, seconds: u32) -> Fdb {
         Fdb { hold: seconds, ..self }
     }
 
     #[inline(always)]
     fn index(&self, key: u64) -> usize {
-        // A product alone keeps equal distances equal: with an unlucky factor, addresses that were given out in sequence
-        // would fall into one bucket. Its high bits, which depend on all bits of the key, make the second one irregular.
+        // One multiplication keeps equal distances equal: with an unlucky factor, consecutive addresses would fall into one
+        // bucket. Mixing in its high bits, which depend on all bits of the key, makes the second product irregular.
         let mixed = (key ^ self.seeds.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mixed = (mixed ^ mixed >> 32).wrapping_mul(self.seeds.1);
         mixed.checked_shr(self.shift).unwrap_or(0) as usize
@@ -115,7 +115,7 @@ impl Fdb {
         address.to_u64() | 1 << 48
     }
 
-    /// The port at which an address was seen.
+    /// Returns the port at which an address was last seen; `now` in seconds since the table was created.
     #[inline(always)]
     pub fn lookup(&self, address: MacAddr, now: u32) -> Option<u32> {
         let key = Self::key(address);
@@ -124,7 +124,7 @@ impl Fdb {
         found.is_live(now, self.ageing).then_some(found.port.into())
     }
 
-    /// Notes that an address was seen at a port now, if it may be there.
+    /// Records that an address was seen at a port now, if it may be there.
     #[inline(always)]
     pub fn learn(&mut self, address: MacAddr, port: u32, now: u32) -> Learned {
         let key = Self::key(address);
@@ -132,9 +132,9 @@ impl Fdb {
         let Some(bucket) = self.buckets.get_mut(index) else { return Learned::Crowded };
         match bucket.0.iter_mut().find(|entry| entry.key == key) {
             Some(entry) if u32::from(entry.port) == port => {
-                // Written only where it changes, so that the line stays clean.
+                // Written only when it changes, so that the line stays clean.
                 if entry.seen != now {
-                    // Silent for so long, nobody has it any more.
+                    // It had aged, so no port has an older claim.
                     if !entry.is_live(now, self.ageing) {
                         entry.home = entry.port;
                     }
@@ -147,8 +147,8 @@ impl Fdb {
         }
     }
 
-    /// From now on it has room for so many addresses, or for what ports may have, they age so fast, and stay so long where they are.
-    /// What it knows stays, as far as there is room.
+    /// Changes the number of entries (at least what the ports' limits need), ageing and hold time. Addresses are kept if there is
+    /// room.
     pub fn set(&mut self, entries: usize, ageing: u32, hold: u32) {
         (self.ageing, self.hold) = (ageing, hold);
         let mut other = Fdb::new(entries.max(self.wanted()), ageing).with_hold(hold);
@@ -158,7 +158,7 @@ impl Fdb {
         other.seeds = self.seeds;
         other.shares = self.shares.iter().map(|share| Share { used: 0, limit: share.limit }).collect();
         let entries = || self.buckets.iter().flat_map(|bucket| bucket.0).filter(|entry| entry.key != 0);
-        // Those that are ports' own come first: they always have room.
+        // Ports' own addresses come first: they always have room.
         for entry in entries().filter(|entry| entry.home == OWN) {
             while !other.place(entry) && other.buckets.len() * WAYS < MOST {
                 other.grow();
@@ -172,7 +172,7 @@ impl Fdb {
         *self = other;
     }
 
-    /// Puts an entry into its bucket. `false`: that is full.
+    /// Puts an entry into its bucket. Returns `false` if that is full.
     fn place(&mut self, entry: Entry) -> bool {
         let index = self.index(entry.key);
         let bucket = self.buckets.get_mut(index);
@@ -180,13 +180,13 @@ impl Fdb {
         free.map(|place| *place = entry).is_some()
     }
 
-    /// Twice what all ports may have.
+    /// Returns the number of entries that the ports' limits need: twice their sum.
     fn wanted(&self) -> usize {
         let limits = self.shares.iter().map(|share| share.limit).filter(|&limit| limit < u32::MAX);
         limits.fold(0, |sum: usize, limit| sum.saturating_add(limit as usize)).saturating_mul(2).min(MOST)
     }
 
-    /// A port says that it has an address that is at another one.
+    /// A port uses an address that is at another one.
     #[cold]
     fn claim(&mut self, key: u64, port: u32, now: u32) -> Learned {
         let (ageing, hold, index) = (self.ageing, self.hold, self.index(key));
@@ -213,7 +213,7 @@ impl Fdb {
         if live { Learned::Moved(at) } else { Learned::Known }
     }
 
-    /// A new address.
+    /// Inserts a new address.
     #[cold]
     fn insert(&mut self, key: u64, port: u32, now: u32) -> Learned {
         let Ok(number) = u16::try_from(port) else { return Learned::Crowded };
@@ -233,8 +233,8 @@ impl Fdb {
         Learned::Known
     }
 
-    /// A free place for an address: an empty one, that of one that has aged, or that of the port that has used most of its
-    /// share, if `yields` says so.
+    /// Returns a place for an address: an empty one, one that has aged, or one of the port that has used most of its share, if
+    /// `yields` returns `true` for that share.
     fn make_room(&mut self, key: u64, now: u32, yields: impl Fn(Share) -> bool) -> Option<&mut Entry> {
         let index = self.index(key);
         let (ageing, bucket) = (self.ageing, *self.buckets.get(index)?);
@@ -262,7 +262,7 @@ impl Fdb {
         self.buckets.get_mut(index)?.0.get_mut(way)
     }
 
-    /// Empties places of addresses that have aged: a few at a time, so that an address without room costs little.
+    /// Removes aged addresses, a few buckets at a time, so that an address without room costs little.
     fn sweep(&mut self, now: u32) {
         for _ in 0..SWEEP.min(self.buckets.len()) {
             self.cursor = if self.cursor + 1 < self.buckets.len() { self.cursor + 1 } else { 0 };
@@ -297,8 +297,11 @@ impl Fdb {
         self.shares.get_mut(port)
     }
 
-    /// How many addresses may be learned of a port, and which one is its own. The table grows to twice what all ports may
-    /// have, up to 2^20. `Err`: that address is another port's own, and stays there.
+    /// Sets how many addresses may be learned from a port, and its own address. The table grows to twice the sum of all limits,
+    /// up to 2^20 entries.
+    ///
+    /// # Errors
+    /// The other port whose own address it is; it stays there.
     pub fn admit(&mut self, port: u32, limit: u32, own: Option<MacAddr>) -> Result<(), u32> {
         if let Some(share) = self.share_mut(port) {
             share.limit = limit.max(1);
@@ -333,7 +336,7 @@ impl Fdb {
                 *place = Entry { key, port: number, home: OWN, seen: 0 };
                 return Ok(());
             }
-            // Four ports' own addresses in one bucket.
+            // The bucket is full of ports' own addresses.
             if self.buckets.len() * WAYS >= MOST {
                 return Ok(());
             }
@@ -341,7 +344,7 @@ impl Fdb {
         }
     }
 
-    /// Twice as many buckets: each is divided in two by the next bit of its addresses' indices.
+    /// Doubles the number of buckets. Each is divided in two by the next bit of its addresses' indices.
     fn grow(&mut self) {
         let old = std::mem::take(&mut self.buckets);
         self.buckets = vec![Bucket::default(); old.len() * 2].into();
@@ -355,7 +358,7 @@ impl Fdb {
         }
     }
 
-    /// Forgets what was seen at a port. Its own address stays.
+    /// Removes the addresses learned from a port. Its own address stays.
     pub fn forget(&mut self, port: u32) {
         for entry in self.buckets.iter_mut().flat_map(|bucket| &mut bucket.0).filter(|entry| entry.home != OWN) {
             if u32::from(entry.port) == port {
@@ -369,18 +372,18 @@ impl Fdb {
         }
     }
 
-    /// Forgets a port, its own address too.
+    /// Removes a port's addresses, including its own.
     pub fn remove(&mut self, port: u32) {
         self.forget(port);
         let _ = self.admit(port, u32::MAX, None);
     }
 
-    /// How many addresses it knows.
+    /// Returns the number of live addresses.
     pub fn len(&self, now: u32) -> usize {
         self.buckets.iter().flat_map(|bucket| &bucket.0).filter(|entry| entry.is_live(now, self.ageing)).count()
     }
 
-    /// How many addresses there is room for.
+    /// Returns the number of entries.
     pub fn capacity(&self) -> usize {
         self.buckets.len() * WAYS
     }

@@ -1,5 +1,5 @@
-//! A burst's way from its source to its destinations, within each port's limits; a panic on the way ends at the port whose
-//! queue it came from.
+//! Carries a burst from its source to its destinations, within each port's limits. A panic in a port's code stops that port only.
+//! Called by the worker in `host`.
 
 use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
@@ -15,12 +15,12 @@ use std::{
     time::Duration,
 };
 
-/// A port of the switch, shared by its worker and by control, which sets it up and takes it down. Neither waits for the
-/// other: a queue that control is at work on has no frames and takes none.
+/// A port of the switch, shared by its worker and by control, which starts and stops its queues. Neither blocks the other: a
+/// queue that control holds neither has nor accepts frames.
 pub trait Port: Send + Sync {
-    /// Exclusive use of a queue that frames come from, which the worker keeps from burst to burst: locks cost.
+    /// Exclusive use of a queue that frames come from. The worker keeps it from burst to burst, to save locking.
     type Lease;
-    /// The same for one burst.
+    /// Exclusive use of a queue that frames come from, for one burst.
     type Source<'a>: Source
     where
         Self: 'a;
@@ -29,21 +29,21 @@ pub trait Port: Send + Sync {
     where
         Self: 'a;
 
-    /// The queue with this index that frames come from, if nobody else has it.
+    /// Returns the lease of the source queue with this index; `None` if it is in use.
     fn lease(&self, queue: usize) -> Option<Self::Lease>;
 
-    /// Whether somebody else wants that queue: a lease is to be let go now.
+    /// Returns whether another thread wants that queue, so that a lease must be released now.
     fn is_wanted(&self, queue: usize) -> bool;
 
-    /// The queue for one burst, if it is running.
+    /// Returns the source queue for one burst; `None` if it is not running.
     fn source<'a>(&'a self, queue: usize, lease: &'a mut Self::Lease) -> Option<Self::Source<'a>>;
 
-    /// The queue that frames of this worker go to, if it is running and nobody else has it; `hint` spreads senders over
-    /// several queues. `frames` is how many will not arrive if there is none, to be counted.
+    /// Returns the queue that frames of this worker go to; `None` if it is not running or in use. `hint` spreads senders over
+    /// several queues. `frames`: number of frames to be counted as dropped if there is none.
     fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
 
-    /// Sends the notifications that were left open in the last bursts, when it would have cost too much to find out
-    /// whether they are wanted. `false`: not now.
+    /// Sends the notifications that recent bursts left pending because checking whether they are wanted was too expensive.
+    /// Returns `false` if that must be repeated.
     fn settle(&self) -> bool {
         true
     }
@@ -54,42 +54,42 @@ pub trait Port: Send + Sync {
         true
     }
 
-    /// Whether frames may go back out of it.
+    /// Returns whether frames may go back to the port that they came from.
     fn hairpin(&self) -> bool {
         false
     }
 
-    /// What it may do to the others; asked when it is added.
+    /// Returns the port's limits; called when it is added.
     fn limits(&self) -> Limits {
         Limits::default()
     }
 
-    /// What a frame from or to it costs, where copying one to a guest costs 1: a system call each is more.
+    /// Returns the cost of a frame from or to the port, relative to copying one to a guest. A system call per frame costs more.
     fn weight(&self) -> usize {
         1
     }
 
-    /// Frames of a queue were dropped on their way from it. Called by whoever has the queue's lease.
+    /// Frames from a queue were dropped by the switch. Called by the holder of the queue's lease.
     fn dropped(&self, _queue: usize, _why: Dropped, _frames: usize) {}
 
-    /// It has more addresses than are learned of it: one was not. Called by whoever has the queue's lease.
+    /// An address was not learned because the port has too many. Called by the holder of the queue's lease.
     fn crowded(&self, _queue: usize) {}
 
-    /// It has sent a frame with a source address that is another port's. `tell`: somebody should be told; that is not always
-    /// so, whatever the port does. Called by whoever has the queue's lease.
-    fn claimed(&self, _queue: usize, _address: MacAddr, _claim: Claim, _from: &Self, _tell: bool) {}
+    /// The port has sent a frame with a source address of the port `from`. `report`: report it, for example in the log; the rate
+    /// of reports is limited. Called by the holder of the queue's lease.
+    fn claimed(&self, _queue: usize, _address: MacAddr, _claim: Claim, _from: &Self, _report: bool) {}
 
-    /// Its code has panicked: none of its queues is used any more until [`Switch::forget`] is called for it.
+    /// The port's code has panicked. Its queues are not used any more until [`Switch::forget`] is called for it.
     fn panicked(&self, _message: &str) {}
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub fn panic_message(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
-/// Frames of a burst by index, in order.
+/// Indices of frames of a burst, in order.
 struct Group {
     which: [u8; BURST],
     len: usize,
@@ -112,22 +112,22 @@ impl Group {
     }
 }
 
-/// A port and what the switch remembers of it.
+/// A port and its state in the switch.
 struct Member<P: Port> {
     port: Arc<P>,
     limits: Limits,
     storm: Cell<Storm>,
     notices: Cell<Notices>,
-    /// Its code has panicked.
+    /// The port's code has panicked.
     broken: Cell<bool>,
-    /// It may have notifications left open.
+    /// Notifications may be pending; see [`Port::settle`].
     open: Cell<bool>,
-    /// The queues that the last burst came from, or some of them. Kept only while frames come.
+    /// Leases kept from recent bursts, by queue; released when the queues are idle.
     leases: RefCell<Vec<Option<P::Lease>>>,
 }
 
 impl<P: Port> Member<P> {
-    /// A queue's lease: the one that was kept, or a new one.
+    /// Returns a queue's lease: the one that was kept, or a new one.
     #[inline]
     fn lease(&self, queue: usize) -> Option<P::Lease> {
         let kept = self.leases.borrow_mut().get_mut(queue).and_then(Option::take);
@@ -146,12 +146,12 @@ impl<P: Port> Member<P> {
         }
     }
 
-    /// Its code has panicked: it takes no more part.
+    /// Excludes the port, whose code has panicked.
     #[cold]
-    fn fell(&self, payload: &(dyn Any + Send)) {
+    fn panicked(&self, payload: &(dyn Any + Send)) {
         self.broken.set(true);
         self.open.set(false);
-        // Whatever else it does wrong now, nobody else is hurt.
+        // Its code may panic again here.
         let _ = catch_unwind(AssertUnwindSafe(|| {
             if let Ok(mut leases) = self.leases.try_borrow_mut() {
                 leases.clear();
@@ -169,17 +169,17 @@ impl<P: Port> Member<P> {
 
 type Members<P> = [Option<Member<P>>];
 
-/// Carries bursts between ports. One for each worker.
+/// Carries bursts between ports. Each worker has one.
 pub struct Switch<P: Port> {
     ports: Vec<Option<Member<P>>>,
     fdb: Fdb,
     burst: Burst,
-    /// Frames were poured since the ports are these two, so that the table may not have seen an address move.
+    /// Frames were poured since there are just these two ports, so the table may have missed that an address moved.
     poured: bool,
 }
 
 impl<P: Port> Switch<P> {
-    /// A switch without ports.
+    /// Creates a switch without ports.
     pub fn new(fdb: Fdb) -> Self {
         Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false }
     }
@@ -210,7 +210,7 @@ impl<P: Port> Switch<P> {
         number as u32
     }
 
-    /// Holds a port to other limits from now on. What was learned of it stays.
+    /// Sets a port's limits. Addresses learned from it are kept.
     pub fn limit(&mut self, number: u32, limits: Limits) {
         let Some(Some(member)) = self.ports.get_mut(number as usize) else { return };
         member.limits = limits;
@@ -222,27 +222,27 @@ impl<P: Port> Switch<P> {
         }
     }
 
-    /// Removes a port and what was learned of it.
+    /// Removes a port and the addresses learned from it.
     pub fn remove(&mut self, number: u32) -> Option<Arc<P>> {
         self.fdb.remove(number);
         self.ports.get_mut(number as usize)?.take().map(|member| member.port)
     }
 
-    /// Lets the memory go that the last burst was in, and all queues.
+    /// Releases the memory of the last burst and all leases.
     pub fn release(&mut self) {
         self.burst.clear();
-        self.let_go();
+        self.release_leases();
     }
 
-    /// Lets all queues go that were kept for the next burst.
-    fn let_go(&self) {
+    /// Releases the leases that were kept for the next burst.
+    fn release_leases(&self) {
         for member in self.ports.iter().flatten() {
             let dropped = catch_unwind(AssertUnwindSafe(|| member.leases.borrow_mut().clear()));
-            dropped.unwrap_or_else(|payload| member.fell(&*payload));
+            dropped.unwrap_or_else(|payload| member.panicked(&*payload));
         }
     }
 
-    /// Forgets what was learned of a port, and that its code has panicked: it begins anew.
+    /// Removes the addresses learned from a port, and includes it again after a panic.
     pub fn forget(&mut self, number: u32) {
         self.fdb.forget(number);
         if let Some(Some(member)) = self.ports.get(number as usize) {
@@ -250,60 +250,59 @@ impl<P: Port> Switch<P> {
         }
     }
 
-    /// Changes the forwarding table's size, how fast it ages, and how long an address stays where it is.
+    /// Sets the forwarding table's size, ageing time and hold time, in seconds.
     pub fn set_table(&mut self, entries: usize, ageing: u32, hold: u32) {
         self.fdb.set(entries, ageing, hold);
     }
 
-    /// The forwarding table.
+    /// Returns the forwarding table.
     pub fn fdb(&self) -> &Fdb {
         &self.fdb
     }
 
-    /// The port that all frames of another one go to, known or unknown: the only other one. Nothing need be learned of them,
-    /// if no frame from there is kept back because its destination was once seen there.
+    /// Returns the only other port, if all frames from this one go there, whether their destination is known or not. Then nothing
+    /// need be learned from them, provided that no frame is held back because its destination was once seen at its source.
     fn only_other(ports: &Members<P>, from: u32) -> Option<&Member<P>> {
         let mut others = ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
         let other = others.find_map(|(_, member)| member.as_ref())?;
         let from = ports.get(from as usize)?.as_ref()?;
         let alone = others.all(|(_, member)| member.is_none());
         let plain = |member: &Member<P>| member.port.is_flooded() && !member.port.hairpin();
-        // Where they come from, link-local frames are sorted out without us.
+        // A source that pours drops link-local frames itself, unless its own limits allow them.
         let link_local = !from.limits.link_local || other.limits.link_local;
         (alone && link_local && plain(from) && plain(other)).then_some(other)
     }
 
-    /// Lets all queues go, and sends the notifications that were left open, if they are wanted. To be called now and then
-    /// under load, and before the worker sleeps. `false`: not all could be; once more, soon.
+    /// Releases all leases, and sends pending notifications that are wanted. To be called now and then under load, and before the
+    /// worker sleeps. Returns `false` if it must be repeated soon.
     pub fn settle(&self) -> bool {
-        self.let_go();
+        self.release_leases();
         let open = self.ports.iter().flatten().filter(|member| member.open.get());
         open.fold(true, |settled, member| {
             match catch_unwind(AssertUnwindSafe(|| member.port.settle())) {
                 Ok(done) => member.open.set(!done),
-                Err(payload) => member.fell(&*payload),
+                Err(payload) => member.panicked(&*payload),
             }
             settled && !member.open.get()
         })
     }
 
-    /// Carries one burst from a port's queue to where it should go. Says how many buffers it took from there (and how many
-    /// it made for a generating port), none if there is nothing, and whether that was a lot of work. `now`: since the switch
-    /// was made; it need not be more than about right.
+    /// Carries one burst from a port's queue to its destinations. Returns how many buffers were taken, 0 if the queue is empty,
+    /// and whether that was a lot of work. `now`: time since the switch was created; it need not be exact.
     ///
     /// A panic in the code of a port's queue stops that port: [`Port::panicked`].
     #[inline]
     pub fn carry(&mut self, from: u32, queue: usize, now: Duration) -> Work {
         let carried = catch_unwind(AssertUnwindSafe(|| self.carry_burst(from, queue, now)));
-        carried.unwrap_or_else(|payload| self.fell(from, &*payload))
+        carried.unwrap_or_else(|payload| self.abandon(from, &*payload))
     }
 
-    /// What was half done is gone: the burst, the lease (with the unwound stack), and the source.
+    /// Abandons a burst after a panic at its source: drops the burst; the lease was dropped by unwinding.
     #[cold]
-    fn fell(&mut self, from: u32, payload: &(dyn Any + Send)) -> Work {
+    fn abandon(&mut self, from: u32, payload: &(dyn Any + Send)) -> Work {
         self.burst = Burst::default();
         if let Some(Some(member)) = self.ports.get(from as usize) {
-            member.fell(payload);
+            member.panicked(payload);
         }
         Work::default()
     }
@@ -332,25 +331,25 @@ impl<P: Port> Switch<P> {
         if taken == 0 {
             return NONE;
         }
-        // The last destination is let go after the source has published too: leaving a gate waits for all that was written
-        // before, and so both wait together.
-        let mut way = Way::new();
+        // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
+        // waits overlap.
+        let mut delivery = Delivery::new();
         let origin = Origin { number: from, queue, member, poured: self.poured, now };
-        forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut way);
-        let weight = way.weight + taken * port.weight();
+        forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
+        let weight = delivery.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
         source.done(&mut self.burst);
-        drop((way, source));
+        drop((delivery, source));
         member.open.set(true);
         member.keep(queue, lease);
         Work { frames: taken, heavy }
     }
 }
 
-/// A burst that costs as much as so many frames' copies is a turn by itself.
+/// A burst that costs as much as copying this many frames is a whole turn.
 const HEAVY: usize = 4 * BURST;
 
-/// Where a burst comes from.
+/// The source of a burst.
 struct Origin<'a, P: Port> {
     number: u32,
     queue: usize,
@@ -360,23 +359,23 @@ struct Origin<'a, P: Port> {
     now: Duration,
 }
 
-/// What a burst has come to on its way.
-struct Way<'a, P: Port + 'a> {
-    /// The last destination.
+/// The state of delivering a burst.
+struct Delivery<'a, P: Port + 'a> {
+    /// The last destination, kept until the source has published.
     held: Option<P::Sink<'a>>,
-    /// What the copies have cost.
+    /// Cost of the copies so far.
     weight: usize,
 }
 
-impl<'a, P: Port> Way<'a, P> {
+impl<'a, P: Port> Delivery<'a, P> {
     fn new() -> Self {
-        Way { held: None, weight: 0 }
+        Delivery { held: None, weight: 0 }
     }
 
-    /// Puts frames of a burst into a port's queue, and keeps it; says how many it took. A panic there is that port's: the others
-    /// get their frames, and the source its buffers.
+    /// Puts frames of a burst into a port's queue, which is kept; returns how many were accepted. A panic there stops that port
+    /// only: the others get their frames, and the source its buffers.
     fn put(&mut self, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8]) -> usize {
-        // First of all: it may be the same one.
+        // First release the previous destination: it may be the same one.
         self.held = None;
         if member.broken.get() {
             return 0;
@@ -390,13 +389,13 @@ impl<'a, P: Port> Way<'a, P> {
         self.weight += which.len() * member.port.weight();
         put.unwrap_or_else(|payload| {
             self.held = None;
-            member.fell(&*payload);
+            member.panicked(&*payload);
             0
         })
     }
 }
 
-/// The ports that get a frame for everybody from one of them.
+/// Returns the ports to which a frame from one of them is flooded.
 fn receivers<P: Port>(ports: &Members<P>, from: u32, link_local: bool) -> impl Iterator<Item = &Member<P>> {
     ports.iter().enumerate().filter_map(move |(number, member)| {
         let member = member.as_ref()?;
@@ -407,16 +406,18 @@ fn receivers<P: Port>(ports: &Members<P>, from: u32, link_local: bool) -> impl I
     })
 }
 
-/// In the place of a port's number: to everybody; to those that forward link-local frames; to nobody, as the source may not use
-/// its address, or as link-local frames do not leave there.
+/// Instead of a port's number: the frame is flooded.
 const FLOOD: u32 = u32::MAX;
+/// It is flooded to the ports that forward link-local frames.
 const LOCAL: u32 = FLOOD - 1;
+/// It is dropped: the port may not use the source address.
 const SPOOFED: u32 = FLOOD - 2;
+/// It is dropped: the port does not forward link-local frames.
 const FILTERED: u32 = FLOOD - 3;
-/// Or as they are there already.
+/// It is ignored: its destination is at the port that it came from.
 const NOWHERE: u32 = FLOOD - 4;
 
-/// Learns where a frame comes from, and looks up where it goes: once for frames of one flow that come together.
+/// Learns the source and looks up the destination, once for consecutive frames of one flow.
 #[inline(always)]
 fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from: &Origin<'_, P>) -> u32 {
     let now = from.now.as_secs() as u32;
@@ -435,7 +436,7 @@ fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from
         return match fdb.lookup(destination, now) {
             None => FLOOD,
             Some(at) if at != from.number || from.member.port.hairpin() => at,
-            // The table may not have seen it move.
+            // The table may have missed that it moved.
             Some(_) if from.poured => FLOOD,
             Some(_) => NOWHERE,
         };
@@ -447,7 +448,7 @@ fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from
     }
 }
 
-/// An address was not simply learned: tells the port. Says whether its frames are dropped.
+/// Reports to the port that an address was not simply learned. Returns whether its frames are dropped.
 #[cold]
 fn is_refused<P: Port>(ports: &Members<P>, address: MacAddr, learned: Learned, from: &Origin<'_, P>) -> bool {
     let (claim, at) = match learned {
@@ -462,21 +463,21 @@ fn is_refused<P: Port>(ports: &Members<P>, address: MacAddr, learned: Learned, f
     };
     if let Some(Some(other)) = ports.get(at as usize) {
         let mut notices = from.member.notices.get();
-        let tell = notices.take(from.now.as_secs() as u32);
+        let report = notices.take(from.now.as_secs() as u32);
         from.member.notices.set(notices);
-        from.member.port.claimed(from.queue, address, claim, &other.port, tell);
+        from.member.port.claimed(from.queue, address, claim, &other.port, report);
     }
     claim == Claim::Owned
 }
 
-/// Learns where frames come from, looks up where they go, and puts them there, destination by destination.
+/// Learns sources, looks up destinations, and puts the frames there, destination by destination.
 #[inline]
 fn forward<'a, P: Port>(
     ports: &'a Members<P>,
     fdb: &mut Fdb,
     burst: &Burst,
     from: &Origin<'_, P>,
-    way: &mut Way<'a, P>,
+    delivery: &mut Delivery<'a, P>,
 ) {
     let mut destinations = [NOWHERE; BURST];
     let frames = burst.frames();
@@ -485,7 +486,7 @@ fn forward<'a, P: Port>(
     let first = decide(ports, fdb, Addresses::from_words(flow), from);
     let (mut to, mut mixed) = (first, false);
     for (frame, place) in frames.iter().zip(&mut destinations) {
-        // Frames of one flow come together.
+        // Frames of one flow mostly come together.
         if frame.addresses() != flow {
             flow = frame.addresses();
             to = decide(ports, fdb, Addresses::from_words(flow), from);
@@ -495,8 +496,8 @@ fn forward<'a, P: Port>(
     }
     let all = ALL.get(..frames.len()).unwrap_or(&ALL);
     if !mixed {
-        // All frames of the burst go to one port, as usual.
-        return put(ports, burst, from, first, all, way);
+        // All frames of the burst have one destination, as usual.
+        return put(ports, burst, from, first, all, delivery);
     }
     let mut left = Group::EMPTY;
     all.iter().for_each(|&index| left.push(index));
@@ -508,12 +509,12 @@ fn forward<'a, P: Port>(
         for &index in left.list() {
             if destination(index) == to { &mut group } else { &mut others }.push(index);
         }
-        put(ports, burst, from, to, group.list(), way);
+        put(ports, burst, from, to, group.list(), delivery);
         left = others;
     }
 }
 
-/// Puts frames where they all go.
+/// Puts frames to their common destination.
 #[inline(always)]
 fn put<'a, P: Port>(
     ports: &'a Members<P>,
@@ -521,16 +522,16 @@ fn put<'a, P: Port>(
     from: &Origin<'_, P>,
     to: u32,
     which: &[u8],
-    way: &mut Way<'a, P>,
+    delivery: &mut Delivery<'a, P>,
 ) {
     if let Some(Some(member)) = ports.get(to as usize) {
-        way.put(member, from.number as usize + from.queue, burst, which);
+        delivery.put(member, from.number as usize + from.queue, burst, which);
     } else {
-        spread(ports, burst, from, to, which, way);
+        spread(ports, burst, from, to, which, delivery);
     }
 }
 
-/// Frames that go to everybody, or to nobody.
+/// Floods or drops frames.
 #[cold]
 fn spread<'a, P: Port>(
     ports: &'a Members<P>,
@@ -538,7 +539,7 @@ fn spread<'a, P: Port>(
     from: &Origin<'_, P>,
     to: u32,
     which: &[u8],
-    way: &mut Way<'a, P>,
+    delivery: &mut Delivery<'a, P>,
 ) {
     let member = from.member;
     let local = match to {
@@ -546,11 +547,11 @@ fn spread<'a, P: Port>(
         LOCAL => true,
         SPOOFED => return member.dropped(from.queue, Dropped::Spoofed, which.len()),
         FILTERED => return member.dropped(from.queue, Dropped::LinkLocal, which.len()),
-        // They are there already, or that port is gone.
+        // Nowhere, or to a port that was removed.
         _ => return,
     };
     let mut storm = member.storm.get();
-    // One to a single port costs no more than if it were addressed to it.
+    // Flooding to a single port costs no more than a frame addressed to it.
     let granted = match receivers(ports, from.number, local).nth(1) {
         Some(_) => storm.take(which.len(), member.limits.storm, from.now),
         None => which.len(),
@@ -562,7 +563,7 @@ fn spread<'a, P: Port>(
     let which = which.get(..granted).unwrap_or_default();
     if !which.is_empty() {
         for receiver in receivers(ports, from.number, local) {
-            way.put(receiver, from.number as usize + from.queue, burst, which);
+            delivery.put(receiver, from.number as usize + from.queue, burst, which);
         }
     }
 }

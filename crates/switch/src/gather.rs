@@ -1,21 +1,22 @@
-//! Leaving a queue alone for some microseconds, so that its driver writes undisturbed and frames come many at once.
+//! Pauses between polls of a queue, some microseconds long, so that its driver writes undisturbed and frames arrive in larger
+//! bursts. Used by `schedule.rs`.
 //!
-//! A worker that is faster than the driver looks at each line of the ring while the driver is still writing to it, and takes
-//! frames as they come, one by one: each look costs the driver a line. A driver that is left alone sends more. But one that waits
-//! for its frames to come back only waits longer. Which of the two it is can only be measured: so under load, now and then, each
-//! of a few pauses is tried in turn, and the shortest of the best ones holds for a while.
+//! A worker that is faster than the driver reads each cache line of the ring while the driver still writes to it, and takes
+//! frames one by one: each poll costs the driver a cache miss. Left alone, the driver sends more. But a driver that waits for its
+//! frames to be returned only waits longer. Which case applies can only be measured: so under load, now and then, a few pauses
+//! are tried in turn, and the shortest of the best ones is used for a while.
 
 use ringroad_frame::BURST;
 use std::time::{Duration, Instant};
 
-/// For how long a queue is left alone after a burst that was not full, while it is all that its worker has to look at.
+/// How long not to poll a queue after a burst that was not full, while it is the only one that its worker polls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Gather {
     /// Not at all.
     Off,
     /// Always for this long.
     For(Duration),
-    /// For as long as brings the most frames, up to 10 µs: found by trying.
+    /// As long as gives the highest rate, up to 10 µs; found by trying.
     #[default]
     Auto,
 }
@@ -24,18 +25,18 @@ const fn us(count: u64) -> Duration {
     Duration::from_micros(count)
 }
 
-/// What is tried.
+/// Pauses to try.
 const PAUSES: [Duration; 6] = [Duration::ZERO, us(2), us(4), us(6), us(8), us(10)];
-/// How long each of them is tried, and how often.
+/// How long each pause is tried, and how often.
 const EPOCH: Duration = us(500);
 const TRIALS: usize = 8;
-/// How long a pause that was found to be best holds.
+/// How long the best pause is used before the next trials.
 const HOLD: Duration = Duration::from_millis(500);
-/// When none was better, the next trials are later and later.
+/// If no pause was better than none, the time to the next trials doubles from `WAIT` to `LONGEST_WAIT`.
 const WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// A stretch of time.
+/// Frames and bursts in a stretch of time.
 #[derive(Clone, Copy, Default)]
 struct Count {
     frames: u64,
@@ -44,23 +45,23 @@ struct Count {
 }
 
 impl Count {
-    /// Frames a nanosecond.
+    /// Returns the rate in frames per nanosecond.
     fn rate(&self) -> f64 {
         self.frames as f64 / self.time.as_nanos().max(1) as f64
     }
 
-    /// A frame a microsecond, and no gaps: else there is nothing to gain.
+    /// Returns whether the queue is under load: more than a frame per microsecond, without gaps. Else there is nothing to gain.
     fn is_load(&self) -> bool {
         self.time < 4 * EPOCH && self.rate() > 1e-3
     }
 
-    /// The worker is faster than the driver.
+    /// Returns whether the worker is faster than the driver.
     fn is_sparse(&self) -> bool {
         self.frames < self.bursts * (BURST as u64 * 3 / 4)
     }
 }
 
-/// What a pause has brought each time that it was tried, frames a nanosecond.
+/// Rates that a pause has given, in frames per nanosecond.
 #[derive(Clone, Copy, Default)]
 struct Tries {
     rates: [f64; TRIALS],
@@ -75,7 +76,7 @@ impl Tries {
         }
     }
 
-    /// The median: now and then the CPU is somebody else's for a while, and this says nothing about the pause.
+    /// Returns the median, to ignore the times when this thread did not have the CPU.
     fn rate(&self) -> f64 {
         let mut rates = self.rates;
         let rates = rates.get_mut(..self.len).unwrap_or_default();
@@ -84,18 +85,19 @@ impl Tries {
     }
 }
 
-#[allow(clippy::large_enum_variant, reason = "one per worker, and nothing is allocated while frames come")]
+#[allow(clippy::large_enum_variant, reason = "one per worker, and nothing is allocated on the data path")]
 enum State {
-    /// `rate` is what the pause has promised. `doubted`: the last look has found much less.
+    /// Uses one pause. `rate`: what it gave in the trials. `doubted`: the last measurement was far below that.
     Holding { until: Option<Instant>, rate: f64, doubted: bool },
-    /// Those up to `most`, up and down and up again. `doubted`: the last one has brought so little that it is tried once more.
+    /// Tries the pauses up to `most`, in rising and falling order by turns. `doubted`: the last one gave so little that it is
+    /// tried once more.
     Trying { trial: usize, most: usize, doubted: bool, tries: [Tries; PAUSES.len()] },
 }
 
 /// Finds the pause for one queue.
 pub(crate) struct Pauses {
     how: Gather,
-    /// Index of the pause that is made now.
+    /// Index of the current pause.
     which: usize,
     start: Option<Instant>,
     count: Count,
@@ -109,7 +111,7 @@ impl Pauses {
         Pauses { how, which: 0, start: None, count: Count::default(), state, wait: WAIT }
     }
 
-    /// Says for how long to leave the queue alone after a burst of so many frames.
+    /// Returns how long to leave the queue alone after a burst of `frames` frames.
     #[inline]
     pub(crate) fn after(&mut self, frames: usize, now: impl Fn() -> Instant) -> Duration {
         match self.how {
@@ -119,7 +121,7 @@ impl Pauses {
         }
         self.count.frames += frames as u64;
         self.count.bursts += 1;
-        // The clock costs as much as a frame.
+        // Reading the clock costs as much as a frame.
         if self.which > 0 || self.count.bursts.is_multiple_of(16) {
             self.look(now());
         }
@@ -159,7 +161,7 @@ impl Pauses {
                     return;
                 }
                 if bad && *doubted {
-                    // Longer ones will not be better.
+                    // Longer pauses will not be better.
                     *most = self.which - 1;
                     self.which = *most;
                     *trial |= 1;
@@ -181,7 +183,7 @@ impl Pauses {
 
     fn decide(&mut self, rates: &[f64], now: Instant) {
         let best = rates.iter().copied().fold(0.0, f64::max);
-        // Frames come later for it, and rates vary by themselves, by a hundredth.
+        // A pause delays frames, and rates vary by 1 % anyway: take the shortest pause within that.
         let found = rates.iter().copied().enumerate().find(|&(_, rate)| rate >= 0.99 * best);
         let (which, rate) = found.unwrap_or_default();
         if which > 0 {

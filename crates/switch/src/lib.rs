@@ -1,8 +1,8 @@
-//! The switch: which frame goes where, and who does the work.
+//! The switch: forwarding of frames between ports, and scheduling of the queues that a worker serves.
 //!
-//! [`Switch`] carries bursts from one port's queue to others; what a port is, it knows by the trait [`Port`] alone.
-//! [`Schedule`] says which queues to look at and when to sleep; the loop that asks it, with the clock and epoll, is in
-//! `host`. A queue belongs to exactly one worker, and so does a `Switch`.
+//! [`Switch`] carries bursts from a port's queue to other ports, which it sees through the trait [`Port`] only. [`Schedule`]
+//! decides which queues to poll and when to sleep; the loop around it, with clock and epoll, is in `host`. Each queue, like each
+//! `Switch`, belongs to exactly one worker.
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),

@@ -1,61 +1,61 @@
-//! What a port may do to the others: how many addresses, which ones, how much to everybody. `forward.rs` holds each port to it.
+//! Limits for what a port may do to the others: number and choice of addresses, rate of flooded frames. Enforced by `forward.rs`.
 
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
 
-/// What a port may do to the others.
+/// Limits for what a port may do to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// How many addresses are learned of it.
+    /// Maximum number of addresses learned from the port.
     pub addresses: u32,
-    /// The address that is the port's own: frames for it go there and nowhere else, and nobody else can send with it.
+    /// The port's own address: frames to it go to this port only, and no other port can use it as source.
     pub own: Option<MacAddr>,
-    /// All its frames must come from its own address.
+    /// The port may use no source address but its own.
     pub fixed: bool,
-    /// How many frames a second it may send to more than one port: broadcast, multicast, and to unknown addresses. 0: as many
-    /// as it likes.
+    /// Maximum rate, in frames per second, of frames that go to more than one port: broadcast, multicast, unknown addresses. 0:
+    /// no limit.
     pub storm: u32,
-    /// Whether frames to link-local addresses (IEEE 802.1Q, table 8-1), which no bridge forwards, go in and out here.
+    /// Forward frames to link-local addresses (IEEE 802.1Q, table 8-1) from and to this port, which bridges do not do.
     pub link_local: bool,
 }
 
 impl Limits {
-    /// Those of a guest, unless told otherwise.
+    /// Defaults for a guest.
     pub const GUEST: Limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
-    /// Those of a port with a whole network behind it.
+    /// Defaults for a port with a whole network behind it.
     pub const NETWORK: Limits = Limits { addresses: 4096, ..Limits::GUEST };
 }
 
 impl Default for Limits {
-    /// Those of a guest.
+    /// As for a guest.
     fn default() -> Limits {
         Limits::GUEST
     }
 }
 
-/// Why the switch drops a frame, or does not learn its address.
+/// Why the switch drops a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dropped {
-    /// More frames to everybody than the port may send.
+    /// The port exceeds its rate of flooded frames.
     Storm,
-    /// It came from an address that the port may not use.
+    /// The port may not use the source address.
     Spoofed,
-    /// To a link-local address.
+    /// The destination is a link-local address.
     LinkLocal,
 }
 
-/// A port uses an address that is, or was, another one's.
+/// What becomes of an address of one port that another port uses as source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// It has moved.
+    /// It has moved to the claimant.
     Moved,
-    /// It stays where it is, as frames came from there a moment ago. Those of the claimant are forwarded.
+    /// It stays where it is, because frames came from there a moment ago. The claimant's frames are forwarded.
     Held,
-    /// It is the other port's own. The claimant's frames are dropped.
+    /// It is the other port's own address. The claimant's frames are dropped.
     Owned,
 }
 
-/// Frames to everybody that a port may send now.
+/// Token bucket for a port's flooded frames.
 #[derive(Clone, Copy)]
 pub(crate) struct Storm {
     tokens: u64,
@@ -64,13 +64,14 @@ pub(crate) struct Storm {
 
 impl Default for Storm {
     fn default() -> Storm {
-        // As many as there may be at once.
+        // Full, whatever the rate.
         Storm { tokens: u64::MAX, filled: Duration::ZERO }
     }
 }
 
 impl Storm {
-    /// How many of `wanted` frames may go; `rate` a second, and those of 10 ms or 64 at once.
+    /// Returns how many of `wanted` frames may go, at `rate` frames per second. The bucket holds the frames of 10 ms, at least
+    /// 64.
     pub(crate) fn take(&mut self, wanted: usize, rate: u32, now: Duration) -> usize {
         if rate == 0 {
             return wanted;
@@ -83,7 +84,7 @@ impl Storm {
             (self.tokens, self.filled) = (most, now);
         } else {
             self.tokens += due as u64;
-            // Not `now`: what is less than a token counts later.
+            // Not `now`: fractions of a token count later.
             self.filled += Duration::from_nanos((due * SECOND / u128::from(rate)) as u64);
         }
         let granted = self.tokens.min(wanted as u64);
@@ -92,7 +93,7 @@ impl Storm {
     }
 }
 
-/// How often a port's claims are told of: a few at once, then one a minute.
+/// Rate limit for reporting a port's claims: a few at once, then one a minute.
 #[derive(Clone, Copy)]
 pub(crate) struct Notices {
     left: u32,
@@ -107,7 +108,7 @@ impl Notices {
         Notices { left: Self::BURST, since: 0 }
     }
 
-    /// Whether one may be told of now, in seconds.
+    /// Returns whether a claim may be reported now; `now` in seconds.
     pub(crate) fn take(&mut self, now: u32) -> bool {
         let due = now.saturating_sub(self.since) / Self::EVERY;
         self.since += due * Self::EVERY;

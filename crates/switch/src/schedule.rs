@@ -1,38 +1,38 @@
-//! Which queues a worker looks at, and when it may sleep. A state machine over time; the loop around it, with the clock,
-//! epoll and the notifications, is in `host`.
+//! Which queues a worker polls, and when it may sleep. A state machine over time; the loop around it, with clock, epoll and
+//! notifications, is in `host`.
 
 use crate::gather::{Gather, Pauses};
 use ringroad_frame::BURST;
 use std::time::{Duration, Instant};
 
-/// How long a queue is polled after its last frame before its worker waits for a notification instead.
+/// How long a queue is polled after its last frame before the worker waits for a notification instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Poll {
-    /// For this long; zero: event driven.
+    /// For this long. Zero: event driven.
     For(Duration),
-    /// For ever: its core is never idle.
+    /// Without limit: the worker's core is never idle.
     Unlimited,
 }
 
-/// What a burst of a queue has come to.
+/// The work that a burst was.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Frames, or other buffers that were taken.
+    /// Number of buffers taken, whether they held frames or not.
     pub frames: usize,
-    /// It took as long as several bursts of usual frames: a turn by itself.
+    /// It took as long as several ordinary bursts, so it is a whole turn.
     pub heavy: bool,
 }
 
-/// A queue that the worker looks at without being told.
+/// A queue that is polled.
 #[derive(Clone, Copy)]
 struct Active<K> {
     key: K,
     poll: Poll,
-    /// When it first was found empty; `None`: it had something the last time.
+    /// When it was first found empty; `None` if it had frames at the last poll.
     empty: Option<Instant>,
 }
 
-/// The queues that are being polled, in turn. `K` names a queue.
+/// The queues that are polled, in turn. `K` identifies a queue.
 pub struct Schedule<K> {
     active: Vec<Active<K>>,
     gather: Gather,
@@ -40,24 +40,24 @@ pub struct Schedule<K> {
     alone: Option<Alone<K>>,
 }
 
-/// The only queue that is being polled.
+/// The only queue that is polled.
 struct Alone<K> {
     key: K,
     pauses: Pauses,
-    /// It is left alone until then.
+    /// Not to be polled before this.
     until: Option<Instant>,
 }
 
 impl<K: Copy + Eq> Schedule<K> {
-    /// No queues yet. `gather`: for how long the only one there is to poll is left alone between bursts that are not full.
-    /// `turn`: the bursts of one queue before the others have theirs, while all of them are full and none is heavy. What a queue
-    /// touches is in the cache by then; after the turns of many others it is not.
+    /// Creates a schedule without queues. `gather`: the pause after bursts that are not full, if only one queue is polled.
+    /// `turn`: maximum number of bursts of a queue before the next queue's turn; only full bursts that are not heavy are followed
+    /// by another. Within a turn what a queue uses stays in the caches; after the turns of many others it does not.
     pub fn new(gather: Gather, turn: usize) -> Self {
         Schedule { active: Vec::new(), gather, turn, alone: None }
     }
 
-    /// The queue has, or may have, something to do. Says whether that is news, so that its notifications can be turned
-    /// off.
+    /// Starts polling a queue, which has or may have frames. Returns `true` if it was not polled before; its notifications can be
+    /// turned off then.
     pub fn wake(&mut self, key: K, poll: Poll) -> bool {
         if let Some(active) = self.active.iter_mut().find(|active| active.key == key) {
             active.empty = None;
@@ -67,38 +67,38 @@ impl<K: Copy + Eq> Schedule<K> {
         true
     }
 
-    /// From now on these queues are polled for as long as this.
+    /// Sets how long these queues are polled.
     pub fn set_poll(&mut self, which: impl Fn(K) -> bool, poll: Poll) {
         for active in self.active.iter_mut().filter(|active| which(active.key)) {
             active.poll = poll;
         }
     }
 
-    /// From now on pauses and turns are like this; what was found out about pauses is found out again.
+    /// Sets pause and turn. If they change, measuring the pause starts anew.
     pub fn set(&mut self, gather: Gather, turn: usize) {
         if (gather, turn) != (self.gather, self.turn) {
             (self.gather, self.turn, self.alone) = (gather, turn, None);
         }
     }
 
-    /// These queues are gone.
-    pub fn forget(&mut self, gone: impl Fn(K) -> bool) {
-        self.active.retain(|active| !gone(active.key));
+    /// Removes queues.
+    pub fn forget(&mut self, which: impl Fn(K) -> bool) {
+        self.active.retain(|active| !which(active.key));
     }
 
-    /// How many queues are being polled.
+    /// Returns the number of queues that are polled.
     pub fn len(&self) -> usize {
         self.active.len()
     }
 
-    /// Whether no queue is being polled: the worker can wait for events without a limit.
+    /// Returns whether no queue is polled: the worker can wait for events without a timeout.
     pub fn is_empty(&self) -> bool {
         self.active.is_empty()
     }
 
-    /// Gives each active queue its turn. `work` does a burst of it and says how much that was; `sleep` turns its
-    /// notifications on and says whether it may be left alone (there was nothing in between). Says whether any work was
-    /// done. `now` is asked when a queue is found empty, and when there is only one.
+    /// Gives each polled queue its turn; returns whether any work was done. `work` carries one burst of a queue and returns how
+    /// much work that was. `sleep` turns a queue's notifications on and returns whether polling may stop, that is whether the
+    /// queue is still empty. `now` is called when a queue is empty, and when there is only one.
     #[inline]
     pub fn round(
         &mut self,
@@ -154,7 +154,8 @@ impl<K: Copy + Eq> Schedule<K> {
         any
     }
 
-    /// The only queue, if there is just one. Others have their turn while one is left alone: with them there is no need to wait.
+    /// Returns the only queue, if there is just one. With several there is no need to pause: each is left alone during the turns
+    /// of the others.
     #[inline]
     fn alone<'a>(active: &[Active<K>], gather: Gather, alone: &'a mut Option<Alone<K>>) -> Option<&'a mut Alone<K>> {
         let &[Active { key, .. }] = active else { return None };

@@ -36,6 +36,7 @@ pub(crate) struct Split {
 
 impl Inflight {
     /// Reads and validates the region of a split ring with these used and available indices; `None` if it holds no state.
+    /// (In one function, as each step relies on what those before it have checked.)
     pub(crate) fn read_split(&self, size: u16, used: u16, available: u16) -> Result<Option<Found>, SetupError> {
         let Some([_, control, entries @ ..]) = self.words.as_deref() else { return Ok(None) };
         let [version, count, head, known] = fields(u64::from_le(control.load(Ordering::Relaxed)));
