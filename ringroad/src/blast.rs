@@ -4,10 +4,11 @@
 use crate::outcome::Outcome;
 use ringroad_host::{cpu_time, vhost_user::Connector};
 use ringroad_net::bits;
+use ringroad_ring::BURST;
 use ringroad_text::{count, save, table, time};
 use ringroad_traffic::{
-    Mode, Settings, Totals, Touch, Traffic, gbps,
-    options::{Ring, Target, Without, name, pin, seconds},
+    Mode, PLAIN_BURST, Plain, Settings, Totals, Touch, Traffic, gbps,
+    options::{DriverKind, Ring, Target, Without, name, pin, seconds},
     probe,
 };
 use ringroad_wire::ethernet::{Addresses, MacAddr};
@@ -33,6 +34,12 @@ pub struct Args {
     /// What the driver does
     #[arg(long, value_enum, default_value = "tx")]
     mode: Mode,
+    /// Which driver; plain takes --size, --no-touch, --queue-size and --without
+    #[arg(long, value_enum, default_value = "blast")]
+    driver: DriverKind,
+    /// Maximum number of frames sent at once, and at most half of the ring
+    #[arg(long, default_value_t = BURST as u16, value_parser = clap::value_parser!(u16).range(1..=BURST as i64))]
+    burst: u16,
     /// Frame sizes in bytes, without FCS, used in turn: a list such as 64,1518, or imix (7 × 64, 4 × 594, 1 × 1518)
     #[arg(long, default_value = "64", value_parser = sizes)]
     size: Sizes,
@@ -123,6 +130,12 @@ pub fn run(args: Args) -> Outcome {
     if *ring == Ring::Split && !args.queue_size.is_power_of_two() {
         return Err(format!("--queue-size {}: a split ring needs a power of two", args.queue_size).into());
     }
+    if let (DriverKind::Plain, Some(option)) = (args.driver, beyond_plain(&args)) {
+        return Err(format!(
+            "--driver plain sends at full rate and knows no {option}; leave it out, or use --driver blast"
+        )
+        .into());
+    }
     if let Some(cpu) = args.cpu {
         pin("--cpu", cpu)?;
     }
@@ -142,9 +155,19 @@ pub fn run(args: Args) -> Outcome {
         flag::register_conditional_shutdown(signal, 1, settings.stop.clone())?;
         flag::register(signal, settings.stop.clone())?;
     }
-    let mut traffic = Traffic::new(settings, &mut connection.driver);
-    let totals = traffic.run(&mut connection, Duration::from_secs_f64(args.seconds), second(args.lines))?;
-    let disconnected = connection.is_closed();
+    let time = Duration::from_secs_f64(args.seconds);
+    let (totals, disconnected) = match args.driver {
+        DriverKind::Blast => {
+            let totals =
+                Traffic::new(settings, &mut connection.driver).run(&mut connection, time, second(args.lines))?;
+            (totals, connection.is_closed())
+        }
+        DriverKind::Plain => {
+            let mut plain = Plain::new(connection, settings)
+                .ok_or_else(|| format!("--driver plain: --queue-size must be more than {PLAIN_BURST}"))?;
+            (plain.run(time, second(args.lines))?, plain.is_closed())
+        }
+    };
     let result = result(&args, &totals);
     if args.lines {
         println!("{result}");
@@ -162,6 +185,20 @@ pub fn run(args: Args) -> Outcome {
     Ok(if totals.errors > 0 || lost { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
+/// Returns the first option given that the plain driver does not have.
+fn beyond_plain(args: &Args) -> Option<&'static str> {
+    let given = [
+        (args.mode != Mode::Tx, "--mode"),
+        (args.rate.is_some(), "--rate"),
+        (args.window.is_some(), "--window"),
+        (args.burst != BURST as u16, "--burst"),
+        (args.verify, "--verify"),
+        (args.event_driven, "--event-driven"),
+        (args.reconnect.is_some(), "--reconnect"),
+    ];
+    given.into_iter().find(|(given, _)| *given).map(|(_, option)| option)
+}
+
 fn settings(args: &Args) -> Settings {
     Settings {
         mode: args.mode,
@@ -176,6 +213,7 @@ fn settings(args: &Args) -> Settings {
         },
         addresses: Addresses { destination: args.destination, source: args.source },
         event_driven: args.event_driven,
+        burst: args.burst.into(),
         reconnect: args.reconnect.map(Duration::from_secs_f64),
         ..Settings::default()
     }

@@ -163,6 +163,16 @@ macro_rules! queue_calls {
         pub fn disable_notification(&mut self) {
             self.queue.ring.disable_notification()
         }
+
+        /// Returns the guest address of a buffer; `None` if there is none with this id. For drivers with ring code of their own.
+        pub fn buffer(&self, id: u16) -> Option<u64> {
+            self.queue.buffers.addresses.get(usize::from(id)).copied()
+        }
+
+        /// Returns the length of each buffer in bytes, virtio-net header included.
+        pub fn buffer_len(&self) -> usize {
+            self.queue.buffers.stride
+        }
     };
 }
 

@@ -20,7 +20,7 @@ use std::{
 };
 
 /// Offset of the word of [`Touch::Word`] in a frame: the upper half of the probe's sequence number.
-const WORD: usize = 42;
+pub(crate) const WORD: usize = 42;
 /// The word of a frame that carries a time; other frames never have it.
 const TIMED: [u8; 4] = [0xff; 4];
 /// One frame in this many carries a time.
@@ -427,7 +427,7 @@ fn kick(wanted: bool, notifier: Option<&Notifier>) {
 }
 
 /// Writes a whole probe of `size` bytes to a transmit buffer.
-fn put(probe: &Probe, settings: &Settings, size: usize, scratch: &mut [u8], place: Span<'_>) {
+pub(crate) fn put(probe: &Probe, settings: &Settings, size: usize, scratch: &mut [u8], place: Span<'_>) {
     if let Some(frame) = scratch.get_mut(..size)
         && probe.write(&settings.addresses, frame).is_ok()
     {

@@ -12,6 +12,7 @@ mod check;
 pub mod child;
 mod driver;
 pub mod options;
+mod plain;
 pub mod ports;
 pub mod probe;
 mod settings;
@@ -19,5 +20,6 @@ mod totals;
 pub mod vsock;
 
 pub use driver::Traffic;
+pub use plain::{PLAIN_BURST, Plain};
 pub use settings::{Mode, Settings, Touch};
 pub use totals::{Left, Totals, gbps};

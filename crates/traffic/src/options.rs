@@ -24,6 +24,16 @@ impl fmt::Display for Ring {
     }
 }
 
+/// The drivers of the traffic tools.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum DriverKind {
+    /// The fast one, with all options
+    #[default]
+    Blast,
+    /// A simple one with ring code of its own, as a cross-check: sends as fast as it can, in bursts of 32, and counts what returns
+    Plain,
+}
+
 /// Returns a value's name on the command line, which JSON uses, too.
 pub fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
