@@ -87,6 +87,12 @@ pub struct Args {
     /// Destination MAC address
     #[arg(long, default_value = "02:00:00:00:00:02")]
     destination: MacAddr,
+    /// Number of destination addresses, counted up from --destination and used in random order
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20), conflicts_with = "no_touch")]
+    destinations: u32,
+    /// Number of source addresses, counted up from --source and used in turn
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20), conflicts_with = "no_touch")]
+    sources: u32,
     /// Print a line of JSON each second to standard output, for `demo`
     #[arg(long, hide = true)]
     lines: bool,
@@ -193,6 +199,8 @@ fn beyond_plain(args: &Args) -> Option<&'static str> {
         (args.window.is_some(), "--window"),
         (args.burst != BURST as u16, "--burst"),
         (args.verify, "--verify"),
+        (args.destinations > 1, "--destinations"),
+        (args.sources > 1, "--sources"),
         (args.event_driven, "--event-driven"),
         (args.reconnect.is_some(), "--reconnect"),
     ];
@@ -212,6 +220,8 @@ fn settings(args: &Args) -> Settings {
             _ => Touch::Word,
         },
         addresses: Addresses { destination: args.destination, source: args.source },
+        destinations: args.destinations,
+        sources: args.sources,
         event_driven: args.event_driven,
         burst: args.burst.into(),
         reconnect: args.reconnect.map(Duration::from_secs_f64),

@@ -45,7 +45,7 @@ enum Bench {
     /// Gain of each optimisation in `port.tuning`: each alone, then added one by one
     Packed(packed::Args),
     /// Throughput from guest to guest through two ports; ringroad against a peer
-    Switch(frames::Frames),
+    Switch(switch::Args),
     /// Round trip of a single frame, polling and event driven; ringroad against a peer, which polls
     Latency(frames::Frames),
     /// Cost per frame by the driver's burst size, and by the number of ports per worker

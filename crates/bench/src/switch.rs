@@ -12,20 +12,39 @@ use ringroad_wire::ethernet::{Addresses, MacAddr};
 use serde_json::json;
 use std::{mem, time::Duration};
 
+#[derive(clap::Args)]
+pub struct Args {
+    /// Numbers of destination addresses, in random order, as a list
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 64, 4096],
+          value_parser = clap::value_parser!(u32).range(1..=8000))]
+    addresses: Vec<u32>,
+    #[command(flatten)]
+    frames: Frames,
+}
+
+/// What a cell measures.
+#[derive(Clone, Copy)]
+struct Cell {
+    rings: Rings,
+    size: usize,
+    addresses: u32,
+}
+
 /// Does one run and counts the frames that arrive.
-fn measure(common: &Common, device: &Device, rings: Rings, size: usize) -> Result<Run, String> {
+fn measure(common: &Common, device: &Device, Cell { rings, size, addresses }: Cell) -> Result<Run, String> {
     let what = format!("{} {size} B", rings.layout);
     let totals = common.measure(device, &what, || {
         let mut from = common.connect(device, 0, rings, size)?;
         let mut to = common.connect(device, 1, rings, size)?;
-        // Teaches the switch the receiver's address.
+        // Teaches the switch the receiver's addresses.
         let back = Addresses { destination: MacAddr::local(1), source: MacAddr::local(2) };
-        let hello = Settings { addresses: back, window: Some(1), ..Settings::flood(size) };
+        let hello =
+            Settings { addresses: back, sources: addresses, window: Some(addresses.into()), ..Settings::flood(size) };
         let mut hello = Traffic::new(hello, &mut to.driver);
         hello
-            .run(&mut to, Duration::from_millis(20), |_| {})
+            .run(&mut to, Duration::from_millis(20) + Duration::from_micros(10) * addresses, |_| {})
             .map_err(|error| format!("{}, {what}: {error}", device.name))?;
-        let mut traffic = Traffic::new(Settings::flood(size), &mut from.driver);
+        let mut traffic = Traffic::new(Settings { destinations: addresses, ..Settings::flood(size) }, &mut from.driver);
         // One driver sends to the first port and receives from the second one.
         mem::swap(&mut from.driver.rx, &mut to.driver.rx);
         mem::swap(&mut from.rx, &mut to.rx);
@@ -38,25 +57,32 @@ fn measure(common: &Common, device: &Device, rings: Rings, size: usize) -> Resul
 }
 
 /// Measures every combination with each peer.
-pub fn run(args: &Frames) -> Result<(), String> {
-    let Frames { common, peers, .. } = args;
+pub fn run(args: &Args) -> Result<(), String> {
+    let Args { addresses, frames } = args;
+    let Frames { common, peers, .. } = frames;
     let peers = peers.found()?;
     let folder = Folder::new("switch")?;
-    let ours = common.ours(&folder, "ours", "unlimited", &["", ""])?;
-    let cell = |(rings, size): (Rings, usize)| {
+    let limit = "limits = { addresses = 8192 }";
+    let ours = common.ours(&folder, "ours", "unlimited", &[limit, limit])?;
+    let cell = |rings: Rings, size: usize, addresses: u32| {
         let Rings { layout, size: queue_size } = rings;
         let ring = layout.to_string();
-        let row = json!({ "ring": ring, "size": size, "touch": true, "queue_size": queue_size, "unit": "Mpps" });
-        (format!("{ring} {size}"), row, (rings, size))
+        let row = json!({
+            "ring": ring, "size": size, "touch": true, "queue_size": queue_size, "addresses": addresses, "unit": "Mpps",
+        });
+        (format!("{ring} {size}, {addresses} MAC"), row, Cell { rings, size, addresses })
     };
-    let cells: Vec<_> = args.cells().into_iter().map(cell).collect();
+    let combinations = frames.cells().into_iter();
+    let cells: Vec<_> =
+        combinations.flat_map(|(rings, size)| addresses.iter().map(move |&number| cell(rings, size, number))).collect();
     let title = format!(
-        "guest to guest, Mpps through one device core, one core for both drivers, touch, ring {}, {}",
-        args.layouts.queue_size,
+        "guest to guest, Mpps through one device core, one core for both drivers, touch, ring {}, destination addresses in \
+         random order, {}",
+        frames.layouts.queue_size,
         common.runs()
     );
     let mut session = Session::new("switch", common, peers.len() * cells.len(), true);
     let devices = peers.iter().map(|peer| peer.start(common, &folder, 2, "io"));
-    session.compare(&title, &ours, devices, &cells, |device, &(rings, size)| measure(common, device, rings, size))?;
+    session.compare(&title, &ours, devices, &cells, |device, &cell| measure(common, device, cell))?;
     session.finish()
 }

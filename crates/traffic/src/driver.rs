@@ -11,7 +11,7 @@ use ringroad_host::vhost_user::{Connection, Notifier};
 use ringroad_mem::Span;
 use ringroad_net::{Driver, DriverRx, DriverTx};
 use ringroad_ring::{BURST, DriverFault};
-use ringroad_wire::ethernet;
+use ringroad_wire::ethernet::{self, Addresses};
 use std::{
     mem,
     sync::atomic::Ordering,
@@ -337,6 +337,7 @@ impl Traffic {
     fn send(&mut self, tx: &mut DriverTx, count: usize) -> usize {
         let Traffic { settings, scratch, start, .. } = self;
         let (mut bytes, mut next) = (0, self.next);
+        let many_addresses = settings.has_many_addresses();
         let sent_ns = || start.elapsed().as_nanos() as u64;
         let added = tx.add(count, |id, place| {
             let size = settings.size(if settings.touch == Touch::All { next } else { id.into() });
@@ -348,6 +349,11 @@ impl Traffic {
                     put(&probe, settings, size, scratch, place);
                 }
                 Touch::Word => {
+                    if many_addresses {
+                        let Addresses { destination, source } = settings.addresses(next);
+                        place.write(&destination.0);
+                        place.skip(6).write(&source.0);
+                    }
                     place.skip(WORD).write(&(next as u32 & 0x7fff_ffff).to_be_bytes());
                 }
                 Touch::All => {
@@ -429,7 +435,7 @@ fn kick(wanted: bool, notifier: Option<&Notifier>) {
 /// Writes a whole probe of `size` bytes to a transmit buffer.
 pub(crate) fn put(probe: &Probe, settings: &Settings, size: usize, scratch: &mut [u8], place: Span<'_>) {
     if let Some(frame) = scratch.get_mut(..size)
-        && probe.write(&settings.addresses, frame).is_ok()
+        && probe.write(&settings.addresses(probe.sequence), frame).is_ok()
     {
         place.write(frame);
     }

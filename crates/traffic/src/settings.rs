@@ -44,8 +44,12 @@ pub struct Settings {
     pub window: Option<u64>,
     /// How much of each frame is touched.
     pub touch: Touch,
-    /// The addresses in the frames.
+    /// The addresses in the frames; the first ones if there are several.
     pub addresses: Addresses,
+    /// Number of destination addresses, which count up from the first one and are used in random order.
+    pub destinations: u32,
+    /// Number of source addresses, which count up from the first one and are used in turn.
+    pub sources: u32,
     /// Sleeps when idle, instead of polling.
     pub event_driven: bool,
     /// Maximum number of frames sent at once: 1 to [`BURST`], and never more than half of the ring.
@@ -67,6 +71,8 @@ impl Default for Settings {
             window: None,
             touch: Touch::Word,
             addresses: Addresses { destination: MacAddr::local(2), source: MacAddr::local(1) },
+            destinations: 1,
+            sources: 1,
             event_driven: false,
             burst: BURST,
             reconnect: None,
@@ -88,6 +94,27 @@ impl Settings {
             [size] => size,
             _ => self.sizes.get(index as usize % self.sizes.len().max(1)).copied().unwrap_or(0),
         }
+    }
+
+    /// Returns the addresses of the frame with this sequence number.
+    #[inline(always)]
+    pub(crate) fn addresses(&self, sequence: u64) -> Addresses {
+        if !self.has_many_addresses() {
+            return self.addresses;
+        }
+        // A multiplicative hash: each address comes equally often, in an order that no switch can predict.
+        let random = (sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) * u64::from(self.destinations) >> 32;
+        let in_turn = sequence % u64::from(self.sources.max(1));
+        Addresses {
+            destination: self.addresses.destination.plus(random as u32),
+            source: self.addresses.source.plus(in_turn as u32),
+        }
+    }
+
+    /// Returns whether frames have different addresses.
+    #[inline(always)]
+    pub(crate) fn has_many_addresses(&self) -> bool {
+        self.destinations > 1 || self.sources > 1
     }
 
     /// Returns the largest size.

@@ -46,6 +46,14 @@ impl MacAddr {
         MacAddr([0x02, 0x00, a, b, c, d])
     }
 
+    /// Returns the address whose lower four bytes, as a number, are `n` higher, modulo 2^32.
+    #[inline]
+    pub const fn plus(self, n: u32) -> MacAddr {
+        let [a, b, rest @ ..] = self.0;
+        let [c, d, e, f] = u32::from_be_bytes(rest).wrapping_add(n).to_be_bytes();
+        MacAddr([a, b, c, d, e, f])
+    }
+
     /// Returns whether the group bit is set, as it is in multicast and broadcast addresses.
     #[inline]
     pub const fn is_multicast(self) -> bool {
