@@ -5,19 +5,14 @@ use crate::{
     options::{Common, Layouts},
     peer::{self, Peer, Peers},
     rig::Device,
-    session::{Run, Session, Table},
+    session::{Session, Table},
+    testpmd::{Options, Testpmd},
 };
 use ringroad_traffic::{
-    child::{Folder, Program},
+    child::Folder,
     options::{Ring, name},
 };
 use serde_json::json;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    thread,
-    time::{Duration, Instant},
-};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -35,6 +30,9 @@ pub struct Args {
     /// Without and with its vectorized functions, if it has any for the case
     #[arg(long, value_delimiter = ',', default_values = ["0", "1"], value_parser = ["0", "1"])]
     vectorized: Vec<String>,
+    /// Frames that the driver sends or receives at once
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u8).range(1..))]
+    burst: u8,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
@@ -61,6 +59,19 @@ impl Mode {
         }
     }
 
+    /// Returns how the work of both devices differs, for the table.
+    fn note(self) -> &'static str {
+        match self {
+            Mode::Flowgen => "both devices swap the MAC addresses of each frame",
+            Mode::Txonly => {
+                "different work: our device takes frames and returns them unread, DPDK's copies each into an mbuf"
+            }
+            Mode::Rxonly => {
+                "different work: our device copies frames of one prepared burst, DPDK's builds each packet in an mbuf"
+            }
+        }
+    }
+
     /// Returns those of the driver's functions (receive, transmit) that do the work.
     fn path(self, [rx, tx]: &[String; 2]) -> String {
         match self {
@@ -68,11 +79,6 @@ impl Mode {
             Mode::Txonly => tx.clone(),
             Mode::Rxonly => rx.clone(),
         }
-    }
-
-    /// Returns the name of the driver's rate that counts.
-    fn rate(self) -> &'static str {
-        if self == Mode::Txonly { "Tx-pps:" } else { "Rx-pps:" }
     }
 }
 
@@ -111,113 +117,6 @@ impl Cell<'_> {
     }
 }
 
-/// A driver on a device. Both only run while they are measured.
-struct Side<'a> {
-    driver: Program,
-    device: &'a Device,
-    /// The driver's output: its rates, every second.
-    output: PathBuf,
-    log: PathBuf,
-    rate: &'static str,
-    /// The functions that it has chosen for receiving and sending.
-    paths: [String; 2],
-}
-
-impl<'a> Side<'a> {
-    /// Starts a driver on a device and waits until it has chosen its functions.
-    fn start(
-        args: &Args,
-        words: &[String],
-        folder: &Folder,
-        mode: Mode,
-        cell: &Cell<'_>,
-        (title, device): (&str, &'a Device),
-    ) -> Result<Side<'a>, String> {
-        let (log, output) = (folder.file(&format!("{title}.log")), folder.file(&format!("{title}.out")));
-        let stdout = fs::File::create(&output).map_err(|error| format!("{}: {error}", output.display()))?;
-        let packed = u8::from(cell.ring == Ring::Packed);
-        let queue_size = args.layouts.queue_size;
-        let vdev = format!(
-            "net_virtio_user0,path={},queues=1,queue_size={queue_size},packed_vq={packed},mrg_rxbuf={},in_order={},vectorized={}",
-            device.socket(0)?.display(),
-            cell.mrg_rxbuf,
-            cell.in_order,
-            cell.vectorized
-        );
-        let mut command = peer::testpmd(words, args.common.driver_cpu, title);
-        command
-            .args(["--single-file-segments", "--force-max-simd-bitwidth=512"])
-            .args(["--log-level=pmd.net.virtio.init:debug", "--vdev", &vdev])
-            .args(["--", "--nb-cores=1", &format!("--forward-mode={}", name(&mode)), "--txpkts=64", "--auto-start"])
-            .args([&format!("--rxd={queue_size}"), &format!("--txd={queue_size}")])
-            .args(["--no-flush-rx", "--stats-period", "1"])
-            .stdout(stdout);
-        device.hold(false);
-        let driver = Program::start(&words.join(" "), &mut command, &log)?;
-        let mut side = Side { driver, device, output, log, rate: mode.rate(), paths: Default::default() };
-        side.wait(1)?;
-        side.paths = ["Rx", "Tx"].map(|way| path(&side.log, way));
-        side.hold(true);
-        Ok(side)
-    }
-
-    /// Ends the driver, and stops the device when it has noticed.
-    fn end(self) {
-        let device = self.device;
-        drop(self);
-        thread::sleep(Duration::from_millis(200));
-        device.hold(true);
-    }
-
-    fn hold(&self, still: bool) {
-        self.device.hold(still);
-        self.driver.hold(still);
-    }
-
-    /// Measures the driver's mean rate for a number of seconds. Its first figure includes the time when it was stopped, and does
-    /// not count.
-    fn measure(&self, seconds: usize) -> Result<Run, String> {
-        let before = self.rates().len() + 1;
-        self.hold(false);
-        let rates = self.wait(before + seconds)?;
-        self.hold(true);
-        let rates = rates.get(before..).unwrap_or_default();
-        let mpps = rates.iter().sum::<f64>() / rates.len() as f64 / 1e6;
-        match mpps {
-            0.0 => Err(format!("testpmd on {}: no frames", self.device.name)),
-            mpps => Ok(Run { mpps, idle: None }),
-        }
-    }
-
-    /// Returns the rates that the driver has printed so far, in frames per second.
-    fn rates(&self) -> Vec<f64> {
-        rates(&fs::read_to_string(&self.output).unwrap_or_default(), self.rate)
-    }
-
-    /// Waits until it has printed this number of rates.
-    fn wait(&self, count: usize) -> Result<Vec<f64>, String> {
-        let (start, missing) = (Instant::now(), count.saturating_sub(self.rates().len()));
-        loop {
-            let rates = self.rates();
-            if rates.len() >= count {
-                return Ok(rates);
-            }
-            if start.elapsed() > Duration::from_secs(15 + 2 * missing as u64) {
-                let log = fs::read_to_string(&self.log).unwrap_or_default();
-                return Err(format!("testpmd on {} printed too few rates:\n{log}", self.device.name));
-            }
-            thread::sleep(Duration::from_millis(50));
-        }
-    }
-}
-
-impl Drop for Side<'_> {
-    fn drop(&mut self) {
-        // The driver asks it to stop its queues when it ends.
-        self.device.hold(false);
-    }
-}
-
 /// Measures every combination with each peer.
 pub fn run(args: &Args) -> Result<(), String> {
     let (peers, cells) = (args.peers.found()?, args.cells());
@@ -242,7 +141,19 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
     let seconds = common.seconds.round().max(1.0) as usize;
     let mut table = Table::new(Some(&theirs.name), ["ours", "peer"], &["its Rx path", "its Tx path"]);
     for cell in cells {
-        let first = Side::start(args, words, &folder, mode, cell, ("on-ours", &ours))?;
+        let options = Options {
+            words,
+            cpu: common.driver_cpu,
+            mode: &mode_name,
+            ring: cell.ring,
+            queue_size: *queue_size,
+            size: 64,
+            burst: args.burst,
+            mrg_rxbuf: cell.mrg_rxbuf == "1",
+            in_order: cell.in_order == "1",
+            vectorized: cell.vectorized == "1",
+        };
+        let first = Testpmd::start(&options, &folder, ("on-ours", &ours))?;
         let (paths, version) = (first.paths.clone(), peer::version(&first.log));
         first.end();
         if cell.vectorized == "1" && !mode.path(&paths).contains("vectorized") {
@@ -251,9 +162,9 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
         }
         // A new driver for each run: where its memory happens to be makes a difference of 15 %.
         let one = |&(title, device): &(&str, &Device)| {
-            let side = Side::start(args, words, &folder, mode, cell, (title, device))?;
-            let run = side.measure(seconds);
-            side.end();
+            let driver = Testpmd::start(&options, &folder, (title, device))?;
+            let run = driver.measure(seconds);
+            driver.end();
             run
         };
         let name = cell.name(mode);
@@ -261,45 +172,18 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
         let [rx_path, tx_path] = &paths;
         let row = json!({
             "mode": mode_name, "ring": cell.ring.to_string(), "mrg_rxbuf": cell.mrg_rxbuf == "1",
-            "in_order": cell.in_order == "1", "vectorized": cell.vectorized == "1", "size": 64, "queue_size": queue_size,
+            "in_order": cell.in_order == "1", "vectorized": cell.vectorized == "1", "size": 64, "queue_size": queue_size, "burst": args.burst,
             "unit": "Mpps", "driver": format!("DPDK {version} net_virtio_user"), "rx_path": rx_path, "tx_path": tx_path,
         });
         session.push(table.add(&name, row, &pairs, paths))?;
     }
     let title = format!(
         "DPDK's driver, {mode_name}, 64 B, Mpps as it counts them, ring {queue_size}, {} runs of {seconds} s, median and min–max\n\
+         {}\n\
          vec=1 is left out if the driver has no vectorized function for the case: it is the same as vec=0",
-        common.pairs
+        common.pairs,
+        mode.note()
     );
     session.print(&title, &table.text());
     Ok(())
-}
-
-/// Returns the rates with this name in testpmd's output, without one that is not complete yet.
-fn rates(output: &str, name: &str) -> Vec<f64> {
-    let rest = output.split(name).skip(1);
-    rest.filter_map(|rest| rest.trim_start().split_once(char::is_whitespace)?.0.parse().ok()).collect()
-}
-
-/// Returns the function that a driver uses, from its log.
-fn path(log: &Path, way: &str) -> String {
-    let log = fs::read_to_string(log).unwrap_or_default();
-    let end = format!(" {way} path on port 0");
-    let line = log.lines().rfind(|line| line.contains(&end)).unwrap_or_default();
-    let path = line.split(&end).next().and_then(|line| line.rsplit("using ").next());
-    path.unwrap_or("unknown").to_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rates_of_testpmd() {
-        let output = "  Throughput (since last show)\n  Rx-pps:            0          Rx-bps:            0\n  \
-                    Tx-pps:      6532032          Tx-bps:   3135375824\n  Rx-pps:      1525469          Rx-bps: 7\n  Rx-pps:   12";
-        assert_eq!(rates(output, "Rx-pps:"), [0.0, 1525469.0], "the last one is incomplete");
-        assert_eq!(rates(output, "Tx-pps:"), [6532032.0]);
-        assert_eq!(rates("", "Tx-pps:"), [0.0; 0]);
-    }
 }

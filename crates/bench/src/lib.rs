@@ -21,6 +21,7 @@ mod pvp;
 mod rig;
 mod session;
 mod switch;
+mod testpmd;
 mod vsock_ends;
 mod vsock_latency;
 mod vsock_peer;

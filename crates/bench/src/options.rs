@@ -4,7 +4,7 @@ use ringroad_traffic::options::{Ring, Without};
 use std::path::PathBuf;
 
 /// Options of every bench.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Common {
     /// Number of pairs of runs, which take turns
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]

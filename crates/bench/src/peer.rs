@@ -70,6 +70,18 @@ impl Peers {
         self.peer.iter().map(|&choice| self.find(choice)).collect()
     }
 
+    /// Returns the words of the testpmd command whose driver is measured beside a peer: the peer's own, or the installed one;
+    /// `None` if there is none.
+    pub fn driver(&self, peer: &Peer) -> Option<Vec<String>> {
+        match peer {
+            Peer::Testpmd(words) => Some(words.clone()),
+            Peer::Ovs | Peer::None => match self.find(Choice::Dpdk) {
+                Ok(Peer::Testpmd(words)) => Some(words),
+                _ => None,
+            },
+        }
+    }
+
     fn find(&self, choice: Choice) -> Result<Peer, String> {
         match choice {
             Choice::Dpdk => {

@@ -1,14 +1,23 @@
 //! PvP: a driver sends frames to one port, the device swaps their MAC addresses and sends them back. One core for the driver, one
-//! for the device; the same light driver (ours) runs on our device and on the peer's in turn.
+//! for the device. Several drivers run on our device and on the peer's in turn, since a driver can favour one device; what counts
+//! is each device with the driver that is best for it.
 
 use crate::{
+    figures::{Spread, extend},
     options::Common,
     peer::Peers,
     rig::{Device, Rings},
-    session::Session,
+    session::{Run, Session, Table},
+    testpmd::{self, Testpmd},
 };
-use ringroad_traffic::{self as traffic, Settings, child::Folder, options::Ring};
+use ringroad_net::Features;
+use ringroad_traffic::{
+    self as traffic, Plain, Settings, Traffic,
+    child::Folder,
+    options::{Ring, name},
+};
 use serde_json::{Value, json};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -29,6 +38,9 @@ pub struct Args {
     #[arg(long, value_delimiter = ',', default_values_t = [256],
           value_parser = clap::value_parser!(u32).range(32..=32768))]
     queue_size: Vec<u32>,
+    /// Drivers, as a list
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["blast", "plain", "testpmd", "testpmd64"])]
+    driver: Vec<Driver>,
     /// The whole matrix: both layouts, six sizes from 64 to 1518, touch and notouch, rings of 256 and 1024
     #[arg(long, conflicts_with_all = ["ring", "size", "touch", "no_touch", "queue_size"])]
     all: bool,
@@ -36,6 +48,18 @@ pub struct Args {
     common: Common,
     #[command(flatten)]
     peers: Peers,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Driver {
+    /// `ringroad blast`
+    Blast,
+    /// `ringroad blast --driver plain`: simple, with ring code of its own
+    Plain,
+    /// DPDK's: testpmd with net_virtio_user in flowgen mode, which builds each frame; not with notouch
+    Testpmd,
+    /// The same with bursts of 64 instead of 32
+    Testpmd64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -99,22 +123,177 @@ impl Args {
     }
 }
 
+/// One driver on one device.
+struct Variant<'a> {
+    driver: Driver,
+    device: &'a Device,
+    /// Distinguishes its files.
+    title: &'static str,
+    /// The feature bits that the driver negotiated with the device in its last run.
+    acked: AtomicU64,
+}
+
+/// What all cells of a peer share.
+struct Bench<'a> {
+    common: &'a Common,
+    folder: &'a Folder,
+    /// Our device, and the peer's if there is one.
+    devices: Vec<(&'static str, &'a Device)>,
+    /// Words of the testpmd command.
+    words: Option<Vec<String>>,
+}
+
+impl Bench<'_> {
+    /// Does one run.
+    fn run(&self, cell: &Cell, variant: &Variant<'_>) -> Result<Run, String> {
+        let Bench { common, folder, words, .. } = self;
+        let (settings, frame) = (cell.settings(), cell.size);
+        let what = format!("{} {frame} B, ring {}", cell.rings.layout, cell.rings.size);
+        let connect = || {
+            let connection = common.connect(variant.device, 0, cell.rings, frame)?;
+            variant.acked.store(connection.acked, Ordering::Relaxed);
+            Ok::<_, String>(connection)
+        };
+        let burst = match variant.driver {
+            Driver::Blast => {
+                let start = || {
+                    let mut connection = connect()?;
+                    let mut traffic = Traffic::new(settings, &mut connection.driver);
+                    Ok(move |time| traffic.run(&mut connection, time, |_| {}))
+                };
+                return common.measure(variant.device, &what, start).map(Run::from);
+            }
+            Driver::Plain => {
+                let start = || {
+                    let mut plain =
+                        Plain::new(connect()?, settings).ok_or("--driver plain needs a --queue-size above 32")?;
+                    Ok(move |time| plain.run(time, |_| {}))
+                };
+                return common.measure(variant.device, &what, start).map(Run::from);
+            }
+            Driver::Testpmd => 32,
+            Driver::Testpmd64 => 64,
+        };
+        let options = testpmd::Options {
+            words: words.as_deref().unwrap_or_default(),
+            cpu: common.driver_cpu,
+            mode: "flowgen",
+            ring: cell.rings.layout,
+            queue_size: cell.rings.size,
+            size: frame,
+            burst,
+            mrg_rxbuf: false,
+            in_order: true,
+            vectorized: true,
+        };
+        let driver = Testpmd::start(&options, folder, (variant.title, variant.device))?;
+        variant.acked.store(driver.features(), Ordering::Relaxed);
+        let run = driver.measure(common.seconds.round().max(1.0) as usize);
+        driver.end();
+        run
+    }
+
+    /// Measures a cell with all drivers, and adds a line for each and one for the best to the table.
+    fn measure(
+        &self,
+        session: &mut Session<'_>,
+        table: &mut Table,
+        drivers: &[Driver],
+        cell: &Cell,
+    ) -> Result<(), String> {
+        let is_possible = |driver: &&Driver| match driver {
+            Driver::Testpmd | Driver::Testpmd64 => self.words.is_some() && cell.touch == Touch::Touch,
+            Driver::Blast | Driver::Plain => true,
+        };
+        let drivers: Vec<Driver> = drivers.iter().filter(is_possible).copied().collect();
+        let with = |&driver: &Driver| {
+            self.devices.iter().map(move |&(title, device)| Variant { driver, device, title, acked: AtomicU64::new(0) })
+        };
+        let variants: Vec<_> = drivers.iter().flat_map(with).collect();
+        let rounds = session.rounds(&cell.name(), &variants, |variant| self.run(cell, variant))?;
+        let ours = |driver: usize| driver * self.devices.len();
+        let peer = |driver: usize| ours(driver) + self.devices.len() - 1;
+        for (index, driver) in drivers.iter().enumerate() {
+            let [bits, peer_bits] = [ours(index), peer(index)]
+                .map(|variant| variants.get(variant).map_or(0, |variant| variant.acked.load(Ordering::Relaxed)));
+            let mut row = cell.row();
+            extend(&mut row, json!({ "driver": name(driver), "features": features(bits) }));
+            if self.devices.len() > 1 {
+                extend(&mut row, json!({ "peer_features": features(peer_bits) }));
+            }
+            let difference = if bits == peer_bits { String::new() } else { different(bits, peer_bits) };
+            let title = format!("{} {}", cell.name(), name(driver));
+            session.push(table.add(&title, row, &rounds.pair(ours(index), peer(index)), [difference]))?;
+        }
+        let best = |variant: &dyn Fn(usize) -> usize| {
+            let median = |&driver: &usize| Spread::of(&rounds.rates(variant(driver))).median;
+            (0..drivers.len()).max_by(|a, b| median(a).total_cmp(&median(b))).unwrap_or(0)
+        };
+        let (best_ours, best_peer) = (best(&ours), best(&peer));
+        let driver = |index: usize| drivers.get(index).map(name).unwrap_or_default();
+        let mut row = cell.row();
+        extend(&mut row, json!({ "driver": "best", "ours_driver": driver(best_ours) }));
+        let mut drivers = driver(best_ours);
+        if self.devices.len() > 1 {
+            extend(&mut row, json!({ "peer_driver": driver(best_peer) }));
+            drivers = format!("{drivers}, {}", driver(best_peer));
+        }
+        let pair = rounds.pair(ours(best_ours), peer(best_peer));
+        session.push(table.add(&format!("{} best", cell.name()), row, &pair, [drivers]))?;
+        self.devices.iter().try_for_each(|(_, device)| self.verify(device, cell))
+    }
+
+    /// Sends frames for a short time and checks every byte of those that return.
+    fn verify(&self, device: &Device, cell: &Cell) -> Result<(), String> {
+        let settings = Settings { touch: traffic::Touch::All, window: Some(128), ..cell.settings() };
+        let common = Common { seconds: 0.05, ..self.common.clone() };
+        let totals = common.run(device, 0, cell.rings, &settings)?;
+        match totals.errors {
+            0 => Ok(()),
+            errors => Err(format!("{}, {}: {errors} of {} frames damaged", device.name, cell.name(), totals.received)),
+        }
+    }
+}
+
+/// Returns the names of feature bits, or their numbers.
+fn features(bits: u64) -> Vec<String> {
+    let known = Features::from_bits_truncate(bits);
+    let unknown = (0..64).filter(|bit| bits & !known.bits() & 1 << bit != 0).map(|bit| format!("bit {bit}"));
+    known.iter_names().map(|(name, _)| name.to_lowercase()).chain(unknown).collect()
+}
+
+/// Describes how negotiated features differ.
+fn different(ours: u64, peer: u64) -> String {
+    let only = |bits: u64, other: u64| features(bits & !other).join(" ");
+    let parts = [("ours", only(ours, peer)), ("peer", only(peer, ours))];
+    let parts = parts.iter().filter(|(_, names)| !names.is_empty());
+    parts.map(|(side, names)| format!("{side} +{names}")).collect::<Vec<_>>().join(", ")
+}
+
 /// Measures every combination with each peer.
 pub fn run(args: &Args) -> Result<(), String> {
-    let Args { common, peers, .. } = args;
-    let peers = peers.found()?;
-    let cells: Vec<_> = args.cells().into_iter().map(|cell| (cell.name(), cell.row(), cell)).collect();
+    let Args { common, peers, driver: drivers, .. } = args;
+    let found = peers.found()?;
+    let cells = args.cells();
     let folder = Folder::new("pvp")?;
     let ours = common.ours(&folder, "ours", "unlimited", &["mode = \"reflect\""])?;
     let title = format!(
-        "PvP, Mpps each way through one device core, touch and ring 256 unless stated otherwise, {}",
+        "PvP, Mpps each way through one device core, touch and ring 256 unless stated otherwise, {}\n\
+         best: each device with the driver that is best for it (ours, peer's)",
         common.runs()
     );
-    let mut session = Session::new("pvp", common, peers.len() * cells.len(), true);
-    let devices = peers.iter().map(|peer| peer.start(common, &folder, 1, "macswap"));
-    session.compare(&title, &ours, devices, &cells, |device: &Device, cell| {
-        Ok(common.run(device, 0, cell.rings, &cell.settings())?.into())
-    })?;
+    let mut session = Session::new("pvp", common, found.len() * cells.len(), true);
+    for peer in &found {
+        let device = peer.start(common, &folder, 1, "macswap")?;
+        let devices = [("on-ours", &ours)].into_iter().chain(device.iter().map(|peer| ("on-peer", peer))).collect();
+        let bench = Bench { common, folder: &folder, devices, words: peers.driver(peer) };
+        let mut table =
+            Table::new(device.as_ref().map(|peer| peer.name.as_str()), ["ours", "peer"], &["driver, features"]);
+        for cell in &cells {
+            bench.measure(&mut session, &mut table, drivers, cell)?;
+        }
+        session.print(&title, &table.text());
+    }
     session.finish()
 }
 

@@ -52,7 +52,8 @@ impl<'a> Session<'a> {
         eprint!("\r{text:79}");
     }
 
-    /// Measures several variants in turn, as often as pairs are requested, and the cache-line round trip before each round. Where
+    /// Measures several variants in turn, in every other round in reverse order, as often as pairs are requested, and the
+    /// cache-line round trip before each round. Where
     /// rounds must be steady, it is also measured after each run, and a round during which it changes is discarded and repeated;
     /// after five and twice as many repetitions as there are pairs, unsteady rounds are kept.
     pub fn rounds<V, T>(
@@ -66,11 +67,17 @@ impl<'a> Session<'a> {
         while rounds.count < wanted {
             self.show(what, rounds.count);
             let (mut figures, mut lines) = (Vec::new(), vec![self.line()?]);
-            for variant in variants {
+            let is_reverse = (rounds.count + rounds.discarded) % 2 == 1;
+            for index in 0..variants.len() {
+                let index = if is_reverse { variants.len() - 1 - index } else { index };
+                let Some(variant) = variants.get(index) else { continue };
                 figures.push(one(variant)?);
                 if self.steady {
                     lines.push(self.line()?);
                 }
+            }
+            if is_reverse {
+                figures.reverse();
             }
             if !is_steady(&lines) {
                 if rounds.discarded < 2 * wanted + 5 {
@@ -177,6 +184,16 @@ impl<T> Rounds<T> {
     /// Returns one figure of each round of a variant; none, if there is no such variant.
     pub fn of(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Vec<f64> {
         self.figures.get(variant).map_or_else(Vec::new, |rounds| rounds.iter().map(figure).collect())
+    }
+
+    /// Returns the rounds of two of the variants alone, as pairs.
+    pub fn pair(&self, first: usize, second: usize) -> Rounds<T>
+    where
+        T: Copy,
+    {
+        let of = |variant: usize| self.figures.get(variant).cloned().unwrap_or_default();
+        let &Rounds { count, discarded, unsteady, .. } = self;
+        Rounds { figures: vec![of(first), of(second)], lines: self.lines.clone(), count, discarded, unsteady }
     }
 
     /// Returns the spread of a figure of a variant.

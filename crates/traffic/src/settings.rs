@@ -103,7 +103,8 @@ impl Settings {
             return self.addresses;
         }
         // A multiplicative hash: each address comes equally often, in an order that no switch can predict.
-        let random = (sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) * u64::from(self.destinations) >> 32;
+        let hash = sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let random = (hash * u64::from(self.destinations)) >> 32;
         let in_turn = sequence % u64::from(self.sources.max(1));
         Addresses {
             destination: self.addresses.destination.plus(random as u32),
