@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// What the driver does, as a list
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["flowgen", "txonly", "rxonly"])]

@@ -10,7 +10,7 @@ use crate::{
 use ringroad_traffic::{self as traffic, Settings, child::Folder, options::Ring};
 use serde_json::{Value, json};
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Ring layouts, as a list [default: both]
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "packed"], hide_default_value = true)]

@@ -71,6 +71,7 @@ const DEVICE: &str = "/dev/net/tun";
 const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
 
 /// The longest frame that an interface has. Its MTU may change at any time: we ask again when a frame is longer than it says.
+#[derive(Debug)]
 struct Longest {
     interface: String,
     bytes: AtomicUsize,
@@ -98,6 +99,7 @@ impl Longest {
 }
 
 /// Where frames of one queue come from.
+#[derive(Debug)]
 struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
@@ -118,6 +120,15 @@ pub struct TapPort {
     link_local: AtomicBool,
     received: Vec<Arc<Counters>>,
     sent: Vec<Arc<Counters>>,
+}
+
+impl std::fmt::Debug for TapPort {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("TapPort")
+            .field("name", &self.name)
+            .field("interface", &self.interface)
+            .finish_non_exhaustive()
+    }
 }
 
 impl TapPort {
@@ -237,7 +248,14 @@ fn explain(name: &str, error: io::Error, driver: bool) -> TapError {
 /// Exclusive use of one queue that frames come from.
 pub struct TapLease(Lease<Queue>);
 
+impl std::fmt::Debug for TapLease {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("TapLease").field(&*self.0).finish()
+    }
+}
+
 /// The same for one burst.
+#[derive(Debug)]
 pub struct TapSource<'a> {
     queue: &'a mut Queue,
     counters: &'a Counters,
@@ -334,6 +352,7 @@ impl Source for TapSource<'_> {
 }
 
 /// Exclusive use of one queue that frames go to.
+#[derive(Debug)]
 pub struct TapSink<'a> {
     file: MutexGuard<'a, File>,
     counters: &'a Counters,

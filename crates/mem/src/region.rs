@@ -92,6 +92,13 @@ pub struct Region {
     identity: (u64, u64),
 }
 
+impl std::fmt::Debug for Region {
+    /// Where it is and how long, not what is in it.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Region").field("guest", &self.guest).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
 // SAFETY: the mapping belongs to no thread; all access goes through spans and words.
 unsafe impl Send for Region {}
 // SAFETY: as above.

@@ -35,6 +35,7 @@ const BURST_BYTES: u64 = 256 << 10;
 const BURST_PIECES: usize = 2048;
 
 /// Device end of a transmit queue: the driver sends, we take.
+#[derive(Debug)]
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -359,6 +360,7 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
 }
 
 /// Device end of a receive queue: we put, the driver receives.
+#[derive(Debug)]
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,

@@ -40,6 +40,7 @@ const LOOK_AHEAD: usize = 12;
 const GUEST: u64 = 0x1_0000_0000;
 
 /// A driver's memory and queues.
+#[derive(Debug)]
 pub struct Driver {
     /// The whole of its memory: rings and buffers.
     pub region: Arc<Region>,
@@ -130,6 +131,12 @@ struct Queue {
     used: [Used; BURST],
 }
 
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Queue").field("ring", &self.ring).field("addresses", &self.addresses).finish_non_exhaustive()
+    }
+}
+
 macro_rules! queue_calls {
     () => {
         /// Returns the addresses of the ring's areas.
@@ -167,6 +174,7 @@ macro_rules! queue_calls {
 }
 
 /// Driver end of a transmit queue.
+#[derive(Debug)]
 pub struct DriverTx {
     queue: Queue,
     under_way: usize,
@@ -260,6 +268,7 @@ impl DriverTx {
 }
 
 /// Driver end of a receive queue.
+#[derive(Debug)]
 pub struct DriverRx {
     queue: Queue,
     mergeable: bool,

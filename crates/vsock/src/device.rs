@@ -26,6 +26,7 @@ const BYTES: usize = 256 << 10;
 const LARGE: usize = 8 << 10;
 
 /// The device end, with `R` as the type of relays.
+#[derive(Debug)]
 pub struct DeviceSide<R>(PhantomData<fn() -> R>);
 
 impl<R: Relay> Side for DeviceSide<R> {
@@ -57,6 +58,7 @@ macro_rules! queue_calls {
 }
 
 /// A receive queue: the device sends, the driver receives.
+#[derive(Debug)]
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -277,6 +279,7 @@ impl Link for RxQueue {
 }
 
 /// A transmit queue: the driver sends, the device receives.
+#[derive(Debug)]
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -433,6 +436,7 @@ impl<'a> Run<'a> {
 }
 
 /// The event queue, which tells the driver that all connections are closed (5.10.6.7).
+#[derive(Debug)]
 pub struct Events {
     ring: DeviceRing,
     memory: Arc<Table>,

@@ -13,6 +13,7 @@ use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
 use std::{fs::File, io, num::NonZeroUsize, sync::Arc};
 
 /// The driver end of a device.
+#[derive(Debug)]
 pub struct DriverSide;
 
 impl Side for DriverSide {
@@ -55,6 +56,7 @@ const BURST: usize = 32;
 const EVENTS: u32 = 4;
 
 /// A driver's memory and its queues: receive, transmit, event.
+#[derive(Debug)]
 pub struct Driver {
     /// The whole of its memory: rings and buffers.
     pub region: Arc<Region>,
@@ -75,6 +77,12 @@ struct Queue {
     region: Arc<Region>,
     offset: usize,
     used: [Used; BURST],
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Queue").field("ring", &self.ring).field("addresses", &self.at).finish_non_exhaustive()
+    }
 }
 
 impl Queue {
@@ -151,6 +159,7 @@ macro_rules! addresses {
 }
 
 /// A driver's receive queue.
+#[derive(Debug)]
 pub struct DriverRx {
     queue: Queue,
     stride: usize,
@@ -212,6 +221,17 @@ pub struct DriverTx {
     reserve: usize,
     /// The device was asked to notify when it has used a buffer.
     awaiting: bool,
+}
+
+impl std::fmt::Debug for DriverTx {
+    /// With the numbers of free buffers.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("DriverTx")
+            .field("queue", &self.queue)
+            .field("small", &self.small.len())
+            .field("large", &self.large.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl DriverTx {
@@ -318,6 +338,7 @@ impl Link for DriverTx {
 }
 
 /// A driver's event queue.
+#[derive(Debug)]
 pub struct DriverEvents {
     queue: Queue,
 }

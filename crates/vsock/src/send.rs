@@ -170,6 +170,12 @@ pub struct Sender<L, O> {
     dropped: AtomicU64,
 }
 
+impl<L, O> std::fmt::Debug for Sender<L, O> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Sender").field("waiting", &self.waiting).field("direct", &self.direct).finish_non_exhaustive()
+    }
+}
+
 impl<L: Link, O: Owner> Sender<L, O> {
     /// Creates a sender without a ring. `direct`: whether sending threads may use the ring themselves.
     pub fn new(direct: bool) -> Self {

@@ -60,6 +60,7 @@ pub trait Relay: Send + 'static {
 }
 
 /// For ends without host sockets.
+#[derive(Debug)]
 pub enum NoRelay {}
 
 impl Relay for NoRelay {
@@ -90,6 +91,7 @@ pub enum Queue {
 }
 
 /// Result of [`Host::open`]: whether there is a host socket for a peer's request.
+#[derive(Debug)]
 pub enum OpenResult<R> {
     /// Connected; the request is accepted at once.
     Connected(R),

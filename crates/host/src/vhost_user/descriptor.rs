@@ -47,7 +47,7 @@ fn is_eventfd(name: &str) -> bool {
 }
 
 /// A descriptor on which a frontend kicks: an eventfd.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Kick(Arc<File>);
 
 impl Kick {

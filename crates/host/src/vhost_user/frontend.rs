@@ -114,6 +114,7 @@ pub enum ConnectError {
 }
 
 /// The notification descriptors of one queue.
+#[derive(Debug)]
 pub struct Notifier {
     kick: EventFd,
     call: EventFd,
@@ -155,6 +156,7 @@ impl Notifier {
 ///
 /// Memory, rings and buffers outlive the device: after a disconnect, [`Connection::reconnect`] hands them to the next one,
 /// and everything in flight continues.
+#[derive(Debug)]
 pub struct Connection {
     /// Memory and queues.
     pub driver: Driver,
@@ -179,6 +181,12 @@ pub struct RawConnection {
     /// The negotiated feature bits.
     pub acked: u64,
     protocol: Protocol,
+}
+
+impl std::fmt::Debug for RawConnection {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("RawConnection").field("path", &self.path).field("acked", &self.acked).finish_non_exhaustive()
+    }
 }
 
 impl RawConnection {

@@ -66,6 +66,12 @@ pub struct Server<K: PortKind> {
     lines: Lines,
 }
 
+impl<K: PortKind> std::fmt::Debug for Server<K> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Server").field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
 impl<K: PortKind> Server<K> {
     /// Creates the socket (as a server), adds the port to the worker's switch, and starts its thread. `kind` makes a guest's
     /// port one of the worker's kinds.

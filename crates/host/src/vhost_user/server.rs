@@ -87,6 +87,12 @@ pub struct Socket {
     live: Live,
 }
 
+impl std::fmt::Debug for Socket {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Socket").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 /// The limits that can be changed while the thread runs.
 struct Live {
     limits: Arc<parking_lot::Mutex<Limits>>,

@@ -62,6 +62,12 @@ pub struct VsockClient {
     acked: u64,
 }
 
+impl std::fmt::Debug for VsockClient {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("VsockClient").field("stack", &self.stack).field("acked", &self.acked).finish_non_exhaustive()
+    }
+}
+
 struct Context {
     rx: Notifier,
     tx: Notifier,

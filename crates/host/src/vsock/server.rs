@@ -27,6 +27,12 @@ pub struct VsockServer {
     host: Mutex<Option<Place>>,
 }
 
+impl std::fmt::Debug for VsockServer {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("VsockServer").field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
 impl VsockServer {
     /// Creates the sockets and adds the device to the worker.
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {

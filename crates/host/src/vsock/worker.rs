@@ -97,6 +97,12 @@ pub struct VsockWorker {
     thread: Option<JoinHandle<()>>,
 }
 
+impl std::fmt::Debug for VsockWorker {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("VsockWorker").field("guests", &self.guests).finish_non_exhaustive()
+    }
+}
+
 impl VsockWorker {
     /// Starts the thread, pinned to a CPU if given. It polls for `poll` after the last packet before it sleeps.
     /// `connections`: the maximum number of connections with other guests that each guest may request.

@@ -39,6 +39,12 @@ pub struct Listener<S: Side> {
     kind: SocketType,
 }
 
+impl<S: Side> std::fmt::Debug for Listener<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Listener").field("port", &self.port).field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
+
 impl<S: Side> Listener<S> {
     /// Listens on a local port.
     pub fn bind(stack: &Arc<Stack<S>>, port: u32, kind: SocketType) -> io::Result<Listener<S>> {

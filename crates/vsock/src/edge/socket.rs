@@ -34,6 +34,15 @@ pub(super) struct Socket<S: Side> {
     timeout: Mutex<Option<Duration>>,
 }
 
+impl<S: Side> std::fmt::Debug for Socket<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Socket")
+            .field("port", &self.conn.key.port)
+            .field("peer", &self.conn.key.peer)
+            .finish_non_exhaustive()
+    }
+}
+
 impl<S: Side> Drop for Socket<S> {
     fn drop(&mut self) {
         self.stack.shut(&self.conn, true, true, Instant::now());
@@ -282,6 +291,12 @@ macro_rules! socket_calls {
 /// A connected stream socket. Clones share the socket; dropping the last one closes it.
 pub struct Stream<S: Side>(pub(super) Arc<Socket<S>>);
 
+impl<S: Side> std::fmt::Debug for Stream<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("Stream").field(&self.0).finish()
+    }
+}
+
 impl<S: Side> Clone for Stream<S> {
     fn clone(&self) -> Self {
         Stream(self.0.clone())
@@ -335,6 +350,12 @@ impl<S: Side> Write for Stream<S> {
 
 /// A connected message socket. Clones share the socket; dropping the last one closes it.
 pub struct SeqPacket<S: Side>(pub(super) Arc<Socket<S>>);
+
+impl<S: Side> std::fmt::Debug for SeqPacket<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("SeqPacket").field(&self.0).finish()
+    }
+}
 
 impl<S: Side> Clone for SeqPacket<S> {
     fn clone(&self) -> Self {
