@@ -133,6 +133,10 @@ impl std::fmt::Debug for TapPort {
 
 impl TapPort {
     /// Opens or makes the interface and brings it up.
+    ///
+    /// # Errors
+    /// [`TapError`]: there is no TUN/TAP driver, the process has no permission, another program uses the interface, or the kernel
+    /// refuses its name, number of queues or MTU.
     pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<TapPort, TapError> {
         let name = interface;
         let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());

@@ -114,6 +114,9 @@ fn stride(len: usize) -> usize {
 
 impl Driver {
     /// Allocates the memory, lays out rings and buffers, and makes all receive and event buffers available.
+    ///
+    /// # Errors
+    /// [`DriverError`] if the queue size is invalid or the memory cannot be allocated.
     pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
         let DriverConfig { acked, queue_size: size, receive } = config;
         let packed = Features::negotiated(acked).packed;
@@ -359,6 +362,9 @@ impl DriverEvents {
     }
 
     /// Returns whether the device has reported that all connections are closed (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
+    ///
+    /// # Errors
+    /// [`Broken`] if the device has returned a buffer that is not in flight, or more of them than are.
     pub fn transport_reset(&mut self) -> Result<bool, Broken> {
         self.look(EVENTS)
     }

@@ -44,6 +44,9 @@ const FLUSH_BYTES: usize = 1 << 20;
 pub trait Link {
     /// Returns how many payload bytes the next buffer holds, `None` if there is no buffer. With `control` unset, some buffers are
     /// left for control packets.
+    ///
+    /// # Errors
+    /// [`Broken`] if the peer has broken the ring.
     fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken>;
 
     /// Writes a packet into the next buffer: the header and the next `header.len` bytes. The caller has just learned from `room`
@@ -54,6 +57,9 @@ pub trait Link {
     /// Some buffers are left for control packets. `read` is called at most once, with room for at least one byte, and returns how
     /// much it has written. Returns the number of packets and the result of `read`, or `None` if there is no buffer and `read`
     /// was not called.
+    ///
+    /// # Errors
+    /// [`Broken`] if the peer has broken the ring. An error of `read` is part of the result.
     fn fill(
         &mut self,
         header: VsockHdr,

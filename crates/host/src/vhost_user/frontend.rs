@@ -360,6 +360,10 @@ fn refused(path: &Path, what: &'static str) -> impl Fn(vhost::Error) -> ConnectE
 
 impl Connector {
     /// Connects, negotiates, and starts all queues.
+    ///
+    /// # Errors
+    /// [`ConnectError`]: no device within [`Connector::patience`], it has too few queue pairs, lacks a required feature or refuses
+    /// a message; the queue size is invalid, or the system has no memory or descriptors left.
     pub fn connect(&self) -> Result<Connection, ConnectError> {
         let mut handshake = self.negotiate(self.patience, self.features)?;
         handshake.accept()?;
@@ -473,6 +477,9 @@ impl Connection {
     }
 
     /// Waits until the device has notified one queue of a pair or disconnected, or until the timeout.
+    ///
+    /// # Errors
+    /// The kernel refuses to poll; a timeout is no error.
     pub fn wait(&self, pair: usize, timeout: Duration) -> io::Result<()> {
         let fds = [
             self.rx.get(pair).map(|notifier| sys::borrow(&notifier.call)),

@@ -138,6 +138,11 @@ impl VsockConnector {
     }
 
     /// Connects, negotiates, and starts all queues.
+    ///
+    /// # Errors
+    /// [`ConnectError`]: no device within [`VsockConnector::patience`], it lacks a required feature, refuses a message or reports
+    /// no CID while [`VsockConnector::cid`] is `None`; the queue size is invalid, or the system has no memory, threads or
+    /// descriptors left.
     pub fn connect(&self) -> Result<VsockClient, ConnectError> {
         let mut handshake = self.negotiate(self.patience, self.features)?;
         let reported = handshake.config(8)?;

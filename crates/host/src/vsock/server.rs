@@ -35,6 +35,9 @@ impl std::fmt::Debug for VsockServer {
 
 impl VsockServer {
     /// Creates the sockets and adds the device to the worker.
+    ///
+    /// # Errors
+    /// A socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };

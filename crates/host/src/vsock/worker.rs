@@ -106,6 +106,9 @@ impl std::fmt::Debug for VsockWorker {
 impl VsockWorker {
     /// Starts the thread, pinned to a CPU if given. It polls for `poll` after the last packet before it sleeps.
     /// `connections`: the maximum number of connections with other guests that each guest may request.
+    ///
+    /// # Errors
+    /// The CPU does not exist or is not allowed, or the system has no more threads or descriptors.
     pub fn start(cpu: Option<usize>, poll: Duration, connections: usize) -> io::Result<VsockWorker> {
         let events = Arc::new(EventLoop::new()?);
         let shared = events.clone();
