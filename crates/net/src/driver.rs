@@ -1,7 +1,7 @@
 //! Driver end of virtio-net (virtio 1.3, 5.1.6): each queue has fixed buffers of its own. Created by `host`, which connects it to
 //! a vhost-user device; used by the traffic tools.
 
-use crate::features::bits;
+use crate::features::{Features, bits};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
@@ -20,6 +20,14 @@ pub struct DriverConfig {
     pub frame: usize,
     /// Use hugepages if there are any.
     pub huge: bool,
+}
+
+impl Default for DriverConfig {
+    /// No optional feature, one pair of queues with 256 entries, buffers for Ethernet frames of up to 1518 bytes.
+    fn default() -> DriverConfig {
+        let acked = Features::REQUIRED.bits();
+        DriverConfig { acked, queue_pairs: 1, queue_size: 256, frame: 1518, huge: false }
+    }
 }
 
 /// Why a driver cannot be created.

@@ -33,6 +33,13 @@ pub struct DriverConfig {
     pub receive: usize,
 }
 
+impl Default for DriverConfig {
+    /// No optional feature, queues with 256 entries, receive buffers of 4 KiB.
+    fn default() -> DriverConfig {
+        DriverConfig { acked: crate::Features::REQUIRED.bits(), queue_size: 256, receive: 4096 }
+    }
+}
+
 /// Why a driver cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {

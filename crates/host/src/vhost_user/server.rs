@@ -70,9 +70,17 @@ pub struct SocketConfig<'a> {
 }
 
 impl<'a> SocketConfig<'a> {
-    /// A socket that this side creates, for this user only, with the default limits.
+    /// A socket with this name and path, otherwise the default.
     pub fn new(name: &'a str, path: &'a Path) -> SocketConfig<'a> {
-        SocketConfig { name, path, role: Role::Server, limits: Limits::default(), access: Access::default() }
+        SocketConfig { name, path, ..SocketConfig::default() }
+    }
+}
+
+impl Default for SocketConfig<'_> {
+    /// A socket that this side creates, for this user only, with the default limits. Name and path are empty.
+    fn default() -> Self {
+        let (limits, access) = (Limits::default(), Access::default());
+        SocketConfig { name: "", path: Path::new(""), role: Role::Server, limits, access }
     }
 }
 
