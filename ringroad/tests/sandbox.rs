@@ -236,6 +236,7 @@ fn confined(folder: &Folder) -> PathBuf {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of operations")]
 fn forbidden_operations_fail() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (open, shut) = (listener.local_addr().unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
@@ -363,6 +364,7 @@ fn reaches<S: Read + Write>(client: &VsockClient, port: u32, accept: impl FnOnce
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario, each step of which starts from what those before it left")]
 fn allowed_operations_work() {
     for &who in Who::all() {
         let folder = Folder::new("all", who);

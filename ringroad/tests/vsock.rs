@@ -156,6 +156,7 @@ fn a_killed_daemon_leaves_no_blocked_writer_and_can_be_restarted() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario, each step of which starts from what those before it left")]
 fn a_reload_resets_only_affected_connections() {
     let folder = Folder::new("reload");
     let mut daemon = serve(&folder, "");

@@ -179,6 +179,7 @@ impl Reloads<'_> {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario, each step of which starts from what those before it left")]
 fn a_reload_changes_in_place_what_it_can() {
     let folder = Folder::new("inplace");
     let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
