@@ -33,7 +33,7 @@ impl std::fmt::Display for Refused {
     }
 }
 
-/// Returns the target of the link in /proc: "anon_inode:[eventfd]", "socket:[17]", "/memfd:ram (deleted)", "/mnt/x".
+/// Returns the target of the link in /proc: `anon_inode:[eventfd]`, `socket:[17]`, `/memfd:ram (deleted)`, `/mnt/x`.
 fn name(file: &File) -> String {
     match fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())) {
         // The frontend controls its length and bytes.

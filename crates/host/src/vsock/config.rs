@@ -15,7 +15,7 @@ pub struct VsockConfig {
     pub socket: PathBuf,
     /// Which side creates that socket.
     pub role: Role,
-    /// Path of the Unix socket where programs connect and send "CONNECT <port>"; the guest's connections to port N go to
+    /// Path of the Unix socket where programs connect and send `CONNECT <port>`; the guest's connections to port N go to
     /// `<host>_N`.
     pub host: Option<PathBuf>,
     /// TCP addresses for the guest's connections to these ports.
