@@ -32,6 +32,7 @@ pub fn binary() -> PathBuf {
 }
 
 /// A configuration file in the making.
+#[derive(Debug)]
 pub struct Config {
     dir: PathBuf,
     sections: String,
@@ -91,6 +92,7 @@ pub enum Stderr {
 }
 
 /// A running daemon. Dropped, it is killed and its folder removed.
+#[derive(Debug)]
 pub struct Daemon {
     child: Child,
     dir: PathBuf,

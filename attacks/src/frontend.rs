@@ -63,6 +63,7 @@ const PROTOCOL: u64 = 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A connection to a vhost-user socket.
+#[derive(Debug)]
 pub struct Frontend {
     stream: UnixStream,
 }
@@ -222,6 +223,7 @@ pub fn wait(fd: &OwnedFd, timeout: Duration) -> bool {
 }
 
 /// A device that was set up: memory, rings, notifications.
+#[derive(Debug)]
 pub struct Device {
     /// The connection.
     pub frontend: Frontend,

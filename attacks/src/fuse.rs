@@ -23,6 +23,7 @@ const POLL: u32 = 40;
 const READABLE: u32 = 1;
 
 /// A mounted file system with one file of 16 MiB. Dropped, it is unmounted, and whoever waits for it gets an error.
+#[derive(Debug)]
 pub struct Fuse {
     dir: PathBuf,
     device: Option<Arc<File>>,

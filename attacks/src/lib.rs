@@ -8,6 +8,7 @@
 //! an error here rather than a signal.
 
 #![forbid(unsafe_code)]
+#![allow(clippy::missing_errors_doc, reason = "called by tests only, which fail on any error")]
 
 pub mod daemon;
 pub mod frontend;

@@ -39,6 +39,7 @@ pub fn frame(to: [u8; 6], from: [u8; 6], payload: &[u8]) -> Vec<u8> {
 }
 
 /// A port's driver.
+#[derive(Debug)]
 pub struct NetPort {
     /// The device.
     pub device: Device,

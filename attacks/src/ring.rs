@@ -22,7 +22,7 @@ pub const AVAIL: u16 = 1 << 7;
 pub const USED: u16 = 1 << 15;
 
 /// A guest's memory: guest address 0 is offset 0 of the file.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Memory {
     file: Arc<File>,
     len: u64,
@@ -107,6 +107,7 @@ pub fn descriptor(at: u64, len: u32, a: u16, b: u16) -> [u8; 16] {
 pub const AREA: u64 = 0x1_0000;
 
 /// The driver's end of a queue. Its fields are open to whoever wants to break it.
+#[derive(Debug)]
 pub struct Ring {
     /// Where it lies.
     pub mem: Memory,

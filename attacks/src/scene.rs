@@ -34,6 +34,7 @@ fn beside_a_spinner(time: Duration) {
 }
 
 /// A daemon with victims at work. Ports v1, v2 (victims), f1, f2x (free, for frontends that come later), vsock ve (cid 1000).
+#[derive(Debug)]
 pub struct Scene {
     /// The daemon under attack.
     pub daemon: Daemon,

@@ -61,6 +61,7 @@ impl std::fmt::Display for Figures {
     }
 }
 
+#[derive(Debug)]
 struct Record {
     start: Instant,
     latencies: Vec<Duration>,
@@ -68,6 +69,7 @@ struct Record {
 }
 
 /// A record that a victim writes, and whoever judges it reads.
+#[derive(Debug)]
 struct Shared {
     stop: AtomicBool,
     record: Mutex<Record>,
@@ -89,6 +91,7 @@ impl Shared {
 }
 
 /// A victim at work. Dropped, it ends.
+#[derive(Debug)]
 pub struct Victim {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -235,7 +238,7 @@ impl Pair {
 }
 
 /// A guest's service that sends everything back.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Echo {
     received: u32,
 }

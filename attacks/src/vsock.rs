@@ -112,6 +112,7 @@ pub const PAYLOAD: u64 = 0x8_0000;
 pub const BUFFERS: u64 = 0x10_0000;
 
 /// A guest's driver.
+#[derive(Debug)]
 pub struct VsockGuest {
     /// The device.
     pub device: Device,

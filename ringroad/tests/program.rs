@@ -6,9 +6,9 @@ mod config;
 mod machine;
 #[path = "program/reload.rs"]
 mod reload;
-#[path = "program/testing.rs"]
-mod testing;
 #[path = "program/tools.rs"]
 mod tools;
 #[path = "program/trouble.rs"]
 mod trouble;
+
+mod testing;

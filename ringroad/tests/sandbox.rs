@@ -1,8 +1,10 @@
 //! Tests of the confined daemon, as root and as an ordinary user: its confinement as /proc shows it, forbidden operations tried
 //! from inside, and that everything it should do still works.
 
-use ringroad_host::vsock::{VsockClient, VsockConnector};
-use ringroad_vsock::{Addr, Features, Listener, Settings, SocketType, Stream};
+mod testing;
+
+use ringroad_host::vsock::VsockClient;
+use ringroad_vsock::{Addr, Listener, SocketType, Stream};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 use serde_json::Value;
 use std::{
@@ -16,33 +18,15 @@ use std::{
         process::ExitStatusExt,
     },
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Output, Stdio},
-    sync::{Arc, Mutex},
+    process::{Command, Output, Stdio},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
+use testing::{PATIENCE, Program, is_root, unshared, vsock_guest, within};
 
-/// Time limit for anything that should happen.
-const PATIENCE: Duration = Duration::from_secs(20);
 const SIGSYS: i32 = 31;
 /// The user `nobody`.
 const NOBODY: u32 = 65534;
-
-fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
-    let start = Instant::now();
-    while !is() {
-        if start.elapsed() > patience {
-            return false;
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    true
-}
-
-fn is_root() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    status.lines().any(|line| line.starts_with("Uid:") && line.split_whitespace().nth(2) == Some("0"))
-}
 
 /// The user that runs the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,16 +62,13 @@ impl Who {
 
 const SETPRIV: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
-/// A temporary directory, owned by the user under test and removed when dropped.
-struct Folder(PathBuf, Who);
+/// A temporary directory, owned by the user under test.
+struct Folder(testing::Folder, Who);
 
 impl Folder {
     fn new(name: &str, who: Who) -> Folder {
-        let path = std::env::temp_dir().join(format!("ringroad-sandbox-{name}-{who:?}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir(&path).unwrap();
-        let folder = Folder(path, who);
-        folder.give(&folder.0);
+        let folder = Folder(testing::Folder::new(&format!("sandbox-{name}-{who:?}")), who);
+        folder.give(&folder.0.0);
         // The build directory may not be accessible for that user.
         fs::copy(env!("CARGO_BIN_EXE_ringroad"), folder.program()).unwrap();
         folder
@@ -98,7 +79,7 @@ impl Folder {
     }
 
     fn file(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.0.file(name)
     }
 
     fn give(&self, path: &Path) {
@@ -147,81 +128,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A running program and its output so far; killed when dropped.
-struct Program {
-    child: Child,
-    out: Arc<Mutex<String>>,
-    err: Arc<Mutex<String>>,
-}
-
-fn follow(from: impl Read + Send + 'static) -> Arc<Mutex<String>> {
-    let log = Arc::new(Mutex::new(String::new()));
-    let copy = log.clone();
-    thread::spawn(move || {
-        for line in BufReader::new(from).lines().map_while(Result::ok) {
-            *copy.lock().unwrap() += &(line + "\n");
-        }
-    });
-    log
-}
-
 impl Program {
-    fn start(mut command: Command) -> Program {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).env_remove("RUST_LOG");
-        let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-        let (out, err) = (follow(child.stdout.take().unwrap()), follow(child.stderr.take().unwrap()));
-        Program { child, out, err }
-    }
-
-    fn err(&self) -> String {
-        self.err.lock().unwrap().clone()
-    }
-
-    #[track_caller]
-    fn logs(&self, what: &str) {
-        assert!(within(PATIENCE, || self.err().contains(what)), "no {what:?} in:\n{}", self.err());
-    }
-
-    #[track_caller]
-    fn signal(&self, signal: &str) {
-        let pid = self.child.id().to_string();
-        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
-    }
-
-    /// Reloads the configuration; returns what was logged.
-    #[track_caller]
-    fn reload(&self) -> String {
-        const DONE: &str = "configuration reloaded";
-        let before = self.err();
-        self.signal("HUP");
-        let done = || self.err().matches(DONE).count() > before.matches(DONE).count();
-        assert!(within(PATIENCE, done), "{}", self.err());
-        self.err()[before.len()..].to_owned()
-    }
-
-    #[track_caller]
-    fn ends(&mut self) -> ExitStatus {
-        let mut status = None;
-        within(PATIENCE, || {
-            status = self.child.try_wait().unwrap();
-            status.is_some() && Arc::strong_count(&self.out) + Arc::strong_count(&self.err) == 2
-        });
-        status.unwrap_or_else(|| panic!("it did not exit; its log:\n{}", self.err()))
-    }
-
-    #[track_caller]
-    fn stop(&mut self) {
-        self.signal("TERM");
-        let status = self.ends();
-        assert!(status.success(), "{status}: {}", self.err());
-    }
-
     /// Returns `/proc/PID/task/*/status` by thread name.
     fn threads(&self) -> HashMap<String, HashMap<String, String>> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
@@ -231,13 +138,6 @@ impl Program {
         };
         let all = tasks.map(|task| status(fs::read_to_string(task.unwrap().path().join("status")).unwrap()));
         all.map(|status| (status["Name"].clone(), status)).collect()
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -282,7 +182,7 @@ fn every_thread_is_confined() {
         // The kernel does not show the filters, only their number.
         let filters = |name: &str| threads[name]["Seccomp_filters"].parse::<u32>().unwrap();
         assert_eq!(filters("worker"), filters("control") + 1);
-        serve.stop();
+        serve.stop("TERM");
 
         let free = folder.serve(&text, &["--no-sandbox"]);
         free.logs("ready");
@@ -313,7 +213,7 @@ fn needed_capabilities_are_kept() {
         for (name, status) in serve.threads() {
             assert_eq!(u64::from_str_radix(&status["CapEff"], 16).unwrap(), bits, "{name}: {text}");
         }
-        serve.stop();
+        serve.stop("TERM");
     }
 }
 
@@ -336,6 +236,7 @@ fn confined(folder: &Folder) -> PathBuf {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of operations")]
 fn forbidden_operations_fail() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (open, shut) = (listener.local_addr().unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
@@ -450,23 +351,6 @@ fn forbidden_operations_fail() {
 
 // ---------------------------------------------------------------------------------------------------- allowed operations
 
-fn guest(socket: &Path) -> VsockClient {
-    let connector = VsockConnector {
-        socket: socket.to_owned(),
-        listen: false,
-        patience: PATIENCE,
-        features: Features::all().bits(),
-        queue_size: 64,
-        receive: 4096,
-        cid: None,
-        settings: Settings::default(),
-        reconnect: None,
-    };
-    let client = connector.connect().unwrap();
-    assert!(client.stack().is_running());
-    client
-}
-
 /// Sends a ping to a host port and gets a pong back.
 #[track_caller]
 fn reaches<S: Read + Write>(client: &VsockClient, port: u32, accept: impl FnOnce() -> S) {
@@ -480,11 +364,12 @@ fn reaches<S: Read + Write>(client: &VsockClient, port: u32, accept: impl FnOnce
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario, each step of which starts from what those before it left")]
 fn allowed_operations_work() {
     for &who in Who::all() {
         let folder = Folder::new("all", who);
         let (elsewhere, beyond) = (Folder::new("elsewhere", who), Folder::new("beyond", who));
-        let (other, far) = (&elsewhere.0, &beyond.0);
+        let (other, far) = (&elsewhere.0.0, &beyond.0.0);
         let file = |name: &str| folder.file(name);
         let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
         let [first, second, third] = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
@@ -509,7 +394,7 @@ fn allowed_operations_work() {
         assert!(within(PATIENCE, || serve.err().matches("port a: frontend connected").count() == 3), "{}", serve.err());
         thread::sleep(Duration::from_millis(100));
         driver.signal("KILL");
-        driver.ends();
+        driver.ends(PATIENCE);
         folder.blasts(&file("a.sock"), &[]);
         // A frontend that creates the socket, and returns.
         for _ in 0..2 {
@@ -518,7 +403,7 @@ fn allowed_operations_work() {
         }
 
         // vsock: to a host program, from one, to TCP.
-        let client = guest(&file("v3.sock"));
+        let client = vsock_guest(&file("v3.sock"));
         let programs = UnixListener::bind(file("host_9")).unwrap();
         fs::set_permissions(file("host_9"), fs::Permissions::from_mode(0o777)).unwrap();
         reaches(&client, 9, || programs.accept().unwrap().0);
@@ -540,7 +425,7 @@ fn allowed_operations_work() {
         let log = serve.reload();
         assert!(log.contains("3 ports, 2 vsock devices (+b, +vsock 4)\n") && !log.contains("ERROR"), "{log}");
         folder.blasts(&other.join("b.sock"), &[]);
-        drop(guest(&file("v4.sock")));
+        drop(vsock_guest(&file("v4.sock")));
         reaches(&client, 81, || listeners[1].accept().unwrap().0);
         accepted.write_all(b"pong").unwrap();
         program.read_exact(&mut [0; 4]).unwrap();
@@ -577,7 +462,7 @@ fn allowed_operations_work() {
         assert!(!serve.err().contains("cannot record ring positions"), "{}", serve.err());
         serve.signal("USR1");
         assert!(within(PATIENCE, || serve.out.lock().unwrap().contains("from port")));
-        serve.stop();
+        serve.stop("TERM");
         let report: Value = serde_json::from_str(&fs::read_to_string(&counters).unwrap()).unwrap();
         assert!(report["ports"].as_array().is_some_and(|ports| ports.len() == 3), "{report}");
         assert!(!file("a.sock").exists() && !other.join("b.sock").exists());
@@ -600,19 +485,16 @@ fn notes_of_rings_are_kept_beside_sockets_in_memory() {
         folder.blasts(&memory.join("b.sock"), &[]);
         assert!(memory.join("a.sock.rings").exists() && memory.join("b.sock.rings").exists());
         assert!(!serve.err().contains("cannot record ring positions"), "{}", serve.err());
-        serve.stop();
+        serve.stop("TERM");
         fs::remove_dir_all(memory).unwrap();
     }
 }
 
 /// Starts `ringroad serve` in a new network namespace, where interface names are free, after running `prepare` there.
 fn in_own_network(folder: &Folder, text: &str, prepare: &str) -> Program {
-    let mut command = Command::new("unshare");
-    if !is_root() {
-        command.args(["--user", "--map-root-user"]);
-    }
+    let mut command = unshared("--net");
     let run = format!("{prepare}\nexec \"$@\"");
-    command.args(["--net", "sh", "-e", "-c", &run, "sh"]);
+    command.args(["sh", "-e", "-c", &run, "sh"]);
     if folder.1 == Who::Nobody {
         command.arg("setpriv").args(SETPRIV);
     }
@@ -633,7 +515,7 @@ fn a_reload_adds_tap_interfaces() {
     folder.write(&(tap("rrtest0") + "mtu = 1400\n" + &tap("rrtest1")));
     let log = serve.reload();
     assert!(log.contains("reloaded: 2 ports (+rrtest1)\n") && !log.contains("ERROR"), "{log}");
-    serve.stop();
+    serve.stop("TERM");
 
     // Without net_admin kept at start, the interface cannot be created.
     let a = port("a", &folder.file("a.sock"), "");
@@ -644,14 +526,14 @@ fn a_reload_adds_tap_interfaces() {
     let expected = "key `interface`: cannot create interface rrtest0: the capability was dropped at start";
     assert!(log.contains(expected) && log.contains("add \"net_admin\" to key `sandbox.capabilities`"), "{log}");
     folder.blasts(&folder.file("a.sock"), &[]);
-    serve.stop();
+    serve.stop("TERM");
     let kept = "[sandbox]\ncapabilities = [\"net_admin\"]\n";
     let mut serve = in_own_network(&folder, &(kept.to_owned() + &a), "");
     serve.logs("ready");
     folder.write(&(kept.to_owned() + &a + &tap("rrtest0")));
     let log = serve.reload();
     assert!(log.contains("reloaded: 2 ports (+rrtest0)\n") && !log.contains("ERROR"), "{log}");
-    serve.stop();
+    serve.stop("TERM");
 }
 
 #[test]
@@ -669,7 +551,7 @@ fn an_ordinary_user_can_use_prepared_interfaces() {
     folder.write(&(tap("rrtest0") + &tap("rrtest1")));
     let log = serve.reload();
     assert!(log.contains("reloaded: 2 ports (+rrtest1)\n") && !log.contains("ERROR"), "{log}");
-    serve.stop();
+    serve.stop("TERM");
 }
 
 // -------------------------------------------------------------------------------------------------- lacking in a kernel
@@ -705,9 +587,9 @@ fn missing_kernel_features_are_logged_and_can_be_required() {
         serve.logs(&format!("[WARN ] only partly confined: {log}"));
         serve.logs(left);
         folder.blasts(&folder.file("a.sock"), &[]);
-        serve.stop();
+        serve.stop("TERM");
         let mut serve = without(call, errno, &folder, &format!("[sandbox]\nrequire = true\n{text}"));
-        assert_eq!(serve.ends().code(), Some(1), "{}", serve.err());
+        assert_eq!(serve.ends(PATIENCE).code(), Some(1), "{}", serve.err());
         let expected = "ringroad: cannot confine this process fully, which key `sandbox.require` demands: ";
         assert!(serve.err().starts_with(&format!("{expected}{log}")), "{}", serve.err());
         assert!(!folder.file("a.sock").exists());

@@ -1,125 +1,32 @@
 //! Tests of the `ringroad` binary with vsock devices: the guests are our driver, the host programs are this test.
 
-use ringroad_host::vsock::{VsockClient, VsockConnector};
-use ringroad_vsock::{Addr, Features, Listener, Settings, SocketType, Stream};
+mod testing;
+
+use ringroad_host::vsock::VsockClient;
+use ringroad_vsock::{Addr, Listener, SocketType, Stream};
 use std::{
     fs,
     io::{BufRead, BufReader, ErrorKind, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
-    path::{Path, PathBuf},
-    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
-    sync::mpsc,
+    path::Path,
+    process::{Child, ChildStdin, ChildStdout, Stdio},
     thread,
     time::{Duration, Instant},
 };
+use testing::*;
 
-/// Time limit for anything that should happen.
-const PATIENCE: Duration = Duration::from_secs(10);
-
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Folder {
-        let path = std::env::temp_dir().join(format!("ringroad-vsock-{name}-{}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Folder(path)
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-struct Daemon(Child, mpsc::Receiver<()>);
-
-impl Daemon {
-    /// Starts it with two guests, 3 and 4, in one group; guest 3 has a host socket.
-    fn start(folder: &Folder, more: &str) -> Daemon {
-        let path = |name: &str| folder.file(name).display().to_string();
-        let text = format!(
-            "[[vsock]]\ncid = 3\nsocket = \"{}\"\nhost = \"{}\"\ngroups = [\"g\"]\n{more}\n[[vsock]]\ncid = 4\nsocket = \"{}\"\ngroups = [\"g\"]\n",
-            path("vm3.sock"),
-            path("host"),
-            path("vm4.sock"),
-        );
-        let config = folder.file("ringroad.toml");
-        fs::write(&config, text).unwrap();
-        let mut command = ringroad();
-        let mut child =
-            command.args(["serve", "-c"]).arg(&config).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let (said, ready) = mpsc::channel();
-        let err = BufReader::new(child.stderr.take().unwrap());
-        thread::spawn(move || {
-            for line in err.lines().map_while(Result::ok) {
-                if line.contains("ready") || line.contains("configuration reloaded") {
-                    let _ = said.send(());
-                }
-            }
-        });
-        ready.recv_timeout(PATIENCE).expect("the daemon is ready");
-        Daemon(child, ready)
-    }
-
-    fn signal(&self, signal: &str) {
-        let pid = self.0.id().to_string();
-        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
-    }
-
-    /// Reloads the configuration and waits until that is done.
-    fn reload(&self) {
-        self.signal("HUP");
-        self.1.recv_timeout(PATIENCE).expect("the configuration is reloaded");
-    }
-
-    fn end(&mut self, signal: &str) {
-        self.signal(signal);
-        let start = Instant::now();
-        while self.0.try_wait().unwrap().is_none() {
-            assert!(start.elapsed() < PATIENCE, "it did not exit");
-            thread::sleep(Duration::from_millis(2));
-        }
-    }
-
-    /// Hundredths of a second of CPU time.
-    fn ticks(&self) -> u64 {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
-        let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn ringroad() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_ringroad"))
-}
-
-fn guest(socket: &Path) -> VsockClient {
-    let connector = VsockConnector {
-        socket: socket.to_owned(),
-        listen: false,
-        patience: PATIENCE,
-        features: Features::all().bits(),
-        queue_size: 64,
-        receive: 4096,
-        cid: None,
-        settings: Settings::default(),
-        reconnect: None,
-    };
-    let client = connector.connect().unwrap();
-    assert!(client.stack().is_running());
-    client
+/// Starts the daemon with two guests, 3 and 4, in one group; guest 3 has a host socket.
+fn serve(folder: &Folder, more: &str) -> Program {
+    let path = |name: &str| folder.file(name).display().to_string();
+    let config = folder.write(&format!(
+        "[[vsock]]\ncid = 3\nsocket = \"{}\"\nhost = \"{}\"\ngroups = [\"g\"]\n{more}\n[[vsock]]\ncid = 4\nsocket = \"{}\"\ngroups = [\"g\"]\n",
+        path("vm3.sock"),
+        path("host"),
+        path("vm4.sock"),
+    ));
+    let serve = Program::serve(&config, &[]);
+    serve.logs("ready");
+    serve
 }
 
 /// Connects to a port of the guest, as a host program.
@@ -158,8 +65,8 @@ fn echo(client: &VsockClient, port: u32) {
 fn a_thousand_idle_connections_cost_nothing() {
     let folder = Folder::new("idle");
     ringroad_host::raise_file_limit();
-    let daemon = Daemon::start(&folder, "");
-    let client = guest(&folder.file("vm3.sock"));
+    let daemon = serve(&folder, "");
+    let client = vsock_guest(&folder.file("vm3.sock"));
     echo(&client, 7);
     let mut streams: Vec<UnixStream> = (0..1000).map(|_| connect(&folder.file("host"), 7)).collect();
     assert_eq!(client.stack().report().connections, 1000);
@@ -195,8 +102,8 @@ fn a_thousand_idle_connections_cost_nothing() {
 fn a_daemon_that_ends_resets_its_connections() {
     for signal in ["TERM", "KILL"] {
         let folder = Folder::new(&format!("end-{signal}"));
-        let mut daemon = Daemon::start(&folder, "");
-        let client = guest(&folder.file("vm3.sock"));
+        let mut daemon = serve(&folder, "");
+        let client = vsock_guest(&folder.file("vm3.sock"));
         echo(&client, 7);
         let listener = UnixListener::bind(folder.file("host_9")).unwrap();
         let mut there = connect(&folder.file("host"), 7);
@@ -206,7 +113,8 @@ fn a_daemon_that_ends_resets_its_connections() {
         there.read_exact(&mut [0; 4]).unwrap();
         let reader = thread::spawn(move || here.read(&mut [0; 1]));
         thread::sleep(Duration::from_millis(50));
-        daemon.end(signal);
+        daemon.signal(signal);
+        daemon.ends(PATIENCE);
         // A host program sees the end of its socket, the guest a reset.
         assert!(matches!(there.read(&mut [0; 1]), Ok(0) | Err(_)));
         let start = Instant::now();
@@ -221,8 +129,8 @@ fn a_daemon_that_ends_resets_its_connections() {
 #[test]
 fn a_killed_daemon_leaves_no_blocked_writer_and_can_be_restarted() {
     let folder = Folder::new("again");
-    let mut daemon = Daemon::start(&folder, "");
-    let client = guest(&folder.file("vm3.sock"));
+    let mut daemon = serve(&folder, "");
+    let client = vsock_guest(&folder.file("vm3.sock"));
     let listener = UnixListener::bind(folder.file("host_9")).unwrap();
     let mut stream = Stream::connect(client.stack(), Addr { cid: 2, port: 9 }).unwrap();
     let _program = listener.accept().unwrap();
@@ -230,7 +138,8 @@ fn a_killed_daemon_leaves_no_blocked_writer_and_can_be_restarted() {
     let writer = thread::spawn(move || stream.write_all(&vec![0; 64 << 20]));
     thread::sleep(Duration::from_millis(200));
     assert!(!writer.is_finished());
-    daemon.end("KILL");
+    daemon.signal("KILL");
+    daemon.ends(PATIENCE);
     let start = Instant::now();
     assert_eq!(writer.join().unwrap().unwrap_err().kind(), ErrorKind::ConnectionReset);
     assert!(start.elapsed() < Duration::from_secs(2), "after {:?}", start.elapsed());
@@ -238,8 +147,8 @@ fn a_killed_daemon_leaves_no_blocked_writer_and_can_be_restarted() {
 
     // The sockets of the killed daemon still exist.
     assert!(folder.file("vm3.sock").exists() && folder.file("host").exists());
-    let _daemon = Daemon::start(&folder, "");
-    let client = guest(&folder.file("vm3.sock"));
+    let _daemon = serve(&folder, "");
+    let client = vsock_guest(&folder.file("vm3.sock"));
     echo(&client, 7);
     let mut program = connect(&folder.file("host"), 7);
     program.write_all(b"ping").unwrap();
@@ -247,10 +156,11 @@ fn a_killed_daemon_leaves_no_blocked_writer_and_can_be_restarted() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario, each step of which starts from what those before it left")]
 fn a_reload_resets_only_affected_connections() {
     let folder = Folder::new("reload");
-    let mut daemon = Daemon::start(&folder, "");
-    let clients = [guest(&folder.file("vm3.sock")), guest(&folder.file("vm4.sock"))];
+    let mut daemon = serve(&folder, "");
+    let clients = [vsock_guest(&folder.file("vm3.sock")), vsock_guest(&folder.file("vm4.sock"))];
     clients.iter().for_each(|client| echo(client, 7));
     let listener = UnixListener::bind(folder.file("host_9")).unwrap();
     let mut kept = Stream::connect(clients[0].stack(), Addr { cid: 2, port: 9 }).unwrap();
@@ -320,11 +230,11 @@ fn a_reload_resets_only_affected_connections() {
         assert!(start.elapsed() < PATIENCE, "guest 4 is disconnected");
         thread::sleep(Duration::from_millis(5));
     }
-    assert_eq!(guest(&folder.file("vm5.sock")).stack().cid(), 5);
-    let client = guest(&folder.file("vm4.sock"));
+    assert_eq!(vsock_guest(&folder.file("vm5.sock")).stack().cid(), 5);
+    let client = vsock_guest(&folder.file("vm4.sock"));
     echo(&client, 7);
     connect(&folder.file("host4"), 7).write_all(b"ping").unwrap();
-    daemon.end("TERM");
+    daemon.stop("TERM");
 }
 
 /// Starts `ringroad vsock cat`; returns it with its standard input and output.
@@ -339,7 +249,7 @@ fn cat(socket: &Path, arguments: &[&str]) -> (Child, ChildStdin, BufReader<Child
 #[test]
 fn cat_connects_to_host_programs_and_other_guests() {
     let folder = Folder::new("cat");
-    let _daemon = Daemon::start(&folder, "");
+    let _daemon = serve(&folder, "");
     // To a listening host program.
     let listener = UnixListener::bind(folder.file("host_1024")).unwrap();
     let (mut child, mut stdin, mut stdout) = cat(&folder.file("vm3.sock"), &["2:1024"]);

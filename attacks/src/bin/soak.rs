@@ -20,7 +20,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    thread,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -113,37 +113,42 @@ fn argument(name: &str, default: u64) -> u64 {
     arguments.next().and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("expected a number after {name}"))
 }
 
-fn main() -> ExitCode {
-    let (ports, vsocks, seconds) = (argument("--ports", 64), argument("--vsocks", 4), argument("--seconds", 3600));
-    let mut daemon = Daemon::start(|config| {
+/// What the attackers' threads share with `main`.
+#[derive(Default)]
+struct Shared {
+    stop: AtomicBool,
+    pause: AtomicBool,
+    /// Attackers at work.
+    busy: AtomicU64,
+    lives: AtomicU64,
+}
+
+fn start(ports: u64, vsocks: u64) -> Daemon {
+    Daemon::start(|config| {
         ["v1", "v2"].iter().for_each(|name| config.port(name));
         (0..ports).for_each(|index| config.port(&format!("p{index}")));
         config.vsock("ve", 1000, "");
         (0..vsocks).for_each(|index| config.vsock(&format!("s{index}"), 2000 + index, "groups = [\"soak\"]"));
-    });
-    let idle = (daemon.fds(), daemon.threads());
-    let net = Victim::net(&daemon, "v1", "v2", true).expect("victims connect");
-    let echo = Victim::echo(&daemon, "ve", false).expect("an echo connects");
-    let (stop, pause, lives) =
-        (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let busy = Arc::new(AtomicU64::new(0));
-    let mut threads = Vec::new();
-    // Each thread is several frontends in turn: the daemon is to be busy, not this program.
-    for worker in 0..12u64 {
-        let (stop, pause, lives, busy) = (stop.clone(), pause.clone(), lives.clone(), busy.clone());
+    })
+}
+
+/// Starts the attackers. Each thread is several frontends in turn: the daemon is to be busy, not this program.
+fn attack(daemon: &Daemon, ports: u64, vsocks: u64, shared: &Arc<Shared>) -> Vec<JoinHandle<()>> {
+    let start = |worker: u64| {
+        let shared = shared.clone();
         let names: Vec<_> = (0..ports).filter(|index| index % 8 == worker).map(|index| format!("p{index}")).collect();
         let sockets: Vec<_> = names.iter().map(|name| daemon.socket(name)).collect();
         let serve = format!("s{}", worker % vsocks.max(1));
         let (socket, host) = (daemon.socket(&serve), daemon.host(&serve));
-        threads.push(thread::spawn(move || {
+        thread::spawn(move || {
             be_nice();
             let mut random = Random::new(worker * 77 + 1);
-            while !stop.load(Ordering::Relaxed) {
-                if pause.load(Ordering::SeqCst) {
+            while !shared.stop.load(Ordering::Relaxed) {
+                if shared.pause.load(Ordering::SeqCst) {
                     thread::sleep(Duration::from_millis(20));
                     continue;
                 }
-                busy.fetch_add(1, Ordering::SeqCst);
+                shared.busy.fetch_add(1, Ordering::SeqCst);
                 match worker {
                     0..8 if !sockets.is_empty() => match random.below(10) {
                         0 => _ = Frontend::connect(&sockets[random.below(sockets.len() as u64) as usize]),
@@ -153,12 +158,49 @@ fn main() -> ExitCode {
                     8..10 => guest(&socket, &mut random),
                     _ => program(&host, &mut random),
                 }
-                busy.fetch_sub(1, Ordering::SeqCst);
-                lives.fetch_add(1, Ordering::Relaxed);
+                shared.busy.fetch_sub(1, Ordering::SeqCst);
+                shared.lives.fetch_add(1, Ordering::Relaxed);
                 thread::sleep(Duration::from_millis(random.below(20)));
             }
-        }));
+        })
+    };
+    (0..12).map(start).collect()
+}
+
+/// Pauses the attackers, so that what is left has leaked. Waits until the daemon has at most this many descriptors: closed
+/// vsock connections linger.
+fn settle(daemon: &Daemon, shared: &Shared, most: u64) {
+    shared.pause.store(true, Ordering::SeqCst);
+    let patience = Instant::now() + Duration::from_secs(10);
+    while shared.busy.load(Ordering::SeqCst) > 0 && Instant::now() < patience {
+        thread::sleep(Duration::from_millis(10));
     }
+    thread::sleep(Duration::from_millis(500));
+    let patience = Instant::now() + LINGER;
+    while daemon.fds() > most && Instant::now() < patience {
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Stops the daemon, which is to take no longer than a second.
+fn ends_in_time(daemon: &mut Daemon) -> bool {
+    let took = daemon.terminate(Duration::from_secs(5));
+    println!("SIGTERM: {took:?}");
+    let ends = took.is_some_and(|took| took <= Duration::from_secs(1));
+    if !ends {
+        println!("FAILED: SIGTERM did not end it in 1 s");
+    }
+    ends
+}
+
+fn main() -> ExitCode {
+    let (ports, vsocks, seconds) = (argument("--ports", 64), argument("--vsocks", 4), argument("--seconds", 3600));
+    let mut daemon = start(ports, vsocks);
+    let idle = (daemon.fds(), daemon.threads());
+    let net = Victim::net(&daemon, "v1", "v2", true).expect("victims connect");
+    let echo = Victim::echo(&daemon, "ve", false).expect("an echo connects");
+    let shared = Arc::<Shared>::default();
+    let threads = attack(&daemon, ports, vsocks, &shared);
     let start = Instant::now();
     let end = start + Duration::from_secs(seconds);
     thread::sleep(WARM.min(end.saturating_duration_since(start) / 2));
@@ -174,25 +216,15 @@ fn main() -> ExitCode {
         }
         let over = Instant::now() >= end;
         let (frames, echoes) = (net.figures(), echo.figures());
-        // For a moment nobody attacks: what is left then has leaked.
-        pause.store(true, Ordering::SeqCst);
-        let patience = Instant::now() + Duration::from_secs(10);
-        while busy.load(Ordering::SeqCst) > 0 && Instant::now() < patience {
-            thread::sleep(Duration::from_millis(10));
-        }
-        // The two victims' and the echo's frontends, and the echo's program, are still there. Closed vsock connections linger.
+        // The two victims' and the echo's frontends, and the echo's program, are still there.
         let most = idle.0 + 4 * FDS_OF_A_FRONTEND;
-        thread::sleep(Duration::from_millis(500));
-        let patience = Instant::now() + LINGER;
-        while daemon.fds() > most && Instant::now() < patience {
-            thread::sleep(Duration::from_millis(100));
-        }
+        settle(&daemon, &shared, most);
         let (memory, fds, threads) = (daemon.memory(), daemon.fds(), daemon.threads());
         let alive = daemon.is_alive();
         println!(
             "{:>5} s: {} lives, frames {frames}, echo {echoes}; {} KiB, {fds} descriptors, {threads} threads, log {} KiB",
             start.elapsed().as_secs(),
-            lives.load(Ordering::Relaxed),
+            shared.lives.load(Ordering::Relaxed),
             memory >> 10,
             daemon.logged() >> 10
         );
@@ -217,15 +249,9 @@ fn main() -> ExitCode {
         }
         net.figures();
         echo.figures();
-        pause.store(false, Ordering::SeqCst);
+        shared.pause.store(false, Ordering::SeqCst);
     }
-    stop.store(true, Ordering::Relaxed);
+    shared.stop.store(true, Ordering::Relaxed);
     threads.into_iter().for_each(|thread| _ = thread.join());
-    let took = daemon.terminate(Duration::from_secs(5));
-    println!("SIGTERM: {took:?}");
-    if took.is_none_or(|took| took > Duration::from_secs(1)) {
-        println!("FAILED: SIGTERM did not end it in 1 s");
-        failures += 1;
-    }
-    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if ends_in_time(&mut daemon) && failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -12,7 +12,7 @@ use ringroad_traffic::{Settings, Traffic, child::Folder, options::Ring};
 use ringroad_wire::vnet_hdr;
 use serde_json::json;
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Which curves, as a list [default: both]
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["burst", "ports"], hide_default_value = true)]

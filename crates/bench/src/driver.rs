@@ -14,7 +14,7 @@ use ringroad_traffic::{
 };
 use serde_json::json;
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// What the driver does, as a list
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["flowgen", "txonly", "rxonly"])]

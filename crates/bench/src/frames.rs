@@ -8,7 +8,7 @@ use crate::{
 use ringroad_traffic::options::Ring;
 
 /// Options of `switch` and `latency`.
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Frames {
     #[command(flatten)]
     pub layouts: Layouts,

@@ -28,7 +28,7 @@ mod vsock_peer;
 mod vsock_stream;
 
 /// Benchmark network and vsock paths, in pairs against a peer
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     ringroad bench pvp --ring packed --size 64 --json pvp.json\n  \
     ringroad bench pvp --all --peer dpdk,forky,ovs   the whole matrix, a table for each peer\n  \
@@ -39,7 +39,7 @@ pub struct Args {
     bench: Bench,
 }
 
-#[derive(clap::Subcommand)]
+#[derive(Debug, clap::Subcommand)]
 enum Bench {
     /// Throughput of one port that reflects frames, on one core; ringroad against a peer
     Pvp(pvp::Args),

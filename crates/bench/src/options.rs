@@ -4,7 +4,7 @@ use ringroad_traffic::options::{Ring, Without};
 use std::path::PathBuf;
 
 /// Options of every bench.
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args, Clone, Debug)]
 pub struct Common {
     /// Number of pairs of runs, which take turns
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -39,7 +39,7 @@ impl Common {
 }
 
 /// Rings of the benches that measure both layouts with one size.
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Layouts {
     /// Ring layouts, as a list [default: both]
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "packed"], hide_default_value = true)]

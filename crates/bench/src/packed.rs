@@ -11,7 +11,7 @@ use ringroad_traffic::{Settings, Touch, child::Folder, options::Ring};
 use serde_json::json;
 use std::ops::Range;
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Ring layout
     #[arg(long, value_enum, default_value = "packed")]

@@ -25,7 +25,7 @@ enum Choice {
 }
 
 /// The peers of a bench.
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Peers {
     /// Peers to compare with, as a list [default: dpdk if it is installed]
     #[arg(long, value_enum, value_delimiter = ',')]

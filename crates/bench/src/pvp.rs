@@ -19,7 +19,7 @@ use ringroad_traffic::{
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Ring layouts, as a list [default: both]
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "packed"], hide_default_value = true)]

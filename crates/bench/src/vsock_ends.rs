@@ -19,7 +19,7 @@ use std::{
 };
 
 /// Options of the device and its driver.
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Setup {
     /// Ring layout
     #[arg(long, value_enum, default_value = "packed")]

@@ -16,7 +16,7 @@ use ringroad_vsock::{Addr, Listener, SocketType, Stream};
 use serde_json::json;
 use std::{io::Write, net::Shutdown, thread, time::Duration};
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Message sizes in bytes, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [64, 512, 4096],

@@ -32,7 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Message sizes of the round trips in bytes, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [64, 512, 4096],

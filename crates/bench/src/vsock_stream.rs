@@ -26,7 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sizes of each write in bytes, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [4096, 65536, 131_072],

@@ -128,6 +128,7 @@ impl Default for PortSettings {
 }
 
 /// A port of the switch.
+#[derive(Debug)]
 pub struct Port<K> {
     kind: K,
     settings: Mutex<PortSettings>,

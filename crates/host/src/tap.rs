@@ -71,6 +71,7 @@ const DEVICE: &str = "/dev/net/tun";
 const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
 
 /// The longest frame that an interface has. Its MTU may change at any time: we ask again when a frame is longer than it says.
+#[derive(Debug)]
 struct Longest {
     interface: String,
     bytes: AtomicUsize,
@@ -98,6 +99,7 @@ impl Longest {
 }
 
 /// Where frames of one queue come from.
+#[derive(Debug)]
 struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
@@ -120,8 +122,21 @@ pub struct TapPort {
     sent: Vec<Arc<Counters>>,
 }
 
+impl std::fmt::Debug for TapPort {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("TapPort")
+            .field("name", &self.name)
+            .field("interface", &self.interface)
+            .finish_non_exhaustive()
+    }
+}
+
 impl TapPort {
     /// Opens or makes the interface and brings it up.
+    ///
+    /// # Errors
+    /// [`TapError`]: there is no TUN/TAP driver, the process has no permission, another program uses the interface, or the kernel
+    /// refuses its name, number of queues or MTU.
     pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<TapPort, TapError> {
         let name = interface;
         let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());
@@ -237,7 +252,14 @@ fn explain(name: &str, error: io::Error, driver: bool) -> TapError {
 /// Exclusive use of one queue that frames come from.
 pub struct TapLease(Lease<Queue>);
 
+impl std::fmt::Debug for TapLease {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("TapLease").field(&*self.0).finish()
+    }
+}
+
 /// The same for one burst.
+#[derive(Debug)]
 pub struct TapSource<'a> {
     queue: &'a mut Queue,
     counters: &'a Counters,
@@ -334,6 +356,7 @@ impl Source for TapSource<'_> {
 }
 
 /// Exclusive use of one queue that frames go to.
+#[derive(Debug)]
 pub struct TapSink<'a> {
     file: MutexGuard<'a, File>,
     counters: &'a Counters,

@@ -78,6 +78,12 @@ pub struct Worker<K: PortKind> {
     thread: Option<JoinHandle<()>>,
 }
 
+impl<K: PortKind> std::fmt::Debug for Worker<K> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Worker").finish_non_exhaustive()
+    }
+}
+
 impl<K: PortKind> Worker<K> {
     /// Starts the thread.
     ///
@@ -129,6 +135,12 @@ pub struct PortHandle<K: PortKind> {
     events: Arc<EventLoop<Command<K>>>,
     port: Arc<Port<K>>,
     number: u32,
+}
+
+impl<K: PortKind> std::fmt::Debug for PortHandle<K> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("PortHandle").field("number", &self.number).finish_non_exhaustive()
+    }
 }
 
 impl<K: PortKind> PortHandle<K> {

@@ -15,6 +15,12 @@ pub struct Pieces {
     len: usize,
 }
 
+impl std::fmt::Debug for Pieces {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Pieces").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
 impl Pieces {
     /// Returns an empty list with room for `limit` pieces.
     pub fn new(limit: usize) -> Self {

@@ -92,6 +92,13 @@ pub struct Region {
     identity: (u64, u64),
 }
 
+impl std::fmt::Debug for Region {
+    /// Where it is and how long, not what is in it.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Region").field("guest", &self.guest).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
 // SAFETY: the mapping belongs to no thread; all access goes through spans and words.
 unsafe impl Send for Region {}
 // SAFETY: as above.
@@ -142,6 +149,9 @@ impl Region {
 
     /// Allocates memory in a new file that can be passed to a peer, as a driver does; on hugepages if `huge` is set and
     /// enough are free. Its user address is its address in this process.
+    ///
+    /// # Errors
+    /// [`Error::Map`] if the system has no memory, address space or descriptor left.
     pub fn create(len: usize, guest: u64, huge: bool) -> Result<(Arc<Region>, File), Error> {
         const HUGE: usize = 2 << 20;
         if huge && let Ok(made) = Self::create_with(len.next_multiple_of(HUGE), guest, libc::MFD_HUGETLB) {
@@ -177,6 +187,9 @@ impl Region {
     }
 
     /// Seals a file from [`Region::create`] so that no peer can ever truncate it.
+    ///
+    /// # Errors
+    /// [`Error::Map`] if the file cannot be sealed (on hugepages: before Linux 4.16) or is sealed already.
     pub fn seal(file: &File) -> Result<(), Error> {
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
         // SAFETY: the call accesses no memory.
@@ -185,6 +198,9 @@ impl Region {
     }
 
     /// Allocates private memory that no peer sees, for staging frames.
+    ///
+    /// # Errors
+    /// [`Error::Map`] if the system has no memory or address space left.
     pub fn private(len: usize, guest: u64) -> Result<Arc<Region>, Error> {
         let map_len = len.next_multiple_of(4096);
         let start = mmap(map_len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)?;

@@ -10,7 +10,7 @@ pub const SLOTS: usize = 509;
 
 /// The regions of a port, sorted by guest address. A table is immutable: adding or removing a region makes a new table, and
 /// users of the old one finish with it undisturbed.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Table {
     regions: Vec<Arc<Region>>,
 }

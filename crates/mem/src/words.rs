@@ -31,6 +31,13 @@ pub struct Words<T: Word> {
     region: Arc<Region>,
 }
 
+impl<T: Word> std::fmt::Debug for Words<T> {
+    /// How many words, not their values.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Words").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
 #[cfg(not(loom))]
 impl<T: Word> Words<T> {
     /// Returns the `len` words at byte `offset` of the region; `None` if they are not all inside or are misaligned.

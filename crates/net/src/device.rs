@@ -34,7 +34,39 @@ const BURST_BYTES: u64 = 256 << 10;
 /// buffers are in very many pieces would take time from the others.
 const BURST_PIECES: usize = 2048;
 
+macro_rules! queue_calls {
+    () => {
+        /// Starts the queue with the feature bits that the driver has acknowledged, at the base from SET_VRING_BASE.
+        ///
+        /// # Errors
+        /// [`SetupError`] if size, base or addresses are invalid.
+        pub fn start(
+            memory: Arc<Table>,
+            acked: u64,
+            size: u32,
+            at: Addresses,
+            base: u32,
+            counters: Arc<Counters>,
+        ) -> Result<Self, SetupError> {
+            Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
+        }
+
+        /// Sets the maximum length of a frame, in bytes from the destination address to the end of the payload. Longer frames are
+        /// dropped and counted.
+        pub fn limit(&mut self, frame: usize) {
+            self.limit = frame;
+        }
+
+        /// Sets which optimisations are used.
+        pub fn tune(&mut self, tuning: Tuning) {
+            self.tuning = tuning;
+            self.ring.tune(tuning);
+        }
+    };
+}
+
 /// Device end of a transmit queue: the driver sends, we take.
+#[derive(Debug)]
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -51,20 +83,7 @@ pub struct TxQueue {
 }
 
 impl TxQueue {
-    /// Starts the queue with the feature bits that the driver has acknowledged, at the base from SET_VRING_BASE.
-    ///
-    /// # Errors
-    /// [`SetupError`] if size, base or addresses are invalid.
-    pub fn start(
-        memory: Arc<Table>,
-        acked: u64,
-        size: u32,
-        at: Addresses,
-        base: u32,
-        counters: Arc<Counters>,
-    ) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
-    }
+    queue_calls!();
 
     /// Like `start`, but continues where a former process left the queue, if the journal or the inflight region has a record of
     /// it. Also returns how the position was found.
@@ -90,18 +109,6 @@ impl TxQueue {
         let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
         let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
         Ok((TxQueue { ring, memory, chains, ahead, batch, limit, tuning, counters }, resumed))
-    }
-
-    /// Sets the maximum length of a frame, in bytes from the destination address to the end of the payload. Longer frames are
-    /// dropped and counted.
-    pub fn limit(&mut self, frame: usize) {
-        self.limit = frame;
-    }
-
-    /// Sets which optimisations are used.
-    pub fn tune(&mut self, tuning: Tuning) {
-        self.tuning = tuning;
-        self.ring.tune(tuning);
     }
 
     /// Takes up to a burst of chains and reads the heads of their frames. Returns the number of chains, which [`TxQueue::done`]
@@ -359,6 +366,7 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
 }
 
 /// Device end of a receive queue: we put, the driver receives.
+#[derive(Debug)]
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -375,20 +383,7 @@ pub struct RxQueue {
 }
 
 impl RxQueue {
-    /// Starts the queue with the feature bits that the driver has acknowledged, at the base from SET_VRING_BASE.
-    ///
-    /// # Errors
-    /// [`SetupError`] if size, base or addresses are invalid.
-    pub fn start(
-        memory: Arc<Table>,
-        acked: u64,
-        size: u32,
-        at: Addresses,
-        base: u32,
-        counters: Arc<Counters>,
-    ) -> Result<Self, SetupError> {
-        Ok(Self::resume(memory, acked, size, at, base, counters, Journal::NONE, Inflight::NONE)?.0)
-    }
+    queue_calls!();
 
     /// Like `start`, but continues where a former process left the queue, if the journal or the inflight region has a record of
     /// it. Also returns how the position was found.
@@ -417,18 +412,6 @@ impl RxQueue {
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
         let (tuning, limit) = (Tuning::default(), MAX_FRAME);
         Ok((RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, tuning, counters }, resumed))
-    }
-
-    /// Sets the maximum length of a frame, in bytes from the destination address to the end of the payload. Longer frames are
-    /// dropped and counted.
-    pub fn limit(&mut self, frame: usize) {
-        self.limit = frame;
-    }
-
-    /// Sets which optimisations are used.
-    pub fn tune(&mut self, tuning: Tuning) {
-        self.tuning = tuning;
-        self.ring.tune(tuning);
     }
 
     /// Copies the frames with these indices to the driver and publishes them; returns how many. Frames that do not fit are

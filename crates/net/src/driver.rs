@@ -1,7 +1,7 @@
 //! Driver end of virtio-net (virtio 1.3, 5.1.6): each queue has fixed buffers of its own. Created by `host`, which connects it to
 //! a vhost-user device; used by the traffic tools.
 
-use crate::features::bits;
+use crate::features::{Features, bits};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
@@ -22,6 +22,14 @@ pub struct DriverConfig {
     pub huge: bool,
 }
 
+impl Default for DriverConfig {
+    /// No optional feature, one pair of queues with 256 entries, buffers for Ethernet frames of up to 1518 bytes.
+    fn default() -> DriverConfig {
+        let acked = Features::REQUIRED.bits();
+        DriverConfig { acked, queue_pairs: 1, queue_size: 256, frame: 1518, huge: false }
+    }
+}
+
 /// Why a driver cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
@@ -40,6 +48,7 @@ const LOOK_AHEAD: usize = 12;
 const GUEST: u64 = 0x1_0000_0000;
 
 /// A driver's memory and queues.
+#[derive(Debug)]
 pub struct Driver {
     /// The whole of its memory: rings and buffers.
     pub region: Arc<Region>,
@@ -130,6 +139,12 @@ struct Queue {
     used: [Used; BURST],
 }
 
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Queue").field("ring", &self.ring).field("addresses", &self.addresses).finish_non_exhaustive()
+    }
+}
+
 macro_rules! queue_calls {
     () => {
         /// Returns the addresses of the ring's areas.
@@ -177,6 +192,7 @@ macro_rules! queue_calls {
 }
 
 /// Driver end of a transmit queue.
+#[derive(Debug)]
 pub struct DriverTx {
     queue: Queue,
     under_way: usize,
@@ -270,6 +286,7 @@ impl DriverTx {
 }
 
 /// Driver end of a receive queue.
+#[derive(Debug)]
 pub struct DriverRx {
     queue: Queue,
     mergeable: bool,

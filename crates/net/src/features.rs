@@ -72,6 +72,13 @@ pub struct Config {
     pub mtu: u16,
 }
 
+impl Default for Config {
+    /// A local address, link up, one queue pair, an MTU of 1500 bytes.
+    fn default() -> Config {
+        Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 1, mtu: 1500 }
+    }
+}
+
 impl Config {
     /// struct virtio_net_config up to and with `mtu`.
     pub fn bytes(&self) -> [u8; 12] {

@@ -218,6 +218,12 @@ pub struct Chains {
     full: bool,
 }
 
+impl std::fmt::Debug for Chains {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Chains").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
 impl Chains {
     /// Returns an empty burst with room for `chains` chains of `pieces` spans in total.
     pub fn new(chains: usize, pieces: u16) -> Self {

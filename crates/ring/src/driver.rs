@@ -375,6 +375,7 @@ where
 }
 
 /// Indirect descriptor tables in the driver's memory, one per id, so that a chain takes one descriptor of the ring.
+#[derive(Debug)]
 pub struct IndirectTables {
     region: Arc<Region>,
     offset: usize,

@@ -145,7 +145,7 @@ const LINES: usize = 2;
 const MAGIC: u64 = u64::from_le_bytes(*b"rrjrnl02");
 
 /// The journal of one ring.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Journal {
     lines: Option<Words<[AtomicU64; 8]>>,
 }

@@ -32,6 +32,12 @@ macro_rules! either {
 /// Device end of a virtqueue.
 pub struct DeviceRing(Either<Device<split::Layout>, Device<packed::Layout>>);
 
+impl std::fmt::Debug for DeviceRing {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("DeviceRing").field("packed", &matches!(self.0, Either::Packed(_))).finish_non_exhaustive()
+    }
+}
+
 impl DeviceRing {
     /// Takes up to `max` chains and appends them to `chains`; returns how many.
     ///
@@ -174,6 +180,12 @@ impl DeviceRing {
 
 /// Driver end of a virtqueue.
 pub struct DriverRing(Either<Driver<split::Layout>, Driver<packed::Layout>>);
+
+impl std::fmt::Debug for DriverRing {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("DriverRing").field("packed", &matches!(self.0, Either::Packed(_))).finish_non_exhaustive()
+    }
+}
 
 impl DriverRing {
     /// Starts a fresh ring in the driver's own memory, which must be zeroed there: at `offset`, [`DriverRing::bytes`] long. Each of

@@ -89,6 +89,7 @@ struct Outcome {
     resubmitted: u64,
 }
 
+#[expect(clippy::too_many_lines, reason = "one loop over the state of one process")]
 fn run(config: Config) -> Outcome {
     let Config { features, size, transmits, multi_buffer, tracked } = config;
     let tables = size as usize * LONGEST * 16;
@@ -254,6 +255,7 @@ impl Guest<'_> {
 }
 
 /// The device process: works until it is killed.
+#[expect(clippy::too_many_lines, reason = "one loop over the state of one process")]
 fn device(arguments: &str) {
     let words: Vec<&str> = arguments.split(' ').collect();
     let number = |index: usize| words[index].parse::<u64>().unwrap();

@@ -85,6 +85,16 @@ pub struct Fdb {
     cursor: usize,
 }
 
+impl std::fmt::Debug for Fdb {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Fdb")
+            .field("entries", &(self.buckets.len() * WAYS))
+            .field("ageing", &self.ageing)
+            .field("hold", &self.hold)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Fdb {
     /// Creates a table for `entries` addresses, rounded up to a power of two, at least 4, with an ageing time in seconds.
     pub fn new(entries: usize, ageing: u32) -> Fdb {

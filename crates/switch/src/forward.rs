@@ -178,6 +178,15 @@ pub struct Switch<P: Port> {
     poured: bool,
 }
 
+impl<P: Port> std::fmt::Debug for Switch<P> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Switch")
+            .field("ports", &self.ports.iter().flatten().count())
+            .field("fdb", &self.fdb)
+            .finish_non_exhaustive()
+    }
+}
+
 impl<P: Port> Switch<P> {
     /// Creates a switch without ports.
     pub fn new(fdb: Fdb) -> Self {

@@ -105,6 +105,12 @@ pub(crate) struct Pauses {
     wait: Duration,
 }
 
+impl std::fmt::Debug for Pauses {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Pauses").field("which", &self.which).field("wait", &self.wait).finish_non_exhaustive()
+    }
+}
+
 impl Pauses {
     pub(crate) fn new(how: Gather) -> Pauses {
         let state = State::Holding { until: None, rate: 0.0, doubted: false };

@@ -24,7 +24,7 @@ pub struct Work {
 }
 
 /// A queue that is polled.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Active<K> {
     key: K,
     poll: Poll,
@@ -33,6 +33,7 @@ struct Active<K> {
 }
 
 /// The queues that are polled, in turn. `K` identifies a queue.
+#[derive(Debug)]
 pub struct Schedule<K> {
     active: Vec<Active<K>>,
     gather: Gather,
@@ -41,6 +42,7 @@ pub struct Schedule<K> {
 }
 
 /// The only queue that is polled.
+#[derive(Debug)]
 struct Alone<K> {
     key: K,
     pauses: Pauses,

@@ -11,6 +11,7 @@ use std::{
 };
 
 /// A child process, terminated when dropped.
+#[derive(Debug)]
 pub struct Program {
     child: Child,
     name: String,
@@ -113,6 +114,7 @@ impl Drop for Program {
 }
 
 /// A temporary directory for sockets and logs, removed when dropped.
+#[derive(Debug)]
 pub struct Folder(PathBuf);
 
 impl Folder {

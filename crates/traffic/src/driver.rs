@@ -52,6 +52,15 @@ pub struct Traffic {
     recovering: Option<(Instant, u64)>,
 }
 
+impl std::fmt::Debug for Traffic {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Traffic")
+            .field("settings", &self.settings)
+            .field("totals", &self.totals)
+            .finish_non_exhaustive()
+    }
+}
+
 /// State of [`Traffic::look`] from one look at the clock to the next.
 struct Pace {
     next_tick: Duration,

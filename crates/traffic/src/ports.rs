@@ -32,6 +32,7 @@ pub enum Mode {
 const MODES: [Mode; 4] = [Mode::Switch, Mode::Reflect, Mode::Drop, Mode::Generate];
 
 /// A port of another kind with a [`Mode`].
+#[derive(Debug)]
 pub struct Measured<K> {
     kind: K,
     mode: AtomicU8,
@@ -85,6 +86,12 @@ pub struct MeasuredSource<'a, K: PortKind> {
     mode: Mode,
     /// Kept until the source has published: leaving the queue's lock waits for all stores before, so both wait together.
     sink: Option<K::Sink<'a>>,
+}
+
+impl<K: PortKind> std::fmt::Debug for MeasuredSource<'_, K> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("MeasuredSource").field("queue", &self.queue).field("mode", &self.mode).finish_non_exhaustive()
+    }
 }
 
 impl<K: PortKind> MeasuredSource<'_, K> {

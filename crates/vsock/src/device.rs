@@ -26,6 +26,7 @@ const BYTES: usize = 256 << 10;
 const LARGE: usize = 8 << 10;
 
 /// The device end, with `R` as the type of relays.
+#[derive(Debug)]
 pub struct DeviceSide<R>(PhantomData<fn() -> R>);
 
 impl<R: Relay> Side for DeviceSide<R> {
@@ -37,6 +38,9 @@ impl<R: Relay> Side for DeviceSide<R> {
 macro_rules! queue_calls {
     () => {
         /// Starts the queue with the negotiated feature bits.
+        ///
+        /// # Errors
+        /// [`SetupError`] if the queue size or the base is invalid, or an area of the ring is not mapped.
         pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
             Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
         }
@@ -57,6 +61,7 @@ macro_rules! queue_calls {
 }
 
 /// A receive queue: the device sends, the driver receives.
+#[derive(Debug)]
 pub struct RxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -74,6 +79,9 @@ impl RxQueue {
     queue_calls!();
 
     /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -277,6 +285,7 @@ impl Link for RxQueue {
 }
 
 /// A transmit queue: the driver sends, the device receives.
+#[derive(Debug)]
 pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -287,6 +296,9 @@ impl TxQueue {
     queue_calls!();
 
     /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -433,6 +445,7 @@ impl<'a> Run<'a> {
 }
 
 /// The event queue, which tells the driver that all connections are closed (5.10.6.7).
+#[derive(Debug)]
 pub struct Events {
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -446,6 +459,9 @@ impl Events {
     queue_calls!();
 
     /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
     pub fn resume(
         memory: Arc<Table>,
         acked: u64,
@@ -463,6 +479,9 @@ impl Events {
 
     /// Tells the driver that all connections are closed. Returns whether it wants to be notified, or `None` if it has no buffer
     /// available.
+    ///
+    /// # Errors
+    /// [`Broken`] if the driver's next chain is invalid, too small for the event, or readable.
     pub fn transport_reset(&mut self) -> Result<Option<bool>, Broken> {
         self.chains.start(&self.memory);
         if self.ring.take(&self.memory, &mut self.chains, 1)? == 0 {

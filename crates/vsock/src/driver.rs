@@ -13,6 +13,7 @@ use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
 use std::{fs::File, io, num::NonZeroUsize, sync::Arc};
 
 /// The driver end of a device.
+#[derive(Debug)]
 pub struct DriverSide;
 
 impl Side for DriverSide {
@@ -30,6 +31,13 @@ pub struct DriverConfig {
     pub queue_size: u32,
     /// Payload bytes that each receive buffer holds.
     pub receive: usize,
+}
+
+impl Default for DriverConfig {
+    /// No optional feature, queues with 256 entries, receive buffers of 4 KiB.
+    fn default() -> DriverConfig {
+        DriverConfig { acked: crate::Features::REQUIRED.bits(), queue_size: 256, receive: 4096 }
+    }
 }
 
 /// Why a driver cannot be created.
@@ -55,6 +63,7 @@ const BURST: usize = 32;
 const EVENTS: u32 = 4;
 
 /// A driver's memory and its queues: receive, transmit, event.
+#[derive(Debug)]
 pub struct Driver {
     /// The whole of its memory: rings and buffers.
     pub region: Arc<Region>,
@@ -75,6 +84,12 @@ struct Queue {
     region: Arc<Region>,
     offset: usize,
     used: [Used; BURST],
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Queue").field("ring", &self.ring).field("addresses", &self.at).finish_non_exhaustive()
+    }
 }
 
 impl Queue {
@@ -106,6 +121,9 @@ fn stride(len: usize) -> usize {
 
 impl Driver {
     /// Allocates the memory, lays out rings and buffers, and makes all receive and event buffers available.
+    ///
+    /// # Errors
+    /// [`DriverError`] if the queue size is invalid or the memory cannot be allocated.
     pub fn new(config: DriverConfig) -> Result<Driver, DriverError> {
         let DriverConfig { acked, queue_size: size, receive } = config;
         let packed = Features::negotiated(acked).packed;
@@ -151,6 +169,7 @@ macro_rules! addresses {
 }
 
 /// A driver's receive queue.
+#[derive(Debug)]
 pub struct DriverRx {
     queue: Queue,
     stride: usize,
@@ -212,6 +231,17 @@ pub struct DriverTx {
     reserve: usize,
     /// The device was asked to notify when it has used a buffer.
     awaiting: bool,
+}
+
+impl std::fmt::Debug for DriverTx {
+    /// With the numbers of free buffers.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("DriverTx")
+            .field("queue", &self.queue)
+            .field("small", &self.small.len())
+            .field("large", &self.large.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl DriverTx {
@@ -318,6 +348,7 @@ impl Link for DriverTx {
 }
 
 /// A driver's event queue.
+#[derive(Debug)]
 pub struct DriverEvents {
     queue: Queue,
 }
@@ -338,6 +369,9 @@ impl DriverEvents {
     }
 
     /// Returns whether the device has reported that all connections are closed (VIRTIO_VSOCK_EVENT_TRANSPORT_RESET).
+    ///
+    /// # Errors
+    /// [`Broken`] if the device has returned a buffer that is not in flight, or more of them than are.
     pub fn transport_reset(&mut self) -> Result<bool, Broken> {
         self.look(EVENTS)
     }

@@ -74,6 +74,13 @@ pub struct Config {
     pub guest_cid: u64,
 }
 
+impl Default for Config {
+    /// The first identifier that a guest can have.
+    fn default() -> Config {
+        Config { guest_cid: 3 }
+    }
+}
+
 impl Config {
     /// struct virtio_vsock_config.
     pub fn bytes(&self) -> [u8; 8] {

@@ -72,6 +72,12 @@ pub struct Hub<E> {
     limit: usize,
 }
 
+impl<E> std::fmt::Debug for Hub<E> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Hub").field("limit", &self.limit).finish_non_exhaustive()
+    }
+}
+
 /// What becomes of a packet from one guest to another.
 pub(crate) enum Fate<E> {
     /// No such destination or connection: answer it with a reset.

@@ -14,6 +14,13 @@ pub struct Payload<'a> {
     len: usize,
 }
 
+impl std::fmt::Debug for Payload<'_> {
+    /// How long it is, not what is in it.
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Payload").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
 impl<'a> Payload<'a> {
     /// Returns a payload without bytes.
     pub const fn empty() -> Self {

@@ -44,6 +44,9 @@ const FLUSH_BYTES: usize = 1 << 20;
 pub trait Link {
     /// Returns how many payload bytes the next buffer holds, `None` if there is no buffer. With `control` unset, some buffers are
     /// left for control packets.
+    ///
+    /// # Errors
+    /// [`Broken`] if the peer has broken the ring.
     fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken>;
 
     /// Writes a packet into the next buffer: the header and the next `header.len` bytes. The caller has just learned from `room`
@@ -54,6 +57,9 @@ pub trait Link {
     /// Some buffers are left for control packets. `read` is called at most once, with room for at least one byte, and returns how
     /// much it has written. Returns the number of packets and the result of `read`, or `None` if there is no buffer and `read`
     /// was not called.
+    ///
+    /// # Errors
+    /// [`Broken`] if the peer has broken the ring. An error of `read` is part of the result.
     fn fill(
         &mut self,
         header: VsockHdr,
@@ -168,6 +174,12 @@ pub struct Sender<L, O> {
     went_direct: AtomicU64,
     went_queued: AtomicU64,
     dropped: AtomicU64,
+}
+
+impl<L, O> std::fmt::Debug for Sender<L, O> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Sender").field("waiting", &self.waiting).field("direct", &self.direct).finish_non_exhaustive()
+    }
 }
 
 impl<L: Link, O: Owner> Sender<L, O> {

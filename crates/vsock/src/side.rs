@@ -34,6 +34,9 @@ pub struct Taken {
 /// The ring that carries packets from the peer.
 pub trait Inlet {
     /// Takes a burst of packets, calls `each` with the header and payload of each, then returns the buffers to the peer.
+    ///
+    /// # Errors
+    /// [`Broken`] if the peer has broken the ring. Packets before that may have been passed to `each`.
     fn take(&mut self, each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken>;
 
     /// Asks the peer to notify us of packets. Returns `true` if packets are available already.
@@ -50,6 +53,9 @@ pub trait Relay: Send + 'static {
 
     /// Passes on as much as the socket takes without blocking. On error the socket will never take more, and
     /// [`Stack::shut_relay_read`](crate::Stack::shut_relay_read) or [`Stack::reset_relay`](crate::Stack::reset_relay) is called soon.
+    ///
+    /// # Errors
+    /// The error of the host socket. That it takes no more now is none.
     fn deliver(&mut self, payload: &mut Payload<'_>) -> io::Result<()>;
 
     /// The peer sends no more.
@@ -60,6 +66,7 @@ pub trait Relay: Send + 'static {
 }
 
 /// For ends without host sockets.
+#[derive(Debug)]
 pub enum NoRelay {}
 
 impl Relay for NoRelay {
@@ -90,6 +97,7 @@ pub enum Queue {
 }
 
 /// Result of [`Host::open`]: whether there is a host socket for a peer's request.
+#[derive(Debug)]
 pub enum OpenResult<R> {
     /// Connected; the request is accepted at once.
     Connected(R),

@@ -247,6 +247,16 @@ pub struct Stack<S: Side> {
     counters: Counters,
 }
 
+impl<S: Side> std::fmt::Debug for Stack<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Stack")
+            .field("cid", &self.cid)
+            .field("peer", &self.peer)
+            .field("running", &self.is_running())
+            .finish_non_exhaustive()
+    }
+}
+
 impl<S: Side> Stack<S> {
     /// Creates a stack whose rings are not running yet.
     pub fn new(cid: u64, peer: Option<u64>, settings: Settings, host: Box<dyn Host<S::Relay>>) -> Stack<S> {

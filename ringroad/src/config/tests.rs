@@ -179,6 +179,7 @@ fn values_at_their_bounds() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of files and messages")]
 fn broken_files() {
     let tap = |name: &str| format!("[[port]]\nname = \"x\"\nkind = \"tap\"\ninterface = \"{name}\"");
     let server = |path: &str| vm1(&format!("[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"{path}\"\n"));

@@ -49,6 +49,9 @@ pub fn keep_freed_memory() {
 }
 
 /// Pins the calling thread to a CPU.
+///
+/// # Errors
+/// The CPU does not exist, or the process may not use it.
 pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     if cpu >= CpuSet::MAX_CPU {
         return Err(Errno::INVAL.into());
@@ -59,6 +62,9 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
 }
 
 /// Lets the calling thread run on the CPUs of the process's first thread, which is never pinned.
+///
+/// # Errors
+/// The kernel refuses to read or set the affinity.
 pub fn unpin_current_thread() -> io::Result<()> {
     Ok(sched_setaffinity(None, &sched_getaffinity(Some(process::getpid()))?)?)
 }

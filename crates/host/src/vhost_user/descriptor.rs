@@ -33,7 +33,7 @@ impl std::fmt::Display for Refused {
     }
 }
 
-/// Returns the target of the link in /proc: "anon_inode:[eventfd]", "socket:[17]", "/memfd:ram (deleted)", "/mnt/x".
+/// Returns the target of the link in /proc: `anon_inode:[eventfd]`, `socket:[17]`, `/memfd:ram (deleted)`, `/mnt/x`.
 fn name(file: &File) -> String {
     match fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())) {
         // The frontend controls its length and bytes.
@@ -47,7 +47,7 @@ fn is_eventfd(name: &str) -> bool {
 }
 
 /// A descriptor on which a frontend kicks: an eventfd.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Kick(Arc<File>);
 
 impl Kick {

@@ -8,6 +8,7 @@ use ringroad_ring::{Addresses, DeviceRing, Features, Inflight, Journal, SetupErr
 use std::sync::Arc;
 
 /// The setup of a vring, as the frontend has described it.
+#[derive(Debug)]
 pub struct Ring {
     /// The guest's memory.
     pub memory: Arc<Table>,

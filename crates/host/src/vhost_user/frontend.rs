@@ -114,6 +114,7 @@ pub enum ConnectError {
 }
 
 /// The notification descriptors of one queue.
+#[derive(Debug)]
 pub struct Notifier {
     kick: EventFd,
     call: EventFd,
@@ -155,6 +156,7 @@ impl Notifier {
 ///
 /// Memory, rings and buffers outlive the device: after a disconnect, [`Connection::reconnect`] hands them to the next one,
 /// and everything in flight continues.
+#[derive(Debug)]
 pub struct Connection {
     /// Memory and queues.
     pub driver: Driver,
@@ -179,6 +181,12 @@ pub struct RawConnection {
     /// The negotiated feature bits.
     pub acked: u64,
     protocol: Protocol,
+}
+
+impl std::fmt::Debug for RawConnection {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("RawConnection").field("path", &self.path).field("acked", &self.acked).finish_non_exhaustive()
+    }
 }
 
 impl RawConnection {
@@ -352,6 +360,10 @@ fn refused(path: &Path, what: &'static str) -> impl Fn(vhost::Error) -> ConnectE
 
 impl Connector {
     /// Connects, negotiates, and starts all queues.
+    ///
+    /// # Errors
+    /// [`ConnectError`]: no device within [`Connector::patience`], it has too few queue pairs, lacks a required feature or refuses
+    /// a message; the queue size is invalid, or the system has no memory or descriptors left.
     pub fn connect(&self) -> Result<Connection, ConnectError> {
         let mut handshake = self.negotiate(self.patience, self.features)?;
         handshake.accept()?;
@@ -465,6 +477,9 @@ impl Connection {
     }
 
     /// Waits until the device has notified one queue of a pair or disconnected, or until the timeout.
+    ///
+    /// # Errors
+    /// The kernel refuses to poll; a timeout is no error.
     pub fn wait(&self, pair: usize, timeout: Duration) -> io::Result<()> {
         let fds = [
             self.rx.get(pair).map(|notifier| sys::borrow(&notifier.call)),

@@ -43,14 +43,21 @@ pub struct VhostConfig {
 }
 
 impl VhostConfig {
-    /// A port with one queue pair that offers everything at a socket that it creates. Its MAC address is a local one.
+    /// A port with this name at this socket, otherwise the default.
     pub fn new(name: &str, socket: impl Into<PathBuf>) -> VhostConfig {
+        VhostConfig { name: name.to_owned(), socket: socket.into(), ..VhostConfig::default() }
+    }
+}
+
+impl Default for VhostConfig {
+    /// A port with one queue pair that offers everything at a socket that it creates. Name and socket are empty.
+    fn default() -> VhostConfig {
         VhostConfig {
-            name: name.to_owned(),
-            socket: socket.into(),
+            name: String::new(),
+            socket: PathBuf::new(),
             role: Role::Server,
             features: Features::all(),
-            config: Config { mac: ethernet::MacAddr::local(1), link_up: true, queue_pairs: 1, mtu: 1500 },
+            config: Config::default(),
             settings: PortSettings::default(),
             frontend: super::Limits::default(),
             access: Access::default(),
@@ -64,6 +71,12 @@ pub struct Server<K: PortKind> {
     socket: Socket,
     handle: Arc<PortHandle<K>>,
     lines: Lines,
+}
+
+impl<K: PortKind> std::fmt::Debug for Server<K> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Server").field("socket", &self.socket).finish_non_exhaustive()
+    }
 }
 
 impl<K: PortKind> Server<K> {

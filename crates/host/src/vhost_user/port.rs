@@ -21,7 +21,7 @@ use std::sync::{
 use vmm_sys_util::eventfd::EventFd;
 
 /// A queue, if it runs, and its vring.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Slot<Q> {
     pub queue: Option<Q>,
     pub vring: Vring,
@@ -46,7 +46,7 @@ impl<Q> Slot<Q> {
 }
 
 /// A guest as a port, connected or not. Cheap to clone: its device shares it with the worker.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct VhostPort(pub(super) Arc<Guest>);
 
 /// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on.
@@ -64,6 +64,12 @@ pub(super) struct Guest {
     pub lines: Lines,
     /// Which receive queues have stopped taking frames.
     deaf: Mutex<Vec<Deaf>>,
+}
+
+impl std::fmt::Debug for Guest {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Guest").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 impl VhostPort {
@@ -274,7 +280,14 @@ fn stop_lost<Q>(
 /// Exclusive use of a guest's transmit queue, from burst to burst.
 pub struct VhostLease(Lease<Slot<TxQueue>>);
 
+impl std::fmt::Debug for VhostLease {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("VhostLease").field(&*self.0).finish()
+    }
+}
+
 /// The same for one burst.
+#[derive(Debug)]
 pub struct VhostSource<'a> {
     slot: &'a mut Slot<TxQueue>,
     counters: &'a Counters,
@@ -327,6 +340,7 @@ impl Source for VhostSource<'_> {
 }
 
 /// Exclusive use of a guest's receive queue for one burst.
+#[derive(Debug)]
 pub struct VhostSink<'a> {
     slot: MutexGuard<'a, Slot<RxQueue>>,
     counters: &'a Counters,

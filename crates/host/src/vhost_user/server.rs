@@ -70,9 +70,17 @@ pub struct SocketConfig<'a> {
 }
 
 impl<'a> SocketConfig<'a> {
-    /// A socket that this side creates, for this user only, with the default limits.
+    /// A socket with this name and path, otherwise the default.
     pub fn new(name: &'a str, path: &'a Path) -> SocketConfig<'a> {
-        SocketConfig { name, path, role: Role::Server, limits: Limits::default(), access: Access::default() }
+        SocketConfig { name, path, ..SocketConfig::default() }
+    }
+}
+
+impl Default for SocketConfig<'_> {
+    /// A socket that this side creates, for this user only, with the default limits. Name and path are empty.
+    fn default() -> Self {
+        let (limits, access) = (Limits::default(), Access::default());
+        SocketConfig { name: "", path: Path::new(""), role: Role::Server, limits, access }
     }
 }
 
@@ -85,6 +93,12 @@ pub struct Socket {
     thread: Option<JoinHandle<()>>,
     place: Option<Place>,
     live: Live,
+}
+
+impl std::fmt::Debug for Socket {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Socket").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 /// The limits that can be changed while the thread runs.
@@ -200,6 +214,17 @@ enum End {
     Closed(String),
     /// A notification to the frontend blocked.
     Excluded,
+}
+
+fn closed(why: &str) -> End {
+    End::Closed(why.into())
+}
+
+/// Until when the listener and the connection are not polled.
+#[derive(Default)]
+struct Idle {
+    accept: Option<Instant>,
+    read: Option<Instant>,
 }
 
 impl<D: VhostDevice> Thread<D> {
@@ -325,7 +350,6 @@ impl<D: VhostDevice> Thread<D> {
 
     /// Serves one connection and returns why it ended.
     fn serve(&self, stream: UnixStream, session: &Arc<Mutex<Session<D>>>) -> End {
-        let closed = |why: &str| End::Closed(why.into());
         let (socket, current) = match stream.try_clone().and_then(|socket| Ok((socket, stream.try_clone()?))) {
             Ok(both) => both,
             Err(error) => return End::Closed(error.to_string()),
@@ -335,78 +359,65 @@ impl<D: VhostDevice> Thread<D> {
         let _ = self.attention.read();
         let _ = self.context.alarm.take();
         let messages = self.context.limits.lock().messages.quota();
-        // Until when the listener and the connection are not polled.
-        let (mut accept_after, mut read_after) = (None::<Instant>, None::<Instant>);
+        let mut idle = Idle::default();
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
         loop {
-            let now = Instant::now();
-            accept_after = accept_after.filter(|&until| until > now);
-            read_after = read_after.filter(|&until| until > now);
-            let timeout = [read_after, accept_after].into_iter().flatten().min();
-            // At least a millisecond: with 0, poll would not sleep at all.
-            let timeout = timeout.map(|until| (until - now).max(Duration::from_millis(1)));
-            let listener = self.listener.as_ref().filter(|_| accept_after.is_none());
-            let fds = [
-                Some(sys::borrow(&self.stop)),
-                Some(sys::borrow(&self.attention)),
-                Some(socket.as_fd()).filter(|_| read_after.is_none()),
-                listener.map(|listener| listener.as_fd()),
-            ];
-            match sys::wait_readable(fds, timeout) {
-                Ok([true, ..]) => return closed("the device is being removed"),
-                Ok([_, true, ..]) => {
-                    let _ = self.attention.read();
-                    if self.context.alarm.take() {
-                        self.device.count_fault(None);
-                        return End::Excluded;
-                    }
-                    return closed("an error has stopped the device (see the line above)");
-                }
-                Ok([_, _, true, _]) => {}
-                // Turned away only if the first frontend is still connected, checked after the second one has arrived: a
-                // frontend that closes and reconnects, perhaps between the two checks, must find its old connection ended.
-                Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {
-                    Ok([true]) => {}
-                    _ => {
-                        accept_after = self.turn_away();
-                        continue;
-                    }
-                },
-                Ok(_) => continue,
-                Err(error) => return End::Closed(error.to_string()),
+            match self.wait(&socket, &mut idle) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(end) => return end,
             }
             if self.context.disposal.is_busy() {
-                read_after = Some(Instant::now() + RECHECK);
+                idle.read = Some(Instant::now() + RECHECK);
                 continue;
             }
             if messages.take().is_none() {
-                read_after = messages.until();
+                idle.read = messages.until();
                 continue;
             }
-            match quirks::set_vring_enable(&socket, &mut *lock(session)) {
-                Ok(true) => continue,
-                Ok(false) => {}
-                Err(error) => return End::Closed(error.to_string()),
+            if let Err(end) = handle(&mut handler, &socket, session) {
+                return end;
             }
-            // The `vhost` crate refuses some messages by itself, without a call to the session.
-            lock(session).refused = false;
-            let result = handler.handle_request();
-            let mut session = lock(session);
-            if session.exhausted {
-                session.violated("more refused messages than `limits.refusals` allows");
-                return closed("too many refused messages");
-            }
-            if let Err(error) = result {
-                match std::mem::take(&mut session.refused) {
-                    true if session.can_refuse() => {}
-                    true => return closed(CANNOT_REFUSE),
-                    false if is_violation(&error) => {
-                        session.violated(explain(&error));
-                        return closed("protocol violation");
-                    }
-                    false => return End::Closed(explain(&error)),
+        }
+    }
+
+    /// Waits until the frontend has sent something (`true`) or the caller is to check again.
+    fn wait(&self, socket: &UnixStream, idle: &mut Idle) -> Result<bool, End> {
+        let now = Instant::now();
+        idle.accept = idle.accept.filter(|&until| until > now);
+        idle.read = idle.read.filter(|&until| until > now);
+        let timeout = [idle.read, idle.accept].into_iter().flatten().min();
+        // At least a millisecond: with 0, poll would not sleep at all.
+        let timeout = timeout.map(|until| (until - now).max(Duration::from_millis(1)));
+        let listener = self.listener.as_ref().filter(|_| idle.accept.is_none());
+        let fds = [
+            Some(sys::borrow(&self.stop)),
+            Some(sys::borrow(&self.attention)),
+            Some(socket.as_fd()).filter(|_| idle.read.is_none()),
+            listener.map(|listener| listener.as_fd()),
+        ];
+        match sys::wait_readable(fds, timeout) {
+            Ok([true, ..]) => Err(closed("the device is being removed")),
+            Ok([_, true, ..]) => {
+                let _ = self.attention.read();
+                if self.context.alarm.take() {
+                    self.device.count_fault(None);
+                    return Err(End::Excluded);
                 }
+                Err(closed("an error has stopped the device (see the line above)"))
             }
+            Ok([_, _, true, _]) => Ok(true),
+            // Turned away only if the first frontend is still connected, checked after the second one has arrived: a
+            // frontend that closes and reconnects, perhaps between the two checks, must find its old connection ended.
+            Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {
+                Ok([true]) => Ok(true),
+                _ => {
+                    idle.accept = self.turn_away();
+                    Ok(false)
+                }
+            },
+            Ok(_) => Ok(false),
+            Err(error) => Err(End::Closed(error.to_string())),
         }
     }
 
@@ -430,6 +441,37 @@ impl<D: VhostDevice> Thread<D> {
             // Not accepted; it is still in the backlog.
             Err(_) => Some(Instant::now() + RETRY),
         }
+    }
+}
+
+/// Reads a message and carries it out. Fails if that ends the connection.
+fn handle<D: VhostDevice>(
+    handler: &mut BackendReqHandler<Mutex<Session<D>>>,
+    socket: &UnixStream,
+    session: &Mutex<Session<D>>,
+) -> Result<(), End> {
+    match quirks::set_vring_enable(socket, &mut *lock(session)) {
+        Ok(true) => return Ok(()),
+        Ok(false) => {}
+        Err(error) => return Err(End::Closed(error.to_string())),
+    }
+    // The `vhost` crate refuses some messages by itself, without a call to the session.
+    lock(session).refused = false;
+    let result = handler.handle_request();
+    let mut session = lock(session);
+    if session.exhausted {
+        session.violated("more refused messages than `limits.refusals` allows");
+        return Err(closed("too many refused messages"));
+    }
+    let Err(error) = result else { return Ok(()) };
+    match std::mem::take(&mut session.refused) {
+        true if session.can_refuse() => Ok(()),
+        true => Err(closed(CANNOT_REFUSE)),
+        false if is_violation(&error) => {
+            session.violated(explain(&error));
+            Err(closed("protocol violation"))
+        }
+        false => Err(End::Closed(explain(&error))),
     }
 }
 

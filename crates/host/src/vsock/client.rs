@@ -62,6 +62,12 @@ pub struct VsockClient {
     acked: u64,
 }
 
+impl std::fmt::Debug for VsockClient {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("VsockClient").field("stack", &self.stack).field("acked", &self.acked).finish_non_exhaustive()
+    }
+}
+
 struct Context {
     rx: Notifier,
     tx: Notifier,
@@ -132,6 +138,11 @@ impl VsockConnector {
     }
 
     /// Connects, negotiates, and starts all queues.
+    ///
+    /// # Errors
+    /// [`ConnectError`]: no device within [`VsockConnector::patience`], it lacks a required feature, refuses a message or reports
+    /// no CID while [`VsockConnector::cid`] is `None`; the queue size is invalid, or the system has no memory, threads or
+    /// descriptors left.
     pub fn connect(&self) -> Result<VsockClient, ConnectError> {
         let mut handshake = self.negotiate(self.patience, self.features)?;
         let reported = handshake.config(8)?;

@@ -15,7 +15,7 @@ pub struct VsockConfig {
     pub socket: PathBuf,
     /// Which side creates that socket.
     pub role: Role,
-    /// Path of the Unix socket where programs connect and send "CONNECT <port>"; the guest's connections to port N go to
+    /// Path of the Unix socket where programs connect and send `CONNECT <port>`; the guest's connections to port N go to
     /// `<host>_N`.
     pub host: Option<PathBuf>,
     /// TCP addresses for the guest's connections to these ports.
@@ -37,12 +37,20 @@ pub struct VsockConfig {
 }
 
 impl VsockConfig {
-    /// A device without destinations for connections.
+    /// A device for this guest at this socket, otherwise the default.
     pub fn new(cid: u64, socket: PathBuf) -> VsockConfig {
+        VsockConfig { name: format!("vsock {cid}"), cid, socket, ..VsockConfig::default() }
+    }
+}
+
+impl Default for VsockConfig {
+    /// A device for guest 3 that offers everything at a socket that it creates, without destinations for connections. Name and
+    /// socket are empty.
+    fn default() -> VsockConfig {
         VsockConfig {
-            name: format!("vsock {cid}"),
-            cid,
-            socket,
+            name: String::new(),
+            cid: 3,
+            socket: PathBuf::new(),
             role: Role::Server,
             host: None,
             forward: Vec::new(),

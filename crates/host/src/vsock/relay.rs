@@ -191,6 +191,12 @@ pub struct HostRelay {
     pub(super) awaits_ok: bool,
 }
 
+impl std::fmt::Debug for HostRelay {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("HostRelay").field("awaits_ok", &self.awaits_ok).finish_non_exhaustive()
+    }
+}
+
 impl Relay for HostRelay {
     fn opened(&mut self, key: Key) {
         if std::mem::take(&mut self.awaits_ok)

@@ -27,8 +27,17 @@ pub struct VsockServer {
     host: Mutex<Option<Place>>,
 }
 
+impl std::fmt::Debug for VsockServer {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("VsockServer").field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
 impl VsockServer {
     /// Creates the sockets and adds the device to the worker.
+    ///
+    /// # Errors
+    /// A socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };

@@ -97,9 +97,18 @@ pub struct VsockWorker {
     thread: Option<JoinHandle<()>>,
 }
 
+impl std::fmt::Debug for VsockWorker {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("VsockWorker").field("guests", &self.guests).finish_non_exhaustive()
+    }
+}
+
 impl VsockWorker {
     /// Starts the thread, pinned to a CPU if given. It polls for `poll` after the last packet before it sleeps.
     /// `connections`: the maximum number of connections with other guests that each guest may request.
+    ///
+    /// # Errors
+    /// The CPU does not exist or is not allowed, or the system has no more threads or descriptors.
     pub fn start(cpu: Option<usize>, poll: Duration, connections: usize) -> io::Result<VsockWorker> {
         let events = Arc::new(EventLoop::new()?);
         let shared = events.clone();

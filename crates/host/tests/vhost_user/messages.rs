@@ -47,6 +47,7 @@ fn version_1_not_acknowledged() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a list of cases")]
 fn malformed_messages() {
     let rig = Rig::new("malformed");
     let mut others = rig.others();
@@ -234,6 +235,7 @@ fn an_old_refusal_does_not_excuse_a_malformed_message() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a list of cases")]
 fn messages_out_of_order() {
     let rig = Rig::new("order");
     let mut others = rig.others();

@@ -85,6 +85,7 @@ fn a_queue_without_kicks_is_polled() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of faults")]
 fn faults_of_the_driver() {
     const WRITE: u16 = 2;
     const INSIDE: u64 = 0x1_0000_0000;
@@ -182,6 +183,7 @@ fn reset_device() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario, each step of which starts from what those before it left")]
 fn bases_are_saved_and_restored() {
     let layouts = [
         SPLIT,

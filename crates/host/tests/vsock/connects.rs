@@ -158,7 +158,7 @@ fn tcp_connected_refused_and_reset() {
     (&guest).read_to_string(&mut last).unwrap();
     assert_eq!(last, "last");
 
-    let error = at_once(|| rig.dial(2)).err().expect("nobody listens there");
+    let error = at_once(|| rig.dial(2)).expect_err("nobody listens there");
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 
     // A reset is passed on as a reset, in either direction.
@@ -198,7 +198,7 @@ fn a_device_that_restarts() {
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
     receive(&full).unwrap();
     soon("the guest knows", || !client.stack().is_running());
-    let error = Stream::connect(client.stack(), Addr { cid: 2, port: 1 }).err().expect("no device");
+    let error = Stream::connect(client.stack(), Addr { cid: 2, port: 1 }).expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::NotConnected);
     assert!(!config.host.as_ref().unwrap().exists() && !config.socket.exists(), "its sockets must be removed");
     drop(client);

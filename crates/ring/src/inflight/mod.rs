@@ -27,7 +27,7 @@ const VERSION: u16 = 1;
 const LINE: usize = 64;
 
 /// A queue's part of the inflight region from the frontend.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Inflight {
     words: Option<Words<AtomicU64>>,
     /// Number of entries, at least the queue size.

@@ -93,7 +93,7 @@ impl Saved {
 
 impl Inflight {
     /// Reads and validates the region of a packed ring; `None` if it holds no state.
-    /// (In one function, as each step relies on what those before it have checked.)
+    #[expect(clippy::too_many_lines, reason = "each step relies on what those before it have checked")]
     pub(crate) fn read_packed(&self, ring: &Layout) -> Result<Option<Found>, SetupError> {
         let Some([_, control, indices, _, rest @ ..]) = self.words.as_deref() else { return Ok(None) };
         let size = ring.size();

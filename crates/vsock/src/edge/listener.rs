@@ -39,8 +39,17 @@ pub struct Listener<S: Side> {
     kind: SocketType,
 }
 
+impl<S: Side> std::fmt::Debug for Listener<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Listener").field("port", &self.port).field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
+
 impl<S: Side> Listener<S> {
     /// Listens on a local port.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::AddrInUse`] if the port has a listener of this kind already.
     pub fn bind(stack: &Arc<Stack<S>>, port: u32, kind: SocketType) -> io::Result<Listener<S>> {
         let arrival = Arc::new(Arrival(Condvar::new()));
         let backlog = stack.add_listener(port, kind, Waker::from(arrival.clone()))?;
@@ -72,22 +81,34 @@ impl<S: Side> Listener<S> {
     }
 
     /// Accepts a stream connection; blocks until there is one.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidInput`] if the listener is for messages.
     pub fn accept(&self) -> io::Result<Stream<S>> {
         self.accept_within(None)
     }
 
     /// Like [`Listener::accept`], but waits at most `timeout`.
+    ///
+    /// # Errors
+    /// As for [`Listener::accept`], and [`io::ErrorKind::TimedOut`].
     pub fn accept_within(&self, timeout: Option<Duration>) -> io::Result<Stream<S>> {
         self.check(SocketType::Stream)?;
         self.next(timeout).map(Stream)
     }
 
     /// Accepts a message connection; blocks until there is one.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidInput`] if the listener is for streams.
     pub fn accept_messages(&self) -> io::Result<SeqPacket<S>> {
         self.accept_messages_within(None)
     }
 
     /// Like [`Listener::accept_messages`], but waits at most `timeout`.
+    ///
+    /// # Errors
+    /// As for [`Listener::accept_messages`], and [`io::ErrorKind::TimedOut`].
     pub fn accept_messages_within(&self, timeout: Option<Duration>) -> io::Result<SeqPacket<S>> {
         self.check(SocketType::SeqPacket)?;
         self.next(timeout).map(SeqPacket)

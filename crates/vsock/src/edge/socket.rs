@@ -34,6 +34,15 @@ pub(super) struct Socket<S: Side> {
     timeout: Mutex<Option<Duration>>,
 }
 
+impl<S: Side> std::fmt::Debug for Socket<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Socket")
+            .field("port", &self.conn.key.port)
+            .field("peer", &self.conn.key.peer)
+            .finish_non_exhaustive()
+    }
+}
+
 impl<S: Side> Drop for Socket<S> {
     fn drop(&mut self) {
         self.stack.shut(&self.conn, true, true, Instant::now());
@@ -282,6 +291,12 @@ macro_rules! socket_calls {
 /// A connected stream socket. Clones share the socket; dropping the last one closes it.
 pub struct Stream<S: Side>(pub(super) Arc<Socket<S>>);
 
+impl<S: Side> std::fmt::Debug for Stream<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("Stream").field(&self.0).finish()
+    }
+}
+
 impl<S: Side> Clone for Stream<S> {
     fn clone(&self) -> Self {
         Stream(self.0.clone())
@@ -292,6 +307,11 @@ impl<S: Side> Stream<S> {
     socket_calls!();
 
     /// Connects to a peer's port.
+    ///
+    /// # Errors
+    /// `NotConnected` if the device is not running, `Unsupported` if streams were not negotiated, `QuotaExceeded` if the limit
+    /// of connections or memory is reached, `ConnectionRefused`, `ConnectionReset` or `TimedOut` if the peer refuses, resets
+    /// or does not reply.
     pub fn connect(stack: &Arc<Stack<S>>, peer: Addr) -> io::Result<Stream<S>> {
         Socket::connect(stack, peer, SocketType::Stream).map(Stream)
     }
@@ -336,6 +356,12 @@ impl<S: Side> Write for Stream<S> {
 /// A connected message socket. Clones share the socket; dropping the last one closes it.
 pub struct SeqPacket<S: Side>(pub(super) Arc<Socket<S>>);
 
+impl<S: Side> std::fmt::Debug for SeqPacket<S> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("SeqPacket").field(&self.0).finish()
+    }
+}
+
 impl<S: Side> Clone for SeqPacket<S> {
     fn clone(&self) -> Self {
         SeqPacket(self.0.clone())
@@ -346,11 +372,18 @@ impl<S: Side> SeqPacket<S> {
     socket_calls!();
 
     /// Connects to a peer's port.
+    ///
+    /// # Errors
+    /// As for [`Stream::connect`]; `Unsupported` if messages were not negotiated.
     pub fn connect(stack: &Arc<Stack<S>>, peer: Addr) -> io::Result<SeqPacket<S>> {
         Socket::connect(stack, peer, SocketType::SeqPacket).map(SeqPacket)
     }
 
     /// Sends a whole message; `record`: it ends a record (MSG_EOR).
+    ///
+    /// # Errors
+    /// `InvalidInput` if the message is longer than the peer can take, `WouldBlock` if it does not fit now and the socket is
+    /// nonblocking, `TimedOut`, `BrokenPipe` after a shutdown, `ConnectionReset`.
     pub fn send(&self, message: &[u8], record: bool) -> io::Result<()> {
         let socket = &self.0;
         let _sending = socket.conn.sending.lock();
@@ -382,6 +415,9 @@ impl<S: Side> SeqPacket<S> {
 
     /// Receives a message. Returns its length, which may exceed the target (the excess is discarded), and whether it ends a
     /// record. Returns `None` when there will be no more messages.
+    ///
+    /// # Errors
+    /// `WouldBlock` if there is no message and the socket is nonblocking, `TimedOut`, `ConnectionReset`.
     pub fn receive(&self, target: &mut [u8]) -> io::Result<Option<(usize, bool)>> {
         self.0.receive(target)
     }

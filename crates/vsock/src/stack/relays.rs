@@ -13,6 +13,10 @@ use std::{io, time::Instant};
 impl<S: Side> Stack<S> {
     /// Requests a connection to a peer for a host socket. [`Host::room`](crate::Host::room) reports that it is connected, [`Relay::finish`](crate::Relay::finish) and
     /// [`Relay::close`](crate::Relay::close) report its end.
+    ///
+    /// # Errors
+    /// `NotConnected` if the device is not running, `Unsupported` unless `kind` is stream and was negotiated, `QuotaExceeded` if
+    /// the limit of connections or memory is reached.
     pub fn connect_relay(&self, peer: Addr, kind: SocketType, relay: S::Relay, now: Instant) -> io::Result<Key> {
         Ok(self.request_connection(peer, kind, Some(relay), now)?.key)
     }
@@ -25,6 +29,9 @@ impl<S: Side> Stack<S> {
     /// Sends data of a relay straight into the peer's buffers, up to `most` bytes, by calling `read` at most once, with room for
     /// at least one byte. Returns `Ok(None)` if there is no credit or no room now ([`Host::room`](crate::Host::room) reports when there is), and
     /// `Ok(Some(0))` at the end of the data. If the ring cannot be used directly, `copy` reads the data into the outbox instead.
+    ///
+    /// # Errors
+    /// `ConnectionReset` if there is no such connection, `BrokenPipe` if it was shut down, and what `read` or `copy` returns.
     pub fn send_from(
         &self,
         key: Key,

@@ -112,6 +112,7 @@ fn check_error(result: std::io::Result<usize>) {
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one arm per kind of step")]
 fn step(guest: &mut Guest, listeners: &[Listener<Side>; 2], programs: &mut Vec<Program>, next: &mut u32, step: Step) {
     let which = |programs: &Vec<Program>, number: usize| number.checked_rem(programs.len());
     match step {

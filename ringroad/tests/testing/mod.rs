@@ -1,8 +1,13 @@
-//! What the tests of the program share: a directory, a running program, a guest.
+//! What the tests of the program share: a directory, a running program, guests with a network or a vsock device.
+#![allow(dead_code, reason = "each test file uses a part")]
 
-use ringroad_host::vhost_user::{Connection, Connector};
+use ringroad_host::{
+    vhost_user::{Connection, Connector},
+    vsock::{VsockClient, VsockConnector},
+};
 use ringroad_mem::Span;
 use ringroad_net::{Features, bits};
+use ringroad_vsock::Settings;
 use std::{
     fmt::Write as _,
     fs,
@@ -16,7 +21,7 @@ use std::{
 };
 
 /// Time limit for anything that should happen.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 pub fn within(patience: Duration, mut is: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
@@ -34,8 +39,9 @@ pub struct Folder(pub PathBuf);
 
 impl Folder {
     pub fn new(name: &str) -> Folder {
-        let path = std::env::temp_dir().join(format!("ringroad-program-{name}-{}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
+        let path = std::env::temp_dir().join(format!("ringroad-test-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
         Folder(path)
     }
 
@@ -123,6 +129,17 @@ impl Program {
         assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
     }
 
+    /// Reloads the configuration; returns what was logged.
+    #[track_caller]
+    pub fn reload(&self) -> String {
+        const DONE: &str = "configuration reloaded";
+        let before = self.err();
+        self.signal("HUP");
+        let done = || self.err().matches(DONE).count() > before.matches(DONE).count();
+        assert!(within(PATIENCE, done), "{}", self.err());
+        self.err()[before.len()..].to_owned()
+    }
+
     /// Waits for its exit; all output has been read by then.
     #[track_caller]
     pub fn ends(&mut self, patience: Duration) -> ExitStatus {
@@ -142,11 +159,8 @@ impl Program {
         assert!(status.success(), "{status}: {}", self.err());
     }
 
-    /// User and system time, in ticks of 10 ms.
     pub fn ticks(&self) -> u64 {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
-        let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+        ticks(self.child.id())
     }
 }
 
@@ -155,6 +169,13 @@ impl Drop for Program {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// User and system time of a process, in ticks of 10 ms.
+pub fn ticks(process: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
 }
 
 pub fn ringroad() -> Command {
@@ -253,6 +274,24 @@ impl Guest {
         assert!(frame[11] == number && frame[14..].iter().all(|&byte| byte == number), "damaged");
         pieces
     }
+}
+
+/// Connects a driver to one of the daemon's vsock devices.
+pub fn vsock_guest(socket: &Path) -> VsockClient {
+    let connector = VsockConnector {
+        socket: socket.to_owned(),
+        listen: false,
+        patience: PATIENCE,
+        features: ringroad_vsock::Features::all().bits(),
+        queue_size: 64,
+        receive: 4096,
+        cid: None,
+        settings: Settings::default(),
+        reconnect: None,
+    };
+    let client = connector.connect().unwrap();
+    assert!(client.stack().is_running());
+    client
 }
 
 #[track_caller]
