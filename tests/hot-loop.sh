@@ -54,7 +54,11 @@ declare -A line=()
 for port in a b; do line[$port]=$(($(wc -l <"$state/$port.lines") + 2)); done
 printed() { [ "$(wc -l <"$state/a.lines")" -ge "${line[a]}" ] && [ "$(wc -l <"$state/b.lines")" -ge "${line[b]}" ]; }
 within 10 printed || fail "expected two more lines of both drivers within 10 s"
-running() { kill -0 "$1" 2>/dev/null; }
+running() { # PID: false for a zombie, too
+  local stat
+  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  [[ ${stat##*) } != Z* ]]
+}
 running $tracer || fail "strace has ended early"
 for port in a b; do
   received=$(sed -n "${line[$port]}s/.*\"received\":\([0-9]*\).*/\1/p" "$state/$port.lines")

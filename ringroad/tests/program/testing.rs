@@ -141,13 +141,6 @@ impl Program {
         let status = self.ends(Duration::from_secs(5));
         assert!(status.success(), "{status}: {}", self.err());
     }
-
-    /// User and system time, in ticks of 10 ms.
-    pub fn ticks(&self) -> u64 {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
-        let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
-    }
 }
 
 impl Drop for Program {
