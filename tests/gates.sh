@@ -205,6 +205,8 @@ refuses "test: an attack fails" 'FAILED: attacks/.*: a::test' bash -c "$(with at
 refuses "test: the repeated attack does not exist" 'FAILED: attacks/.*: a::test' bash -c "$(with no-repeat '""' 0)"
 refuses "test: an attack aborts" 'FAILED: attacks/' bash -c "$(with attack-aborts '""' 0)"
 refuses "test: no attack runs" 'FAILED: no test ran: .*-p ringroad-attacks' bash -c "$(with no-attack '""' 0)"
+program bin/valgrind <<<'exit 3'
+refuses "test: a gate fails" 'FAILED instructions: split device: .* status 3' bash -c "$(with ok '""' 1000)"
 accepts "fuzz: unbroken" '^ok gates-runs' bash -c "faked runs '' 0 scripts/fuzz"
 refuses "fuzz: no targets" 'FAILED: cargo fuzz list has no targets' bash -c "faked none '' 0 scripts/fuzz"
 refuses "fuzz: a target that executes nothing" 'FAILED: gates-still executed no input' bash -c "faked still '' 0 scripts/fuzz"

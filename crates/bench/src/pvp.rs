@@ -111,6 +111,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         common.runs()
     );
     let mut session = Session::new("pvp", common, peers.len() * cells.len(), true);
+    session.without_missing(&peers)?;
     let devices = peers.iter().map(|peer| peer.start(common, &folder, 1, "macswap"));
     session.compare(&title, &ours, devices, &cells, |device: &Device, cell| {
         Ok(common.run(device, 0, cell.rings, &cell.settings())?.into())

@@ -56,6 +56,7 @@ pub fn run(args: &Frames) -> Result<(), String> {
         common.runs()
     );
     let mut session = Session::new("switch", common, peers.len() * cells.len(), true);
+    session.without_missing(&peers)?;
     let devices = peers.iter().map(|peer| peer.start(common, &folder, 2, "io"));
     session.compare(&title, &ours, devices, &cells, |device, &(rings, size)| measure(common, device, rings, size))?;
     session.finish()

@@ -23,7 +23,8 @@ fn usage(process: u32) -> Usage {
         // A thread that has just ended has no files any more.
         let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
         let (schedstat, status) = (read("schedstat")?, read("status")?);
-        let time = schedstat.split_whitespace().next().and_then(|time| time.parse().ok()).expect("CPU time in schedstat");
+        let time =
+            schedstat.split_whitespace().next().and_then(|time| time.parse().ok()).expect("CPU time in schedstat");
         let switches = |line: &str| line.split_once("voluntary_ctxt_switches:")?.1.trim().parse::<u64>().ok();
         let switches: Vec<u64> = status.lines().filter_map(switches).collect();
         assert_eq!(switches.len(), 2, "voluntary and nonvoluntary context switches in:\n{status}");
@@ -42,7 +43,11 @@ pub fn used(process: u32, window: Duration) -> Result<(Duration, u64), String> {
     thread::sleep(window);
     let after = usage(process);
     if before.is_empty() || !before.keys().eq(after.keys()) {
-        return Err(format!("expected the same threads all the time, got {:?}, then {:?}", before.keys(), after.keys()));
+        return Err(format!(
+            "expected the same threads all the time, got {:?}, then {:?}",
+            before.keys(),
+            after.keys()
+        ));
     }
     let sum = |usage: &Usage| usage.values().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
     let (before, after) = (sum(&before), sum(&after));
