@@ -537,4 +537,4 @@ for part in "${parts[@]}"; do
   "${part}_part"
 done
 echo "$all_kills kills: $passed passed, $failed failed"
-[ "$failed" = 0 ]
+[ "$failed" = 0 ] && [ "$passed" -gt 0 ]

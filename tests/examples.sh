@@ -36,7 +36,7 @@ start() { # NAME ARGUMENT…: starts an example, waits until it is ready; its ou
   "$target/debug/examples/$name" "$@" >"$work/$name" 2>&1 &
   children+=($!)
   until grep -q ready "$work/$name"; do
-    [ $((tries += 1)) -lt 100 ] || return 1
+    [ $((tries += 1)) -lt 100 ] || { echo "FAILED $name: expected a line 'ready' within 5 s, found:"; cat "$work/$name"; return 1; }
     sleep 0.05
   done
 }

@@ -90,7 +90,7 @@ stop_daemon() { # it must still be running, and exit with success
   done
   wait "$daemon" || status=$?
   daemon=''
-  [ $status = 0 ] || [ $status = 143 ] || { echo "the daemon exited with status $status"; return 1; }
+  [ $status = 0 ] || { echo "the daemon exited with status $status"; return 1; }
   ! grep -n 'panicked at' "$state/ringroad.log" || return 1
   figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
 }
@@ -266,4 +266,4 @@ if check "daemon start" start_daemon; then
   check "daemon end" stop_daemon || true
 fi
 echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+[ "$failed" = 0 ] && [ "$passed" -gt 0 ]

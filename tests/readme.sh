@@ -106,4 +106,4 @@ check "guest 1 pings guest 2" in_guest 1 "ping -c 3 10.77.0.12"
 check "guest 2 pings guest 1" in_guest 2 "ping -c 3 10.77.0.11"
 
 echo "$passed passed, $failed failed"
-[ $failed = 0 ]
+[ $failed = 0 ] && [ $passed -gt 0 ]

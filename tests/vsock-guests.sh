@@ -184,7 +184,7 @@ stop_device() { # it must still be running, and exit with success
     sleep 0.05
   done
   wait "$pid" || status=$?
-  [ $status = 0 ] || [ $status = 143 ] || { echo "the device exited with status $status"; return 1; }
+  [ $status = 0 ] || [ "$device $status" = "vhost-device-vsock 143" ] || { echo "the device exited with status $status"; return 1; }
   ! grep -n 'panicked at' "$state/device.log" || return 1
   figure="$(((${EPOCHREALTIME//[.,]/} - begun) / 1000)) ms"
 }
@@ -635,4 +635,4 @@ for name in "${parts[@]}"; do
   end_part
 done
 echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+[ "$failed" = 0 ] && [ "$passed" -gt 0 ]

@@ -1,5 +1,7 @@
 //! Tests of the `ringroad` binary as users run it: output, exit, signals, reload, resource use, and forwarding of frames.
 
+mod idle;
+
 #[path = "program/config.rs"]
 mod config;
 #[path = "program/machine.rs"]

@@ -13,6 +13,7 @@ use ringroad_traffic::{
     options::{Ring, name},
 };
 use serde_json::json;
+use std::fs;
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -115,6 +116,18 @@ impl Cell<'_> {
         let Cell { ring, mrg_rxbuf, in_order, vectorized } = self;
         format!("{} {ring} mrg={mrg_rxbuf} in_order={in_order} vec={vectorized}", name(&mode))
     }
+
+    /// Returns why the driver has chosen no vectorized function.
+    fn not_vectorized(&self) -> &'static str {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let has = |flag: &str| cpuinfo.split_whitespace().any(|word| word == flag);
+        match self.ring {
+            Ring::Packed if self.in_order == "1" && !(has("avx512f") && has("avx512bw")) => {
+                "the driver's vectorized functions for packed rings need AVX-512, which this CPU does not have"
+            }
+            _ => "the driver has no vectorized function for this case",
+        }
+    }
 }
 
 /// Measures every combination with each peer.
@@ -137,7 +150,7 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
     let folder = Folder::new(&format!("driver-{mode_name}"))?;
     let (line, forward) = mode.devices();
     let ours = common.ours(&folder, "ours", "unlimited", &[line])?;
-    let Some(theirs) = peer.start(common, &folder, 1, forward)? else { return Ok(()) };
+    let theirs = peer.start(common, &folder, 1, forward)?.ok_or("bench driver needs DPDK")?;
     let seconds = common.seconds.round().max(1.0) as usize;
     let mut table = Table::new(Some(&theirs.name), ["ours", "peer"], &["its Rx path", "its Tx path"]);
     for cell in cells {
@@ -156,8 +169,15 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
         let first = Testpmd::start(&options, &folder, ("on-ours", &ours))?;
         let (paths, version) = (first.paths.clone(), peer::version(&first.log));
         first.end();
+        let name = cell.name(mode);
+        let [rx_path, tx_path] = &paths;
+        let row = json!({
+            "mode": mode_name, "ring": cell.ring.to_string(), "mrg_rxbuf": cell.mrg_rxbuf == "1",
+            "in_order": cell.in_order == "1", "vectorized": cell.vectorized == "1", "size": 64, "queue_size": queue_size,
+            "unit": "Mpps", "driver": format!("DPDK {version} net_virtio_user"), "rx_path": rx_path, "tx_path": tx_path,
+        });
         if cell.vectorized == "1" && !mode.path(&paths).contains("vectorized") {
-            session.skip();
+            session.skip(&name, row, cell.not_vectorized())?;
             continue;
         }
         // A new driver for each run: where its memory happens to be makes a difference of 15 %.
@@ -167,20 +187,13 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
             driver.end();
             run
         };
-        let name = cell.name(mode);
         let pairs = session.rounds(&name, &[("on-ours", &ours), ("on-peer", &theirs)], one)?;
-        let [rx_path, tx_path] = &paths;
-        let row = json!({
-            "mode": mode_name, "ring": cell.ring.to_string(), "mrg_rxbuf": cell.mrg_rxbuf == "1",
-            "in_order": cell.in_order == "1", "vectorized": cell.vectorized == "1", "size": 64, "queue_size": queue_size, "burst": args.burst,
-            "unit": "Mpps", "driver": format!("DPDK {version} net_virtio_user"), "rx_path": rx_path, "tx_path": tx_path,
-        });
         session.push(table.add(&name, row, &pairs, paths))?;
     }
     let title = format!(
         "DPDK's driver, {mode_name}, 64 B, Mpps as it counts them, ring {queue_size}, {} runs of {seconds} s, median and min–max\n\
          {}\n\
-         vec=1 is left out if the driver has no vectorized function for the case: it is the same as vec=0",
+         vec=1 is SKIPPED if the driver has no vectorized function for the case: it is the same as vec=0",
         common.pairs,
         mode.note()
     );

@@ -25,6 +25,7 @@ pub fn run(args: &Frames) -> Result<(), String> {
     let polling = common.ours(&folder, "polling", "unlimited", &["mode = \"reflect\""])?;
     let event = common.ours(&folder, "event", "0us", &["mode = \"reflect\""])?;
     let mut session = Session::new("latency", common, peers.len() * cells.len(), false);
+    session.without_missing(&peers)?;
     for peer in &peers {
         let peer = peer.start(common, &folder, 1, "macswap")?;
         let mut ways: Vec<Way<'_>> = vec![("poll", &polling, false), ("event", &event, true)];

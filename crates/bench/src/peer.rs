@@ -44,8 +44,10 @@ pub enum Peer {
     Testpmd(Vec<String>),
     /// OVS-DPDK.
     Ovs,
-    /// No peer.
+    /// No peer, as requested.
     None,
+    /// No peer, because it is missing: the reason.
+    Missing(String),
 }
 
 /// Debian's path of the ovs-vswitchd that is built with DPDK.
@@ -55,17 +57,13 @@ const MACSWAP: &str =
     "actions=push:NXM_OF_ETH_SRC[],push:NXM_OF_ETH_DST[],pop:NXM_OF_ETH_SRC[],pop:NXM_OF_ETH_DST[],IN_PORT";
 
 impl Peers {
-    /// Returns the requested peers. A missing one is an error; without a request, it is replaced by no peer.
+    /// Returns the requested peers. A missing one is an error if it was requested.
     pub fn found(&self) -> Result<Vec<Peer>, String> {
         if self.alone {
             return Ok(vec![Peer::None]);
         }
         if self.peer.is_empty() {
-            let peer = self.find(Choice::Dpdk).unwrap_or_else(|missing| {
-                eprintln!("{missing}: measuring ringroad alone");
-                Peer::None
-            });
-            return Ok(vec![peer]);
+            return Ok(vec![self.find(Choice::Dpdk).unwrap_or_else(Peer::Missing)]);
         }
         self.peer.iter().map(|&choice| self.find(choice)).collect()
     }
@@ -75,7 +73,7 @@ impl Peers {
     pub fn driver(&self, peer: &Peer) -> Option<Vec<String>> {
         match peer {
             Peer::Testpmd(words) => Some(words.clone()),
-            Peer::Ovs | Peer::None => match self.find(Choice::Dpdk) {
+            Peer::Ovs | Peer::None | Peer::Missing(_) => match self.find(Choice::Dpdk) {
                 Ok(Peer::Testpmd(words)) => Some(words),
                 _ => None,
             },
@@ -124,7 +122,7 @@ impl Peer {
         let device = match self {
             Peer::Testpmd(words) => start_testpmd(words, common.device_cpu, folder, ports, forward)?,
             Peer::Ovs => start_ovs(common.device_cpu, folder, ports)?,
-            Peer::None => return Ok(None),
+            Peer::None | Peer::Missing(_) => return Ok(None),
         };
         device.hold(true);
         Ok(Some(device))

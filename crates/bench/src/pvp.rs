@@ -283,6 +283,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         common.runs()
     );
     let mut session = Session::new("pvp", common, found.len() * cells.len(), true);
+    session.without_missing(&found)?;
     for peer in &found {
         let device = peer.start(common, &folder, 1, "macswap")?;
         let devices = [("on-ours", &ours)].into_iter().chain(device.iter().map(|peer| ("on-peer", peer))).collect();

@@ -3,6 +3,7 @@
 use crate::{
     figures::{LINE, LINE_NOTE, RATIO, Spread, extend, line_round_trip},
     options::Common,
+    peer::Peer,
     rig::Device,
 };
 use ringroad_text::{save, table};
@@ -30,9 +31,24 @@ impl<'a> Session<'a> {
         Session { bench, common, rows: Vec::new(), start: Instant::now(), cells, done: 0, steady }
     }
 
-    /// Leaves a cell out.
-    pub fn skip(&mut self) {
+    /// Leaves a cell out: says so, and adds its row with the reason as `skipped`.
+    pub fn skip(&mut self, name: &str, row: Value, reason: &str) -> Result<(), String> {
         self.cells -= 1;
+        self.without(name, row, reason)
+    }
+
+    /// Says that something is not measured, and adds a row with the reason as `skipped`.
+    pub fn without(&mut self, what: &str, mut row: Value, reason: &str) -> Result<(), String> {
+        clear();
+        println!("SKIPPED {what}: {reason}");
+        extend(&mut row, json!({ "skipped": reason }));
+        self.push(row)
+    }
+
+    /// Says which peers are missing.
+    pub fn without_missing(&mut self, peers: &[Peer]) -> Result<(), String> {
+        let missing = |peer: &Peer| if let Peer::Missing(reason) = peer { Some(reason.clone()) } else { None };
+        peers.iter().filter_map(missing).try_for_each(|reason| self.without("peer", json!({ "peer": null }), &reason))
     }
 
     fn line(&self) -> Result<f64, String> {
@@ -324,6 +340,23 @@ mod tests {
     fn a_pair_is_steady_while_its_line_is() {
         assert!(is_steady(&[100.0, 149.0, 120.0]) && is_steady(&[480.0]));
         assert!(!is_steady(&[100.0, 151.0, 120.0]) && !is_steady(&[500.0, 110.0]));
+    }
+
+    #[test]
+    fn skipped_cells_have_a_reason() {
+        use clap::Parser;
+        #[derive(Parser)]
+        struct Cli {
+            #[command(flatten)]
+            common: Common,
+        }
+        let Cli { common } = Cli::parse_from(["bench"]);
+        let mut session = Session::new("bench", &common, 2, true);
+        session.skip("packed vec=1", json!({ "ring": "packed" }), "this CPU has no AVX-512").unwrap();
+        session.without_missing(&[Peer::None, Peer::Missing("no DPDK".into())]).unwrap();
+        assert_eq!(session.cells, 1);
+        let skipped = json!({ "ring": "packed", "skipped": "this CPU has no AVX-512" });
+        assert_eq!(session.rows, [skipped, json!({ "peer": null, "skipped": "no DPDK" })]);
     }
 
     #[test]

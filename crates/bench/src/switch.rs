@@ -12,7 +12,7 @@ use ringroad_wire::ethernet::{Addresses, MacAddr};
 use serde_json::json;
 use std::{mem, time::Duration};
 
-#[derive(clap::Args)]
+#[derive(Debug, clap::Args)]
 pub struct Args {
     /// Numbers of destination addresses, in random order, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [1, 64, 4096],
@@ -82,6 +82,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         common.runs()
     );
     let mut session = Session::new("switch", common, peers.len() * cells.len(), true);
+    session.without_missing(&peers)?;
     let devices = peers.iter().map(|peer| peer.start(common, &folder, 2, "io"));
     session.compare(&title, &ours, devices, &cells, |device, &cell| measure(common, device, cell))?;
     session.finish()

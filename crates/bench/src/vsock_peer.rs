@@ -152,8 +152,8 @@ impl Args {
         Vsock::new(device, host)
     }
 
-    /// Starts rust-vmm's device, if it is installed.
-    fn peer(&self, folder: &Folder) -> Result<Option<Vsock>, String> {
+    /// Starts rust-vmm's device, if it is installed; if not, adds a row to `session`.
+    fn peer(&self, folder: &Folder, session: &mut Session<'_>) -> Result<Option<Vsock>, String> {
         if self.alone {
             return Ok(None);
         }
@@ -163,7 +163,8 @@ impl Args {
             None => in_chroot(program).unwrap_or_else(|_| vec![program.into()]),
         };
         let Ok(version) = command(&words).arg("--version").output() else {
-            eprintln!("{program} is not installed (scripts/peers forky installs it): measuring ringroad alone");
+            let reason = format!("{program} is not installed (scripts/peers forky installs it)");
+            session.without("peer", json!({ "peer": null }), &reason)?;
             return Ok(None);
         };
         let name = String::from_utf8_lossy(&version.stdout).trim().to_owned();
@@ -329,9 +330,10 @@ pub fn run(args: &Args) -> Result<(), String> {
     // The guest has a CPU to itself. Devices and programs of the host share the other one, which threads inherit.
     pin("--device-cpu", common.device_cpu)?;
     let folder = Folder::new("vsock")?;
-    let devices: Vec<Vsock> = [Some(args.ours(&folder)?), args.peer(&folder)?].into_iter().flatten().collect();
-    let (ours, peer) = (devices.first().ok_or("no device")?, devices.get(1).map_or("", |peer| &peer.device.name));
     let mut session = Session::new("vsock-peer", common, args.size.len() + 3, false);
+    let devices: Vec<Vsock> =
+        [Some(args.ours(&folder)?), args.peer(&folder, &mut session)?].into_iter().flatten().collect();
+    let (ours, peer) = (devices.first().ok_or("no device")?, devices.get(1).map_or("", |peer| &peer.device.name));
     let lines = &mut Vec::new();
     for &size in &args.size {
         let rounds =

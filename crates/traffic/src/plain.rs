@@ -17,7 +17,7 @@ use ringroad_ring::{Addresses, DriverFault, Used};
 use ringroad_wire::vnet_hdr;
 use std::{
     collections::VecDeque,
-    hint,
+    fmt, hint,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -32,6 +32,12 @@ pub struct Plain {
     connection: Connection,
     ends: Ends,
     settings: Settings,
+}
+
+impl fmt::Debug for Plain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plain").field("settings", &self.settings).finish_non_exhaustive()
+    }
 }
 
 enum Ends {

@@ -1,11 +1,13 @@
 //! Idle ports, descriptors, TAP interfaces.
 
-use crate::testing::*;
+use crate::{idle, testing::*};
+use ringroad_host::{Signal, signal};
 use std::{
     fs,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::Command,
+    sync::mpsc::{self, RecvTimeoutError},
     thread,
     time::{Duration, Instant},
 };
@@ -33,15 +35,50 @@ fn eight_idle_ports() {
     // Connected guests without traffic are idle, too.
     let (mut a, mut b) = (Guest::plain(&sockets[0]), Guest::plain(&sockets[1]));
     exchange(&mut a, &mut b);
-    thread::sleep(Duration::from_millis(50));
-    let before = serve.ticks();
-    thread::sleep(Duration::from_secs(2));
-    assert_eq!(serve.ticks() - before, 0, "ticks of CPU time in two idle seconds");
+    thread::sleep(idle::SETTLE);
+    assert_eq!(idle::is_idle(serve.child.id()), Ok(()));
     let status = fs::read_to_string(format!("/proc/{}/status", serve.child.id())).unwrap();
     let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     let resident: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
     assert!(resident < 20 << 10, "{resident} KiB resident");
     exchange(&mut a, &mut b);
+}
+
+/// `is_idle` accepts a process that sleeps, and refuses one that uses 1 % of a CPU, and one that wakes up seven times a second.
+#[test]
+fn the_idle_gate_can_fail() {
+    let shell = |script: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let program = Program::start(command);
+        // Its start does not count.
+        thread::sleep(Duration::from_millis(200));
+        program
+    };
+    // Watches a process that is stopped, but for `run` in each `period`.
+    let watch = |process: u32, run: Duration, period: Duration| {
+        let (done, is_done) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                while is_done.recv_timeout(period - run) == Err(RecvTimeoutError::Timeout) {
+                    signal(process, Signal::Continue);
+                    thread::sleep(run);
+                    signal(process, Signal::Stop);
+                }
+            });
+            let result = idle::is_idle(process);
+            drop(done);
+            result.expect_err("it was not idle")
+        })
+    };
+    let asleep = shell("exec sleep 60");
+    assert_eq!(idle::is_idle(asleep.child.id()), Ok(()));
+    let error = watch(asleep.child.id(), Duration::from_millis(1), Duration::from_millis(150));
+    assert!(error.starts_with("expected at most 10 context switches in 3s, got "), "{error}");
+    let busy = shell("while :; do :; done");
+    signal(busy.child.id(), Signal::Stop);
+    let error = watch(busy.child.id(), Duration::from_millis(1), Duration::from_millis(100));
+    assert!(error.starts_with("expected at most 3ms of CPU time in 3s, got "), "{error}");
 }
 
 #[test]
@@ -60,9 +97,8 @@ fn out_of_descriptors() {
     let second = connects(&folder.file("a.sock"));
     let waiting = connects(&folder.file("b.sock"));
     serve.logs("port b: cannot accept a frontend: Too many open files");
-    let before = serve.ticks();
-    thread::sleep(Duration::from_millis(500));
-    assert!(serve.ticks() - before <= 1, "it spins on frontends that it cannot accept");
+    let (time, _) = idle::used(serve.child.id(), Duration::from_secs(1)).unwrap();
+    assert!(time < Duration::from_millis(20), "it spins on frontends that it cannot accept: {time:?} in a second");
     limit("--nofile=1024:");
     serve.logs("port a: a second frontend was turned away");
     serve.logs("port b: frontend connected");

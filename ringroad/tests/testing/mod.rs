@@ -158,10 +158,6 @@ impl Program {
         let status = self.ends(Duration::from_secs(5));
         assert!(status.success(), "{status}: {}", self.err());
     }
-
-    pub fn ticks(&self) -> u64 {
-        ticks(self.child.id())
-    }
 }
 
 impl Drop for Program {
