@@ -5,10 +5,11 @@ use crate::outcome::Outcome;
 use ringroad_host::{cpu_time, vhost_user::Connector};
 use ringroad_net::bits;
 use ringroad_ring::BURST;
+use ringroad_switch::Gather;
 use ringroad_text::{count, save, table, time};
 use ringroad_traffic::{
     Mode, PLAIN_BURST, Plain, Settings, Totals, Touch, Traffic, gbps,
-    options::{DriverKind, Ring, Target, Without, name, pin, seconds},
+    options::{DriverKind, Ring, Target, Without, gather, name, pin, seconds},
     probe,
 };
 use ringroad_wire::ethernet::{Addresses, MacAddr};
@@ -55,6 +56,9 @@ pub struct Args {
     /// Number of entries of each ring
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=32768))]
     queue_size: u32,
+    /// How long to pause after a burst that was not full, while the device is the slower one: auto, off, or a time such as 8us
+    #[arg(long, default_value = "auto", value_parser = gather)]
+    gather: Gather,
     /// Neither write nor read frame contents: measures the rings alone
     #[arg(long, conflicts_with = "verify")]
     no_touch: bool,
@@ -224,6 +228,7 @@ fn settings(args: &Args) -> Settings {
         sources: args.sources,
         event_driven: args.event_driven,
         burst: args.burst.into(),
+        gather: args.gather,
         reconnect: args.reconnect.map(Duration::from_secs_f64),
         ..Settings::default()
     }

@@ -20,6 +20,7 @@ mod peer;
 mod pvp;
 mod rig;
 mod session;
+mod sweep;
 mod switch;
 mod testpmd;
 mod vsock_ends;
@@ -51,6 +52,8 @@ enum Bench {
     Latency(frames::Frames),
     /// Cost per frame by the driver's burst size, and by the number of ports per worker
     Curves(curves::Args),
+    /// What drives a device fastest: burst, window and back-off of our driver, against the plain driver
+    Sweep(sweep::Args),
     /// Throughput of DPDK's driver on our device, against the same driver on DPDK's device
     Driver(driver::Args),
     /// Round trips of a vsock connection, with direct against queued sending
@@ -72,6 +75,7 @@ pub fn run(args: Args) -> Result<(), String> {
         Bench::Switch(args) => switch::run(&args),
         Bench::Latency(args) => latency::run(&args),
         Bench::Curves(args) => curves::run(&args),
+        Bench::Sweep(args) => sweep::run(&args),
         Bench::Driver(args) => driver::run(&args),
         Bench::VsockLatency(args) => vsock_latency::run(&args),
         Bench::VsockStream(args) => vsock_stream::run(&args),

@@ -4,7 +4,7 @@ use crate::options::Common;
 use ringroad_host::vhost_user::Connection;
 use ringroad_ring::DriverFault;
 use ringroad_traffic::{
-    Settings, Totals, Traffic,
+    PLAIN_BURST, Plain, Settings, Totals, Traffic,
     child::{Folder, Program, port},
     options::{Ring, pin},
 };
@@ -107,6 +107,17 @@ impl Common {
             Totals { received: 0, .. } => Err(failed(&"no frame arrived")),
             totals => Ok(totals),
         }
+    }
+
+    /// Measures the plain driver on one port of a device.
+    pub fn run_plain(&self, device: &Device, port: usize, rings: Rings, settings: &Settings) -> Result<Totals, String> {
+        let frame = settings.longest();
+        self.measure(device, &format!("{} {frame} B, ring {}", rings.layout, rings.size), || {
+            let connection = self.connect(device, port, rings, frame)?;
+            let mut plain = Plain::new(connection, settings.clone())
+                .ok_or_else(|| format!("the plain driver needs a --queue-size above {PLAIN_BURST}"))?;
+            Ok(move |time| plain.run(time, |_| {}))
+        })
     }
 
     /// Measures our driver on one port of a device.

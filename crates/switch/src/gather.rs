@@ -94,8 +94,8 @@ enum State {
     Trying { trial: usize, most: usize, doubted: bool, tries: [Tries; PAUSES.len()] },
 }
 
-/// Finds the pause for one queue.
-pub(crate) struct Pauses {
+/// Finds the pause for one queue. Used by workers, and by drivers of test traffic: they poll, too.
+pub struct Pauses {
     how: Gather,
     /// Index of the current pause.
     which: usize,
@@ -112,14 +112,15 @@ impl std::fmt::Debug for Pauses {
 }
 
 impl Pauses {
-    pub(crate) fn new(how: Gather) -> Pauses {
+    /// Creates it for a queue.
+    pub fn new(how: Gather) -> Pauses {
         let state = State::Holding { until: None, rate: 0.0, doubted: false };
         Pauses { how, which: 0, start: None, count: Count::default(), state, wait: WAIT }
     }
 
     /// Returns how long to leave the queue alone after a burst of `frames` frames.
     #[inline]
-    pub(crate) fn after(&mut self, frames: usize, now: impl Fn() -> Instant) -> Duration {
+    pub fn after(&mut self, frames: usize, now: impl Fn() -> Instant) -> Duration {
         match self.how {
             Gather::Off => return Duration::ZERO,
             Gather::For(pause) => return if frames < BURST { pause } else { Duration::ZERO },

@@ -24,6 +24,6 @@ mod schedule;
 
 pub use fdb::{Fdb, Learned};
 pub use forward::{Port, Switch, panic_message};
-pub use gather::Gather;
+pub use gather::{Gather, Pauses};
 pub use limits::{Claim, Dropped, Limits};
 pub use schedule::{Poll, Schedule, Work};

@@ -11,6 +11,7 @@ use ringroad_host::vhost_user::{Connection, Notifier};
 use ringroad_mem::Span;
 use ringroad_net::{Driver, DriverRx, DriverTx};
 use ringroad_ring::{BURST, DriverFault};
+use ringroad_switch::{Gather, Pauses};
 use ringroad_wire::ethernet::{self, Addresses};
 use std::{
     mem,
@@ -225,13 +226,18 @@ impl Traffic {
             allowed: u64::MAX,
             moved: (begun, self.totals.received),
         };
+        // With a given rate, or asleep, it is slower than the device.
+        let gathers = self.settings.rate.is_none() && !self.settings.event_driven;
+        let mut pauses = Pauses::new(if gathers { self.settings.gather } else { Gather::Off });
         rx.disable_notification();
         tx.disable_notification();
         for round in 0u64.. {
             if (round % ROUNDS == 0 || self.settings.event_driven) && !self.look(&mut pace, connection, time, tick) {
                 break;
             }
+            let received = self.totals.received;
             let worked = self.round(rx, tx, pace.allowed)?;
+            let pause = pauses.after((self.totals.received - received) as usize, Instant::now);
             // Asking costs a full fence. A polling device does not need to be notified; one that sleeps is notified when there
             // is nothing else to do, or soon.
             if worked == 0 || round % ROUNDS == 0 || self.settings.event_driven {
@@ -242,6 +248,12 @@ impl Traffic {
                 if self.settings.event_driven {
                     self.sleep(connection, rx, tx, time, pace.allowed);
                 } else {
+                    std::hint::spin_loop();
+                }
+            }
+            if !pause.is_zero() {
+                let start = Instant::now();
+                while start.elapsed() < pause {
                     std::hint::spin_loop();
                 }
             }

@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use ringroad_host::{pin_current_thread, vhost_user::Connector};
 use ringroad_net::Features;
+use ringroad_switch::Gather;
 use std::{
     fmt,
     path::{Path, PathBuf},
@@ -104,6 +105,21 @@ pub fn poll(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Parses how long a driver pauses for a slower device: "auto", "off" or a number of microseconds, "8us".
+///
+/// # Errors
+/// A message, if it is none of these.
+pub fn gather(text: &str) -> Result<Gather, String> {
+    let number = || text.strip_suffix("us")?.parse::<u64>().ok().filter(|&number| number <= 100);
+    match text {
+        "auto" => Ok(Gather::Auto),
+        "off" => Ok(Gather::Off),
+        _ => number()
+            .map(|number| Gather::For(Duration::from_micros(number)))
+            .ok_or_else(|| format!("expected auto, off or a number of us up to 100, found {text}")),
+    }
+}
+
 /// Pins the calling thread, and those that it starts, to the CPU that an option names.
 ///
 /// # Errors
@@ -118,6 +134,8 @@ mod tests {
 
     #[test]
     fn times() {
+        assert_eq!((gather("auto"), gather("8us")), (Ok(Gather::Auto), Ok(Gather::For(Duration::from_micros(8)))));
+        assert!(gather("8").is_err() && gather("101us").is_err());
         assert_eq!(poll("0"), Ok(Duration::ZERO));
         assert_eq!(poll("50us"), Ok(Duration::from_micros(50)));
         assert_eq!(poll("unlimited"), Ok(Duration::MAX));

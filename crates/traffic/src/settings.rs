@@ -1,6 +1,7 @@
 //! What a driver of test traffic does.
 
 use ringroad_ring::BURST;
+use ringroad_switch::Gather;
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     sync::{Arc, atomic::AtomicBool},
@@ -54,6 +55,9 @@ pub struct Settings {
     pub event_driven: bool,
     /// Maximum number of frames sent at once: 1 to [`BURST`], and never more than half of the ring.
     pub burst: usize,
+    /// How long not to poll after a burst that was not full. A driver that is faster than the device reads each line of the ring
+    /// while the device still writes it.
+    pub gather: Gather,
     /// If the device disconnects: how long to wait for it to return, then resume. `None`: stop.
     pub reconnect: Option<Duration>,
     /// Stops it early.
@@ -75,6 +79,7 @@ impl Default for Settings {
             sources: 1,
             event_driven: false,
             burst: BURST,
+            gather: Gather::Auto,
             reconnect: None,
             stop: Arc::default(),
         }
