@@ -65,6 +65,8 @@ impl Ipv4 {
     pub const DF: u16 = 1 << 14;
     /// `fragment`: more fragments follow.
     pub const MF: u16 = 1 << 13;
+    /// `fragment`: the bits of the position.
+    pub const OFFSET: u16 = Ipv4::MF - 1;
 }
 
 /// An IPv6 header.
@@ -198,7 +200,7 @@ impl Packet {
             per_fragment_len: header_len,
             next_header_at: std::mem::offset_of!(Ipv4, protocol),
             total_len: ip.total_len.get().into(),
-            is_fragment: ip.fragment.get() & !Ipv4::DF != 0,
+            is_fragment: ip.fragment.get() & (Ipv4::MF | Ipv4::OFFSET) != 0,
             is_routed: false,
         })
     }
@@ -316,7 +318,9 @@ mod tests {
             assert_eq!((packet.header_len, packet.total_len), (20 + usize::from(options), 1500));
             assert_eq!((packet.protocol, packet.is_fragment, packet.next_header_at), (6, false, 9));
         }
-        for (fragment, expected) in [(0, false), (Ipv4::DF, false), (Ipv4::MF, true), (1, true), (0x1fff, true)] {
+        for (fragment, expected) in
+            [(0, false), (Ipv4::DF, false), (Ipv4::MF, true), (1, true), (0x1fff, true), (0x8000, false)]
+        {
             let head = v4(Ipv4 { fragment: U16::new(fragment), ..V4 }, 0);
             assert_eq!(Packet::read(Version::V4, &head).unwrap().is_fragment, expected);
         }

@@ -1,0 +1,396 @@
+//! What is left to do to a frame that its sender did not finish: complete a checksum, cut the frame into segments. Independent of
+//! any device; sources make it of their own headers, sinks make theirs of it, and `checksum` and `segment` do the work for
+//! receivers that cannot.
+//!
+//! An [`Offload`] is checked against its frame when it is made, and its fields are private: one that exists is correct for the
+//! headers it was made of.
+
+pub mod checksum;
+pub mod coalesce;
+mod headers;
+pub mod segment;
+
+use bitflags::bitflags;
+use headers::Headers;
+use ringroad_wire::{
+    ethernet,
+    ip::{IpError, Version},
+    l4,
+};
+use std::num::NonZeroU16;
+use thiserror::Error;
+
+/// Headers are examined in a private copy of at most this length in bytes: Ethernet, two VLAN tags, and 234 bytes of IP and TCP.
+pub const HEADERS: usize = 256;
+
+/// Number of segments that a UDP frame may be cut into (as in Linux).
+pub const UDP_SEGMENTS: usize = 128;
+
+/// Smallest segment size of TCP, in bytes: Linux' minimum of 48 for a connection less 40 bytes of options. It bounds the work and
+/// the memory that one frame causes.
+const TCP_LEAST: u16 = 8;
+
+bitflags! {
+    /// The offloads that a port takes frames with, or sends frames with.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Support: u8 {
+        /// [`Checksum::Partial`]; all that follow require it.
+        const CHECKSUM = 1;
+        /// [`Kind::Tcp4`].
+        const TCP4 = 1 << 1;
+        /// [`Kind::Tcp6`].
+        const TCP6 = 1 << 2;
+        /// TCP frames with CWR set ([`Gso::ecn`]).
+        const ECN = 1 << 3;
+        /// [`Kind::Udp4`].
+        const UDP4 = 1 << 4;
+        /// [`Kind::Udp6`].
+        const UDP6 = 1 << 5;
+        /// [`Kind::Fragments4`] and [`Kind::Fragments6`].
+        const FRAGMENTS = 1 << 6;
+        /// [`Checksum::Valid`]: which may be withheld from a port, and ignored from one.
+        const VALID = 1 << 7;
+    }
+}
+
+/// The checksum of a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Checksum {
+    /// Complete; whether it is valid is for the receiver to see.
+    #[default]
+    Complete,
+    /// Complete and verified.
+    Valid,
+    /// To be computed over all bytes from `start` on. The field holds the sum of the pseudo header.
+    Partial {
+        /// First byte that is summed, in bytes from the start of the frame.
+        start: u16,
+        /// Position of the checksum, in bytes from `start`.
+        offset: u16,
+    },
+}
+
+/// How a frame is to be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// TCP segments over IPv4 (TSO).
+    Tcp4,
+    /// TCP segments over IPv6 (TSO).
+    Tcp6,
+    /// UDP datagrams over IPv4 (USO).
+    Udp4,
+    /// UDP datagrams over IPv6 (USO).
+    Udp6,
+    /// IPv4 fragments of one UDP datagram (UFO).
+    Fragments4,
+    /// IPv6 fragments of one UDP datagram (UFO).
+    Fragments6,
+}
+
+impl Kind {
+    /// Returns what a port must support to take frames of this kind.
+    pub const fn support(self) -> Support {
+        let kind = match self {
+            Kind::Tcp4 => Support::TCP4,
+            Kind::Tcp6 => Support::TCP6,
+            Kind::Udp4 => Support::UDP4,
+            Kind::Udp6 => Support::UDP6,
+            Kind::Fragments4 | Kind::Fragments6 => Support::FRAGMENTS,
+        };
+        kind.union(Support::CHECKSUM)
+    }
+
+    /// Returns whether the segments are TCP's.
+    pub const fn is_tcp(self) -> bool {
+        matches!(self, Kind::Tcp4 | Kind::Tcp6)
+    }
+
+    /// Returns whether the segments are IP fragments.
+    pub const fn is_fragments(self) -> bool {
+        matches!(self, Kind::Fragments4 | Kind::Fragments6)
+    }
+
+    const fn version(self) -> Version {
+        match self {
+            Kind::Tcp4 | Kind::Udp4 | Kind::Fragments4 => Version::V4,
+            Kind::Tcp6 | Kind::Udp6 | Kind::Fragments6 => Version::V6,
+        }
+    }
+
+    /// Smallest payload of a segment, in bytes.
+    const fn least(self) -> u16 {
+        match self {
+            Kind::Tcp4 | Kind::Tcp6 => TCP_LEAST,
+            Kind::Udp4 | Kind::Udp6 => 1,
+            Kind::Fragments4 | Kind::Fragments6 => 8,
+        }
+    }
+
+    /// Rounds down a segment's payload: positions of fragments count in units of eight bytes.
+    const fn whole(self, size: u16) -> u16 {
+        if self.is_fragments() { size & !7 } else { size }
+    }
+}
+
+/// A frame that is to be cut into segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gso {
+    /// How it is to be cut.
+    pub kind: Kind,
+    /// TCP: CWR is set, which only the first segment keeps (RFC 3168, 6.1.2).
+    pub ecn: bool,
+    /// Payload of each segment but the last, in bytes; of a fragment: without IP headers.
+    pub size: NonZeroU16,
+    /// Length of all headers in bytes, with that of TCP or UDP.
+    pub header_len: u16,
+}
+
+/// What is left to do to a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offload {
+    /// Partial if `gso` is set.
+    checksum: Checksum,
+    gso: Option<Gso>,
+}
+
+const _: () = assert!(size_of::<Offload>() == 12);
+
+/// A segmentation as its sender describes it, unchecked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// How the frame is to be cut.
+    pub kind: Kind,
+    /// CWR is set.
+    pub ecn: bool,
+    /// Payload of each segment, in bytes.
+    pub size: u16,
+    /// `start` and `offset` of [`Checksum::Partial`].
+    pub checksum: (u16, u16),
+}
+
+/// Why an offload does not apply to its frame. The frame is to be dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Refused {
+    /// The checksum begins in the Ethernet header.
+    #[error("expected a checksum from byte 14 or later, found {found}")]
+    ChecksumStart {
+        /// First byte summed.
+        found: u16,
+    },
+    /// The checksum's field is not at a word of what is summed.
+    #[error("expected the checksum at an even offset, found {found}")]
+    ChecksumOdd {
+        /// Position from the first byte summed.
+        found: u16,
+    },
+    /// The checksum's field is not within the frame.
+    #[error("expected the checksum within the frame of {len} bytes, found it at {found}")]
+    ChecksumBeyond {
+        /// Position of its first byte.
+        found: usize,
+        /// Length of the frame.
+        len: usize,
+    },
+    /// Segmentation, and the checksum is not that of TCP or UDP.
+    #[error("expected the checksum of TCP or UDP, from byte {} at offset {}, found {} and {}",
+        expected.0, expected.1, found.0, found.1)]
+    ChecksumElsewhere {
+        /// By the frame's headers: start and offset.
+        expected: (usize, u16),
+        /// As claimed.
+        found: (u16, u16),
+    },
+    /// Segmentation without a partial checksum.
+    #[error("expected a partial checksum with segmentation, found none")]
+    ChecksumMissing,
+    /// No such way of segmentation.
+    #[error("expected a segmentation type of 1, 3, 4 or 5, found {found}")]
+    Type {
+        /// As claimed.
+        found: u8,
+    },
+    /// The length of the headers, as claimed, exceeds the frame's.
+    #[error("expected headers within the frame of {len} bytes, found a header length of {found}")]
+    HeaderLen {
+        /// As claimed.
+        found: u16,
+        /// Length of the frame.
+        len: usize,
+    },
+    /// The sender has not negotiated it.
+    #[error("expected one of the negotiated offloads ({negotiated:?}), found {found:?}")]
+    NotNegotiated {
+        /// What the frame needs.
+        found: Support,
+        /// What the sender may use.
+        negotiated: Support,
+    },
+    /// The size of the segments is zero or too small.
+    #[error("expected segments of {least} bytes or more, found {found}")]
+    Size {
+        /// As claimed.
+        found: u16,
+        /// Smallest size.
+        least: u16,
+    },
+    /// Too many segments.
+    #[error("expected at most {UDP_SEGMENTS} UDP segments, found {found}")]
+    Segments {
+        /// Number of segments.
+        found: usize,
+    },
+    /// The frame is not of the version of IP claimed.
+    #[error("expected headers for {expected:?}, found EtherType {found:#06x}")]
+    EtherType {
+        /// As claimed.
+        expected: Kind,
+        /// Behind VLAN tags.
+        found: u16,
+    },
+    /// The frame is not of the protocol claimed.
+    #[error("expected headers for {expected:?}, found protocol {found}")]
+    Protocol {
+        /// As claimed.
+        expected: Kind,
+        /// By the IP headers.
+        found: u8,
+    },
+    /// The IP headers.
+    #[error(transparent)]
+    Ip(#[from] IpError),
+    /// The length in the IP header is not that of the frame's payload.
+    #[error("expected an IP packet of {actual} bytes, found a length of {found}")]
+    IpLen {
+        /// By the header.
+        found: usize,
+        /// By the length of the frame.
+        actual: usize,
+    },
+    /// The frame is already a fragment.
+    #[error("expected an unfragmented packet, found a fragment")]
+    Fragment,
+    /// The frame ends within its headers, or they are longer than [`HEADERS`].
+    #[error("expected headers of at most {found} bytes, found {needed} or more")]
+    Headers {
+        /// Length of the headers.
+        needed: usize,
+        /// Length of the frame or of the copy of its first bytes.
+        found: usize,
+    },
+    /// The TCP header's length is less than that of one without options.
+    #[error("expected a TCP header of 20 bytes or more, found {found}")]
+    TcpHeader {
+        /// By the header.
+        found: usize,
+    },
+    /// SYN counts as a byte of the sequence: it cannot be repeated in each segment.
+    #[error("expected TCP segmentation without SYN, found flags {found:#04x}")]
+    TcpFlags {
+        /// In the header.
+        found: u8,
+    },
+    /// The length in the UDP header is not that of the packet's payload.
+    #[error("expected a UDP datagram of {actual} bytes, found a length of {found}")]
+    UdpLen {
+        /// By the header.
+        found: u16,
+        /// By the length of the frame.
+        actual: usize,
+    },
+}
+
+impl Offload {
+    /// Nothing is left to do, and nothing is known.
+    pub const NONE: Offload = Offload { checksum: Checksum::Complete, gso: None };
+
+    /// The checksum was verified.
+    pub const VALID: Offload = Offload { checksum: Checksum::Valid, gso: None };
+
+    /// Returns whether it is [`Offload::NONE`]: one comparison, as only a frame with a partial checksum has `gso`.
+    #[inline(always)]
+    pub const fn is_none(self) -> bool {
+        matches!(self.checksum, Checksum::Complete)
+    }
+
+    /// Returns what is left to do about the checksum.
+    #[inline(always)]
+    pub const fn checksum(self) -> Checksum {
+        self.checksum
+    }
+
+    /// Returns how the frame is to be cut, if it is.
+    #[inline(always)]
+    pub const fn gso(self) -> Option<Gso> {
+        self.gso
+    }
+
+    /// A checksum to be completed in a frame of `len` bytes.
+    ///
+    /// # Errors
+    /// [`Refused`] if its field is not an aligned word of what is summed, within the frame and behind the Ethernet header.
+    pub fn partial(start: u16, offset: u16, len: usize) -> Result<Offload, Refused> {
+        let at = usize::from(start) + usize::from(offset);
+        if usize::from(start) < ethernet::HEADER {
+            return Err(Refused::ChecksumStart { found: start });
+        }
+        if !offset.is_multiple_of(2) {
+            return Err(Refused::ChecksumOdd { found: offset });
+        }
+        if at + 2 > len {
+            return Err(Refused::ChecksumBeyond { found: at, len });
+        }
+        Ok(Offload { checksum: Checksum::Partial { start, offset }, gso: None })
+    }
+
+    /// A segmentation of a frame of `len` bytes that starts with `head`, a private copy of its first [`HEADERS`] bytes or of all.
+    /// If the payload fits into one segment, nothing but the checksum is left to do.
+    ///
+    /// # Errors
+    /// [`Refused`] if the claim and the frame's own headers do not agree, or these are damaged.
+    pub fn segmented(claim: Claim, head: &[u8], len: usize) -> Result<Offload, Refused> {
+        let Claim { kind, size, checksum: (start, offset), .. } = claim;
+        let partial = Offload::partial(start, offset, len)?;
+        let size = NonZeroU16::new(kind.whole(size)).filter(|_| size >= kind.least());
+        let Some(size) = size else { return Err(Refused::Size { found: claim.size, least: kind.least() }) };
+        let headers = Headers::read(kind, head, len)?;
+        let expected = (headers.transport, if kind.is_tcp() { l4::Tcp::CHECKSUM } else { l4::Udp::CHECKSUM });
+        if (usize::from(start), offset) != expected {
+            return Err(Refused::ChecksumElsewhere { expected, found: (start, offset) });
+        }
+        let segments = (len - headers.data(kind)).div_ceil(size.get().into());
+        if segments <= 1 {
+            return Ok(partial);
+        }
+        if segments > UDP_SEGMENTS && matches!(kind, Kind::Udp4 | Kind::Udp6) {
+            return Err(Refused::Segments { found: segments });
+        }
+        let ecn = kind.is_tcp() && (claim.ecn || headers.tcp_flags & l4::flags::CWR != 0);
+        Ok(Offload { gso: Some(Gso { kind, ecn, size, header_len: headers.end as u16 }), ..partial })
+    }
+
+    /// Returns what a port must support to take the frame as it is.
+    pub const fn needs(self) -> Support {
+        match (self.checksum, self.gso) {
+            (Checksum::Partial { .. }, None) => Support::CHECKSUM,
+            (_, None) => Support::empty(),
+            (_, Some(Gso { kind, ecn: false, .. })) => kind.support(),
+            (_, Some(Gso { kind, ecn: true, .. })) => kind.support().union(Support::ECN),
+        }
+    }
+
+    /// Returns the length of the longest frame that a frame of `len` bytes becomes on a link, in bytes: what an MTU limits.
+    pub fn longest(self, len: usize) -> usize {
+        let Some(gso) = self.gso else { return len };
+        let Checksum::Partial { start, .. } = self.checksum else { return len };
+        let size = usize::from(gso.size.get());
+        match gso.kind {
+            Kind::Tcp4 | Kind::Tcp6 | Kind::Udp4 | Kind::Udp6 => usize::from(gso.header_len) + size,
+            Kind::Fragments4 => usize::from(start) + size,
+            // At most: destination options behind the per-fragment headers are part of the fragments' payload.
+            Kind::Fragments6 => usize::from(start) + ringroad_wire::ip::Fragment::LEN + size,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
