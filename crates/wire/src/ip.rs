@@ -341,16 +341,16 @@ mod tests {
     fn ipv6_extension_headers() {
         use protocol::{DESTINATION, FRAGMENT, HOP_BY_HOP, ROUTING, TCP};
         // Extensions, all headers, per-fragment headers, position of the field that names what follows those.
-        let cases: [(&[(u8, u8)], usize, usize, usize); 7] = [
-            (&[], 40, 40, 6),
-            (&[(HOP_BY_HOP, 0)], 48, 48, 40),
-            (&[(DESTINATION, 2)], 64, 40, 6),
-            (&[(HOP_BY_HOP, 1), (DESTINATION, 0), (ROUTING, 0), (DESTINATION, 0)], 80, 72, 64),
-            (&[(DESTINATION, 0), (ROUTING, 1)], 64, 64, 48),
-            (&[(FRAGMENT, 9)], 48, 40, 6),
-            (&[(DESTINATION, 0); MAX_EXTENSIONS], 104, 40, 6),
+        let cases: [(&[(u8, u8)], [usize; 3]); 7] = [
+            (&[], [40, 40, 6]),
+            (&[(HOP_BY_HOP, 0)], [48, 48, 40]),
+            (&[(DESTINATION, 2)], [64, 40, 6]),
+            (&[(HOP_BY_HOP, 1), (DESTINATION, 0), (ROUTING, 0), (DESTINATION, 0)], [80, 72, 64]),
+            (&[(DESTINATION, 0), (ROUTING, 1)], [64, 64, 48]),
+            (&[(FRAGMENT, 9)], [48, 40, 6]),
+            (&[(DESTINATION, 0); MAX_EXTENSIONS], [104, 40, 6]),
         ];
-        for (extensions, header_len, per_fragment_len, next_header_at) in cases {
+        for (extensions, [header_len, per_fragment_len, next_header_at]) in cases {
             let head = v6(extensions, TCP);
             let head = &head[..header_len.min(head.len())];
             let packet = Packet::read(Version::V6, head).unwrap();
