@@ -393,4 +393,38 @@ impl Offload {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    fn offload(kind: Kind, ecn: bool) -> Offload {
+        let gso = Gso { kind, ecn, size: NonZeroU16::new(1000).unwrap(), header_len: 54 };
+        Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, gso: Some(gso) }
+    }
+
+    #[test]
+    fn needs_of_each_kind() {
+        assert_eq!(Offload::NONE.needs() | Offload::VALID.needs(), Support::empty());
+        assert_eq!(Offload::partial(34, 16, 60).unwrap().needs(), Support::CHECKSUM);
+        let kinds = [
+            (Kind::Tcp4, Support::TCP4),
+            (Kind::Tcp6, Support::TCP6),
+            (Kind::Udp4, Support::UDP4),
+            (Kind::Udp6, Support::UDP6),
+            (Kind::Fragments4, Support::FRAGMENTS),
+            (Kind::Fragments6, Support::FRAGMENTS),
+        ];
+        for (kind, support) in kinds {
+            assert_eq!(offload(kind, false).needs(), Support::CHECKSUM | support);
+            assert_eq!(offload(kind, true).needs(), Support::CHECKSUM | support | Support::ECN);
+        }
+    }
+
+    #[test]
+    fn longest_frame_on_a_link() {
+        assert_eq!(Offload::NONE.longest(60_000), 60_000);
+        assert_eq!(offload(Kind::Tcp6, false).longest(60_000), 1054);
+        assert_eq!(offload(Kind::Udp4, false).longest(60_000), 1054);
+        assert_eq!(offload(Kind::Fragments4, false).longest(60_000), 1034);
+        assert_eq!(offload(Kind::Fragments6, false).longest(60_000), 1042);
+    }
+}

@@ -1,5 +1,7 @@
 //! Property tests of `offload`: what is cut is put together again, by an independent implementation and by `coalesce`.
 
+#[path = "offload/examples.rs"]
+mod examples;
 #[path = "offload/reference.rs"]
 mod reference;
 

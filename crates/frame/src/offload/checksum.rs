@@ -55,3 +55,62 @@ fn is_valid(frame: &[u8]) -> Option<bool> {
     sum.add_word(ip.pseudo_header(packet, transport.len())?);
     Some(sum.get() == 0xffff)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// UDP over IPv4, its data one word; the field holds the sum of the pseudo header. Two bytes of padding follow.
+    fn udp(word: u16) -> Vec<u8> {
+        let mut frame = vec![0; 12];
+        frame.extend([0x08, 0x00, 0x45, 0, 0, 30, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+        frame.extend([0, 1, 0, 2, 0, 10]);
+        frame.extend((0x0a00u16 + 1 + 0x0a00 + 2 + 17 + 10).to_be_bytes());
+        frame.extend(word.to_be_bytes());
+        frame
+    }
+
+    #[test]
+    fn udp_checksum_of_zero() {
+        // All that is summed: pseudo header, ports and length.
+        let rest = 0x0a00u16 + 1 + 0x0a00 + 2 + 17 + 10 + 1 + 2 + 10;
+        for (word, expected) in [(!rest, 0xffff), (!rest - 1, 1), (0, !rest)] {
+            let mut frame = udp(word);
+            let len = frame.len();
+            complete(&mut frame, Offload::NONE);
+            assert_eq!(frame, udp(word));
+            complete(&mut frame, Offload::partial(34, 6, len).unwrap());
+            assert_eq!(frame[40..42], u16::to_be_bytes(expected));
+            assert_eq!(verify(&frame), Offload::VALID);
+            frame.extend([0xff; 3]);
+            assert_eq!(verify(&frame), Offload::VALID, "padding does not count");
+            frame[40..42].fill(0);
+            assert_eq!(verify(&frame), Offload::NONE, "no checksum");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_verified() {
+        let mut frame = udp(0);
+        let len = frame.len();
+        complete(&mut frame, Offload::partial(34, 6, len).unwrap());
+        assert_eq!(verify(&frame), Offload::VALID);
+        for len in 0..frame.len() {
+            assert_eq!(verify(&frame[..len]), Offload::NONE);
+        }
+        // EtherType, version, fragment, protocol, address, port, checksum, data.
+        for at in [13, 14, 21, 23, 27, 35, 41, 43] {
+            let mut wrong = frame.clone();
+            wrong[at] ^= 1;
+            assert_eq!(verify(&wrong), Offload::NONE, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_field_outside_the_frame_is_left_alone() {
+        let mut frame = udp(7);
+        finish(&mut frame, 34, 9);
+        finish(&mut frame, 1000, 6);
+        assert_eq!(frame, udp(7));
+    }
+}
