@@ -1,6 +1,6 @@
-//! Offloads in the header of a virtio-net frame (virtio 1.3, 5.1.6): [`read`] checks what the other end asks for, once, against the
-//! frame and the negotiated features; [`write()`] describes an offload to the other end. Called by both ends of a queue, and by TAP
-//! ports, whose header is the same.
+//! Offloads in the header of a virtio-net frame (virtio 1.3, 5.1.6): [`read`] checks what the other end asks for, once, against
+//! the frame and the negotiated features; [`write()`] describes an offload to the other end. Called by both ends of a queue, and
+//! by TAP ports, whose header is the same.
 
 use crate::features::bits;
 use ringroad_frame::offload::{Checksum, Claim, Gso, Kind, Offload, Refused, Support};
@@ -53,8 +53,8 @@ fn support(acked: u64, checksum: u64, others: &[(u64, Support)]) -> Support {
 /// [`HEADERS`](ringroad_frame::offload::HEADERS) bytes, or of all. `support`: what its sender may use.
 ///
 /// For a frame without offloads this is one comparison of the header's first two bytes; `head` is not looked at. Flags without a
-/// meaning for `support` are ignored, as are the fields that belong to flags that are not set (5.1.6.2.2, 5.1.6.4.2). `hdr_len` is a
-/// hint: the frame's own headers decide, and only a value beyond the frame is refused.
+/// meaning for `support` are ignored, as are the fields that belong to flags that are not set (5.1.6.2.2, 5.1.6.4.2). `hdr_len`
+/// is a hint: the frame's own headers decide, and only a value beyond the frame is refused.
 ///
 /// # Errors
 /// [`Refused`]; the frame is to be dropped.

@@ -1,5 +1,5 @@
-//! The Internet checksum (RFC 1071) and its incremental update (RFC 1624). Called by `frame`, which completes, verifies and adjusts
-//! the checksums of IP, TCP and UDP.
+//! The Internet checksum (RFC 1071) and its incremental update (RFC 1624). Called by `frame`, which completes, verifies and
+//! adjusts the checksums of IP, TCP and UDP.
 //!
 //! Numbers are 16-bit words in host order, as they are read from the wire with big-endian types.
 

@@ -1,5 +1,5 @@
-//! IPv4 (RFC 791) and IPv6 (RFC 8200) headers, with the extension headers of IPv6. Read and written by `frame`, which segments and
-//! coalesces frames.
+//! IPv4 (RFC 791) and IPv6 (RFC 8200) headers, with the extension headers of IPv6. Read and written by `frame`, which segments
+//! and coalesces frames.
 
 use crate::checksum::Sum;
 use thiserror::Error;
@@ -250,8 +250,8 @@ impl Packet {
         Err(IpError::Extensions)
     }
 
-    /// Returns the sum of the pseudo header of TCP or UDP with this length in bytes (RFC 9293, 3.1; RFC 8200, 8.1), for the packet
-    /// that starts with `head`. `None` for a routed packet, and if `head` is too short.
+    /// Returns the sum of the pseudo header of TCP or UDP with this length in bytes (RFC 9293, 3.1; RFC 8200, 8.1), for the
+    /// packet that starts with `head`. `None` for a routed packet, and if `head` is too short.
     pub fn pseudo_header(&self, head: &[u8], len: usize) -> Option<u16> {
         let mut sum = Sum::default();
         sum.add(match self.version {
@@ -341,7 +341,8 @@ mod tests {
     fn ipv6_extension_headers() {
         use protocol::{DESTINATION, FRAGMENT, HOP_BY_HOP, ROUTING, TCP};
         // Extensions, all headers, per-fragment headers, position of the field that names what follows those.
-        let cases: [(&[(u8, u8)], [usize; 3]); 7] = [
+        type Case = (&'static [(u8, u8)], [usize; 3]);
+        let cases: [Case; 7] = [
             (&[], [40, 40, 6]),
             (&[(HOP_BY_HOP, 0)], [48, 48, 40]),
             (&[(DESTINATION, 2)], [64, 40, 6]),

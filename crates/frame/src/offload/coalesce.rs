@@ -1,5 +1,5 @@
-//! Plans which frames of a burst are coalesced (GRO): consecutive segments of a TCP flow become one frame of up to 64 KiB. The rules
-//! are those of Linux (`tcp_gro_receive`, `inet_gro_receive`): cutting the frame again gives the same segments.
+//! Plans which frames of a burst are coalesced (GRO): consecutive segments of a TCP flow become one frame of up to 64 KiB. The
+//! rules are those of Linux (`tcp_gro_receive`, `inet_gro_receive`): cutting the frame again gives the same segments.
 //!
 //! Only headers are looked at, in private copies. The plan does not allocate; a worker has one and reuses it.
 
@@ -143,8 +143,8 @@ impl Plan {
         })
     }
 
-    /// Writes the header of a merged group to `out`, which has room for [`super::HEADERS`] bytes. Returns its length in bytes, and
-    /// what is left to do to the frame. `None` if the group is one frame, which stays as it is.
+    /// Writes the header of a merged group to `out`, which has room for [`super::HEADERS`] bytes. Returns its length in bytes,
+    /// and what is left to do to the frame. `None` if the group is one frame, which stays as it is.
     pub fn header(&self, group: &Group, frames: &[Head<'_>], out: &mut [u8]) -> Option<(usize, Offload)> {
         let first = group.tcp.filter(|_| group.is_merged())?;
         let Headers { network, ip, transport, end, .. } = first.headers;
@@ -264,37 +264,42 @@ impl TcpFrame {
         (!is_last).then_some(Next { seq, id: self.id, step })
     }
 
-    /// Returns whether both frames have the same addresses and ports.
+    /// Returns whether both frames have the same addresses and ports. Their headers may have different lengths.
     fn is_same_flow(&self, bytes: &[u8], other: &TcpFrame, others: &[u8]) -> bool {
         let Headers { network, transport, .. } = self.headers;
         let addresses = if self.kind == Kind::Tcp4 { 12..20 } else { 8..40 };
-        // A header of another length is the same flow, too.
-        let shifted = |range: Range<usize>, from: usize| range.start + from..range.end + from;
-        let equal = |range: Range<usize>, to: usize, from: usize| matches!((bytes.get(shifted(range.clone(), to)), others.get(shifted(range, from))), (Some(a), Some(b)) if a == b);
         self.kind == other.kind
             && network == other.headers.network
-            && equal(0..network, 0, 0)
-            && equal(addresses, network, network)
-            && equal(0..4, transport, other.headers.transport)
+            && equal(bytes, others, 0..network)
+            && equal(bytes, others, network + addresses.start..network + addresses.end)
+            && equal(
+                bytes.get(transport..).unwrap_or_default(),
+                others.get(other.headers.transport..).unwrap_or_default(),
+                0..4,
+            )
     }
 
     /// Returns whether both frames have the same headers, apart from what differs among the segments of a frame: lengths,
     /// identification, checksums, sequence number, and the flags FIN, PSH and CWR.
     fn is_alike(&self, bytes: &[u8], other: &TcpFrame, others: &[u8]) -> bool {
         let (Headers { network, transport, end, .. }, theirs) = (self.headers, other.headers);
-        let equal =
-            |range: Range<usize>| matches!((bytes.get(range.clone()), others.get(range)), (Some(a), Some(b)) if a == b);
+        let same = |range| equal(bytes, others, range);
         let network_alike = if self.kind == Kind::Tcp4 {
-            equal(0..network + 2) && equal(network + 6..network + 10) && equal(network + 12..transport + 4)
+            same(0..network + 2) && same(network + 6..network + 10) && same(network + 12..transport + 4)
         } else {
-            equal(0..network + 4) && equal(network + 6..transport + 4)
+            same(0..network + 4) && same(network + 6..transport + 4)
         };
         let differing = self.headers.tcp_flags ^ theirs.tcp_flags;
         (transport, end) == (theirs.transport, theirs.end)
             && network_alike
             && differing & !(flags::FIN | flags::PSH | flags::CWR) == 0
-            && equal(transport + 8..transport + 13)
-            && equal(transport + 14..transport + 16)
-            && equal(transport + 18..end)
+            && same(transport + 8..transport + 13)
+            && same(transport + 14..transport + 16)
+            && same(transport + 18..end)
     }
+}
+
+/// Returns whether these bytes of both are there and the same.
+fn equal(bytes: &[u8], others: &[u8], range: Range<usize>) -> bool {
+    bytes.get(range.clone()).is_some_and(|bytes| others.get(range) == Some(bytes))
 }

@@ -74,8 +74,8 @@ impl Segmenter {
         (self.len - self.at).div_ceil(self.size())
     }
 
-    /// Writes the next segment to the start of `out`. `copy` copies bytes of the frame, from the given position on; it is not called
-    /// for the headers. `None` if there are no more, or if `out` is shorter than [`Segmenter::longest`].
+    /// Writes the next segment to the start of `out`. `copy` copies bytes of the frame, from the given position on; it is not
+    /// called for the headers. `None` if there are no more, or if `out` is shorter than [`Segmenter::longest`].
     ///
     /// A datagram is read twice if it becomes fragments: first to complete its checksum.
     pub fn next(&mut self, out: &mut [u8], mut copy: impl FnMut(usize, &mut [u8])) -> Option<Segment> {

@@ -136,11 +136,11 @@ impl Spec {
     }
 }
 
-/// The checksum of a TCP segment or UDP datagram.
+/// The checksum of a TCP segment or UDP datagram. 0 and 0xffff are the same number; the latter is right for both protocols.
 pub fn checksum_of(frame: &[u8], transport: usize, tcp: bool) -> u16 {
     let sliced = SlicedPacket::from_ethernet(frame).unwrap();
     let rest = &frame[transport..];
-    match sliced.net.unwrap() {
+    let checksum = match sliced.net.unwrap() {
         NetSlice::Ipv4(ip) => {
             let (source, destination) = (ip.header().source(), ip.header().destination());
             assert_eq!(ip.header().header_checksum(), ip.header().to_header().calc_header_checksum());
@@ -161,7 +161,8 @@ pub fn checksum_of(frame: &[u8], transport: usize, tcp: bool) -> u16 {
             }
         }
         NetSlice::Arp(_) => unreachable!(),
-    }
+    };
+    if checksum == 0 { 0xffff } else { checksum }
 }
 
 /// All segments of a frame, with what is left to do to each.
