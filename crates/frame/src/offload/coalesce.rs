@@ -264,12 +264,11 @@ impl TcpFrame {
         (!is_last).then_some(Next { seq, id: self.id, step })
     }
 
-    /// Returns whether both frames have the same addresses and ports. Their headers may have different lengths.
+    /// Returns whether both frames have the same addresses and ports. The lengths of their IP headers may differ.
     fn is_same_flow(&self, bytes: &[u8], other: &TcpFrame, others: &[u8]) -> bool {
         let Headers { network, transport, .. } = self.headers;
         let addresses = if self.kind == Kind::Tcp4 { 12..20 } else { 8..40 };
         self.kind == other.kind
-            && network == other.headers.network
             && equal(bytes, others, 0..network)
             && equal(bytes, others, network + addresses.start..network + addresses.end)
             && equal(

@@ -5,6 +5,7 @@ use ringroad_frame::{
     Offload,
     offload::{
         HEADERS, Kind, Refused, Support,
+        coalesce::{Group, Head, Plan},
         segment::{Checksums, Segmenter},
     },
 };
@@ -175,6 +176,86 @@ fn other_headers_are_not_coalesced() {
         assert_eq!(counts(&[(first.frame(), other), (second.frame(), partial)]), [1, 1]);
     }
     assert_eq!(counts(&[(first.frame(), partial), (second.frame(), Offload::VALID)]), [2]);
+}
+
+/// Consecutive frames of `len` bytes of data.
+fn consecutive<const N: usize>(first: &Spec, len: usize) -> [Spec; N] {
+    std::array::from_fn(|index| Spec {
+        seq: first.seq.wrapping_add((index * len) as u32),
+        id: first.id.wrapping_add(index as u16),
+        payload: vec![1; len],
+        ..first.clone()
+    })
+}
+
+/// The frame with a partial checksum.
+fn partial(spec: &Spec) -> (Vec<u8>, Offload) {
+    let frame = spec.frame();
+    let offload = Offload::partial(spec.claim().checksum.0, 16, frame.len()).unwrap();
+    (frame, offload)
+}
+
+#[test]
+fn identifications_grow_evenly() {
+    let frames = consecutive::<4>(&spec(Kind::Tcp4, 0), 100);
+    let with = |ids: [u16; 4]| {
+        let specs = frames.iter().zip(ids).map(|(frame, id)| Spec { id, ..frame.clone() });
+        counts(&specs.map(|spec| partial(&spec)).collect::<Vec<_>>())
+    };
+    assert_eq!(with([5, 6, 7, 8]), [4]);
+    assert_eq!(with([5, 5, 5, 5]), [4]);
+    assert_eq!(with([5, 5, 6, 7]), [2, 2]);
+    assert_eq!(with([5, 6, 6, 7]), [2, 2]);
+    assert_eq!(with([5, 7, 9, 11]), [1, 1, 1, 1]);
+}
+
+#[test]
+fn longest_frame_of_a_receiver() {
+    let frames = consecutive::<3>(&spec(Kind::Tcp4, 0), 100).map(|spec| partial(&spec));
+    let heads = frames.each_ref().map(|(frame, offload)| Head { bytes: frame, len: frame.len(), offload: *offload });
+    let mut plan = Plan::default();
+    let one = frames[0].0.len();
+    for (longest, expected) in [(one + 200, vec![one + 200]), (one + 199, vec![one + 100, one])] {
+        plan.make(&heads, Support::all(), longest);
+        assert_eq!(plan.groups().iter().map(Group::len).collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
+fn segments_that_would_be_refused() {
+    let frames = |len| consecutive::<2>(&spec(Kind::Tcp6, 0), len).map(|spec| partial(&spec));
+    assert_eq!(counts(&frames(8)), [2]);
+    assert_eq!(counts(&frames(7)), [1, 1]);
+}
+
+#[test]
+fn frames_to_be_segmented_stay_as_they_are() {
+    let [first, second, third] = consecutive(&spec(Kind::Tcp4, 0), 200);
+    let whole = (second.frame(), offload(&second));
+    assert!(whole.1.gso().is_some());
+    assert_eq!(counts(&[partial(&first), whole, partial(&third)]), [1, 1, 1]);
+}
+
+#[test]
+fn routed_packets_are_not_coalesced() {
+    let routing = Spec { extensions: [None, None, Some(0), None], ..spec(Kind::Tcp6, 0) };
+    let mut frames = consecutive::<2>(&routing, 100).map(|spec| partial(&spec));
+    assert_eq!(counts(&frames), [2]);
+    for (frame, _) in &mut frames {
+        // One segment left.
+        frame[routing.transport() - 8 + 3] = 1;
+    }
+    assert_eq!(counts(&frames), [1, 1]);
+}
+
+#[test]
+fn flows_that_alternate() {
+    for (flows, merged) in [(8, true), (9, false)] {
+        let flow = |flow| consecutive::<2>(&Spec { flow, ..spec(Kind::Tcp4, 0) }, 100);
+        let frames = (0..2).flat_map(|index| (0..flows).map(move |number| partial(&flow(number)[index])));
+        let count = if merged { vec![2; flows.into()] } else { vec![1; 2 * usize::from(flows)] };
+        assert_eq!(counts(&frames.collect::<Vec<_>>()), count);
+    }
 }
 
 #[test]
