@@ -8,50 +8,16 @@
 pub mod checksum;
 pub mod coalesce;
 mod headers;
+mod kind;
+mod refused;
 pub mod segment;
 
-use bitflags::bitflags;
+pub use kind::{HEADERS, Kind, Support, UDP_SEGMENTS};
+pub use refused::Refused;
+
 use headers::Headers;
-use ringroad_wire::{
-    ethernet,
-    ip::{IpError, Version},
-    l4,
-};
+use ringroad_wire::{ethernet, ip, l4};
 use std::num::NonZeroU16;
-use thiserror::Error;
-
-/// Headers are examined in a private copy of at most this length in bytes: Ethernet, two VLAN tags, and 234 bytes of IP and TCP.
-pub const HEADERS: usize = 256;
-
-/// Number of segments that a UDP frame may be cut into (as in Linux).
-pub const UDP_SEGMENTS: usize = 128;
-
-/// Smallest segment size of TCP, in bytes: Linux' minimum of 48 for a connection less 40 bytes of options. It bounds the work and
-/// the memory that one frame causes.
-const TCP_LEAST: u16 = 8;
-
-bitflags! {
-    /// The offloads that a port takes frames with, or sends frames with.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Support: u8 {
-        /// [`Checksum::Partial`]; all that follow require it.
-        const CHECKSUM = 1;
-        /// [`Kind::Tcp4`].
-        const TCP4 = 1 << 1;
-        /// [`Kind::Tcp6`].
-        const TCP6 = 1 << 2;
-        /// TCP frames with CWR set ([`Gso::ecn`]).
-        const ECN = 1 << 3;
-        /// [`Kind::Udp4`].
-        const UDP4 = 1 << 4;
-        /// [`Kind::Udp6`].
-        const UDP6 = 1 << 5;
-        /// [`Kind::Fragments4`] and [`Kind::Fragments6`].
-        const FRAGMENTS = 1 << 6;
-        /// [`Checksum::Valid`]: which may be withheld from a port, and ignored from one.
-        const VALID = 1 << 7;
-    }
-}
 
 /// The checksum of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,68 +34,6 @@ pub enum Checksum {
         /// Position of the checksum, in bytes from `start`.
         offset: u16,
     },
-}
-
-/// How a frame is to be cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// TCP segments over IPv4 (TSO).
-    Tcp4,
-    /// TCP segments over IPv6 (TSO).
-    Tcp6,
-    /// UDP datagrams over IPv4 (USO).
-    Udp4,
-    /// UDP datagrams over IPv6 (USO).
-    Udp6,
-    /// IPv4 fragments of one UDP datagram (UFO).
-    Fragments4,
-    /// IPv6 fragments of one UDP datagram (UFO).
-    Fragments6,
-}
-
-impl Kind {
-    /// Returns what a port must support to take frames of this kind.
-    pub const fn support(self) -> Support {
-        let kind = match self {
-            Kind::Tcp4 => Support::TCP4,
-            Kind::Tcp6 => Support::TCP6,
-            Kind::Udp4 => Support::UDP4,
-            Kind::Udp6 => Support::UDP6,
-            Kind::Fragments4 | Kind::Fragments6 => Support::FRAGMENTS,
-        };
-        kind.union(Support::CHECKSUM)
-    }
-
-    /// Returns whether the segments are TCP's.
-    pub const fn is_tcp(self) -> bool {
-        matches!(self, Kind::Tcp4 | Kind::Tcp6)
-    }
-
-    /// Returns whether the segments are IP fragments.
-    pub const fn is_fragments(self) -> bool {
-        matches!(self, Kind::Fragments4 | Kind::Fragments6)
-    }
-
-    const fn version(self) -> Version {
-        match self {
-            Kind::Tcp4 | Kind::Udp4 | Kind::Fragments4 => Version::V4,
-            Kind::Tcp6 | Kind::Udp6 | Kind::Fragments6 => Version::V6,
-        }
-    }
-
-    /// Smallest payload of a segment, in bytes.
-    const fn least(self) -> u16 {
-        match self {
-            Kind::Tcp4 | Kind::Tcp6 => TCP_LEAST,
-            Kind::Udp4 | Kind::Udp6 => 1,
-            Kind::Fragments4 | Kind::Fragments6 => 8,
-        }
-    }
-
-    /// Rounds down a segment's payload: positions of fragments count in units of eight bytes.
-    const fn whole(self, size: u16) -> u16 {
-        if self.is_fragments() { size & !7 } else { size }
-    }
 }
 
 /// A frame that is to be cut into segments.
@@ -166,137 +70,6 @@ pub struct Claim {
     pub size: u16,
     /// `start` and `offset` of [`Checksum::Partial`].
     pub checksum: (u16, u16),
-}
-
-/// Why an offload does not apply to its frame. The frame is to be dropped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum Refused {
-    /// The checksum begins in the Ethernet header.
-    #[error("expected a checksum from byte 14 or later, found {found}")]
-    ChecksumStart {
-        /// First byte summed.
-        found: u16,
-    },
-    /// The checksum's field is not at a word of what is summed.
-    #[error("expected the checksum at an even offset, found {found}")]
-    ChecksumOdd {
-        /// Position from the first byte summed.
-        found: u16,
-    },
-    /// The checksum's field is not within the frame.
-    #[error("expected the checksum within the frame of {len} bytes, found it at {found}")]
-    ChecksumBeyond {
-        /// Position of its first byte.
-        found: usize,
-        /// Length of the frame.
-        len: usize,
-    },
-    /// Segmentation, and the checksum is not that of TCP or UDP.
-    #[error("expected the checksum of TCP or UDP, from byte {} at offset {}, found {} and {}",
-        expected.0, expected.1, found.0, found.1)]
-    ChecksumElsewhere {
-        /// By the frame's headers: start and offset.
-        expected: (usize, u16),
-        /// As claimed.
-        found: (u16, u16),
-    },
-    /// Segmentation without a partial checksum.
-    #[error("expected a partial checksum with segmentation, found none")]
-    ChecksumMissing,
-    /// No such way of segmentation.
-    #[error("expected a segmentation type of 1, 3, 4 or 5, found {found}")]
-    Type {
-        /// As claimed.
-        found: u8,
-    },
-    /// The length of the headers, as claimed, exceeds the frame's.
-    #[error("expected headers within the frame of {len} bytes, found a header length of {found}")]
-    HeaderLen {
-        /// As claimed.
-        found: u16,
-        /// Length of the frame.
-        len: usize,
-    },
-    /// The sender has not negotiated it.
-    #[error("expected one of the negotiated offloads ({negotiated:?}), found {found:?}")]
-    NotNegotiated {
-        /// What the frame needs.
-        found: Support,
-        /// What the sender may use.
-        negotiated: Support,
-    },
-    /// The size of the segments is zero or too small.
-    #[error("expected segments of {least} bytes or more, found {found}")]
-    Size {
-        /// As claimed.
-        found: u16,
-        /// Smallest size.
-        least: u16,
-    },
-    /// Too many segments.
-    #[error("expected at most {UDP_SEGMENTS} UDP segments, found {found}")]
-    Segments {
-        /// Number of segments.
-        found: usize,
-    },
-    /// The frame is not of the version of IP claimed.
-    #[error("expected headers for {expected:?}, found EtherType {found:#06x}")]
-    EtherType {
-        /// As claimed.
-        expected: Kind,
-        /// Behind VLAN tags.
-        found: u16,
-    },
-    /// The frame is not of the protocol claimed.
-    #[error("expected headers for {expected:?}, found protocol {found}")]
-    Protocol {
-        /// As claimed.
-        expected: Kind,
-        /// By the IP headers.
-        found: u8,
-    },
-    /// The IP headers.
-    #[error(transparent)]
-    Ip(#[from] IpError),
-    /// The length in the IP header is not that of the frame's payload.
-    #[error("expected an IP packet of {actual} bytes, found a length of {found}")]
-    IpLen {
-        /// By the header.
-        found: usize,
-        /// By the length of the frame.
-        actual: usize,
-    },
-    /// The frame is already a fragment.
-    #[error("expected an unfragmented packet, found a fragment")]
-    Fragment,
-    /// The frame ends within its headers, or they are longer than [`HEADERS`].
-    #[error("expected headers of at most {found} bytes, found {needed} or more")]
-    Headers {
-        /// Length of the headers.
-        needed: usize,
-        /// Length of the frame or of the copy of its first bytes.
-        found: usize,
-    },
-    /// The TCP header's length is less than that of one without options.
-    #[error("expected a TCP header of 20 bytes or more, found {found}")]
-    TcpHeader {
-        /// By the header.
-        found: usize,
-    },
-    /// SYN counts as a byte of the sequence: it cannot be repeated in each segment.
-    #[error("expected TCP segmentation without SYN, found flags {found:#04x}")]
-    TcpFlags {
-        /// In the header.
-        found: u8,
-    },
-    /// The length in the UDP header is not that of the packet's payload.
-    #[error("expected a UDP datagram of {actual} bytes, found a length of {found}")]
-    UdpLen {
-        /// By the header.
-        found: u16,
-        /// By the length of the frame.
-        actual: usize,
-    },
 }
 
 impl Offload {
@@ -387,7 +160,7 @@ impl Offload {
             Kind::Tcp4 | Kind::Tcp6 | Kind::Udp4 | Kind::Udp6 => usize::from(gso.header_len) + size,
             Kind::Fragments4 => usize::from(start) + size,
             // At most: destination options behind the per-fragment headers are part of the fragments' payload.
-            Kind::Fragments6 => usize::from(start) + ringroad_wire::ip::Fragment::LEN + size,
+            Kind::Fragments6 => usize::from(start) + ip::Fragment::LEN + size,
         }
     }
 }

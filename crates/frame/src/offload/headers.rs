@@ -1,6 +1,9 @@
 //! The headers of a frame to be segmented or coalesced, read from a private copy and checked against the frame's length.
 
-use super::{HEADERS, Kind, Refused};
+use super::{
+    kind::{HEADERS, Kind},
+    refused::Refused,
+};
 use ringroad_wire::{
     checksum::Sum,
     ethernet,
