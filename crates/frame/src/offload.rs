@@ -22,7 +22,7 @@ use std::num::NonZeroU16;
 /// The checksum of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Checksum {
-    /// Complete; whether it is valid is for the receiver to see.
+    /// Complete; the receiver verifies it.
     #[default]
     Complete,
     /// Complete and verified.

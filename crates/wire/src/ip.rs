@@ -150,7 +150,7 @@ pub enum IpError {
     Extensions,
 }
 
-/// What the headers of an IP packet say.
+/// The parsed headers of an IP packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packet {
     /// Version.

@@ -29,7 +29,7 @@ pub(super) fn finish(frame: &mut [u8], start: usize, offset: usize) {
 }
 
 /// Verifies the checksum of a TCP or UDP frame. Returns [`Offload::VALID`], or [`Offload::NONE`] if the checksum is wrong or
-/// absent, or the frame is of another protocol: the receiver has to look.
+/// absent, or the frame is of another protocol: the receiver verifies it.
 pub fn verify(frame: &[u8]) -> Offload {
     if is_valid(frame) == Some(true) { Offload::VALID } else { Offload::NONE }
 }

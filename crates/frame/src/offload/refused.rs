@@ -1,4 +1,4 @@
-//! Why an offload is refused: what was expected, and what the sender's header or the frame's own headers say.
+//! Why an offload is refused: what was expected, and what was found in the sender's description or in the frame's own headers.
 
 use super::kind::{Kind, Support, UDP_SEGMENTS};
 use ringroad_wire::ip::IpError;
