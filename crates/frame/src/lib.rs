@@ -2,7 +2,7 @@
 //! empties it, and the [`Counters`] of both.
 //!
 //! This crate is independent of any device. A virtio-net queue, a TAP interface or an e1000 fills bursts and takes frames out of
-//! them; the switch moves bursts between ports. Reading order: `port`, `burst`, `head`.
+//! them; the switch moves bursts between ports. Reading order: `port`, `burst`, `head`, `offload`.
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -19,11 +19,13 @@
 mod burst;
 mod counters;
 mod head;
+pub mod offload;
 mod port;
 
 pub use burst::{Burst, NotAFrame, PIECES, Rest};
 pub use counters::{Counter, Counters, Snapshot};
 pub use head::{Frame, HEAD, HEADROOM};
+pub use offload::Offload;
 pub use port::{Sink, Source};
 
 use ringroad_wire::ethernet;

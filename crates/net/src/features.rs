@@ -7,14 +7,40 @@ use ringroad_wire::ethernet::MacAddr;
 pub mod bits {
     pub use ringroad_ring::bits::*;
 
+    /// The driver may send partial checksums.
+    pub const NET_F_CSUM: u64 = 1;
+    /// The driver takes partial checksums.
+    pub const NET_F_GUEST_CSUM: u64 = 1 << 1;
     /// The maximum MTU is in the configuration space.
     pub const NET_F_MTU: u64 = 1 << 3;
     /// The MAC address is in the configuration space.
     pub const NET_F_MAC: u64 = 1 << 5;
+    /// The driver takes TCP over IPv4 to be segmented.
+    pub const NET_F_GUEST_TSO4: u64 = 1 << 7;
+    /// The driver takes TCP over IPv6 to be segmented.
+    pub const NET_F_GUEST_TSO6: u64 = 1 << 8;
+    /// The driver takes TCP with ECN to be segmented.
+    pub const NET_F_GUEST_ECN: u64 = 1 << 9;
+    /// The driver takes UDP to be fragmented.
+    pub const NET_F_GUEST_UFO: u64 = 1 << 10;
+    /// The driver may send TCP over IPv4 to be segmented.
+    pub const NET_F_HOST_TSO4: u64 = 1 << 11;
+    /// The driver may send TCP over IPv6 to be segmented.
+    pub const NET_F_HOST_TSO6: u64 = 1 << 12;
+    /// The driver may send TCP with ECN to be segmented.
+    pub const NET_F_HOST_ECN: u64 = 1 << 13;
+    /// The driver may send UDP to be fragmented.
+    pub const NET_F_HOST_UFO: u64 = 1 << 14;
     /// A frame may be spread over several receive buffers.
     pub const NET_F_MRG_RXBUF: u64 = 1 << 15;
     /// The link status is in the configuration space.
     pub const NET_F_STATUS: u64 = 1 << 16;
+    /// The driver takes UDP over IPv4 to be segmented.
+    pub const NET_F_GUEST_USO4: u64 = 1 << 54;
+    /// The driver takes UDP over IPv6 to be segmented.
+    pub const NET_F_GUEST_USO6: u64 = 1 << 55;
+    /// The driver may send UDP to be segmented.
+    pub const NET_F_HOST_USO: u64 = 1 << 56;
 }
 
 bitflags! {

@@ -17,6 +17,7 @@
 mod device;
 mod driver;
 mod features;
+pub mod offload;
 
 pub use device::{RxQueue, TxQueue};
 pub use driver::{Driver, DriverConfig, DriverError, DriverRx, DriverTx};

@@ -16,6 +16,22 @@ pub const ZLEN: usize = 60;
 /// Size of two VLAN tags in bytes.
 pub const TAGS: usize = 8;
 
+/// EtherTypes of VLAN tags: IEEE 802.1Q, and 802.1ad for the outer of two.
+const TAG_TYPES: [u16; 2] = [0x8100, 0x88a8];
+
+/// Returns the EtherType of the frame that starts with `head`, behind up to two VLAN tags, and the position in bytes of what
+/// follows it. A third tag counts as the payload's type. `None` if `head` is too short.
+pub fn payload(head: &[u8]) -> Option<(u16, usize)> {
+    let mut at = HEADER;
+    loop {
+        let ethertype = u16::from_be_bytes(*head.get(at - 2..)?.first_chunk()?);
+        if !TAG_TYPES.contains(&ethertype) || at == HEADER + TAGS {
+            return Some((ethertype, at));
+        }
+        at += TAGS / 2;
+    }
+}
+
 /// Returns the size in bytes of the longest frame on a link with this MTU, from the destination address to the end of the
 /// payload. Up to two VLAN tags do not count towards the MTU.
 #[inline]
@@ -165,6 +181,24 @@ mod tests {
     #[test]
     fn longest_frame_for_an_mtu() {
         assert_eq!([68, 1500, 65535].map(longest_frame), [90, 1522, 65557]);
+    }
+
+    #[test]
+    fn payload_behind_tags() {
+        let (addresses, ipv4) = ([1; 12], [0x08, 0x00]);
+        let tags: [(&[u8], _); 4] = [
+            (&[], (0x0800, 14)),
+            (&[0x81, 0x00, 0, 1], (0x0800, 18)),
+            (&[0x88, 0xa8, 0, 1, 0x81, 0x00, 0, 1], (0x0800, 22)),
+            (&[0x81, 0x00, 0, 1, 0x81, 0x00, 0, 1, 0x81, 0x00, 0, 1], (0x8100, 22)),
+        ];
+        for (tags, expected) in tags {
+            let frame = [&addresses[..], tags, &ipv4].concat();
+            assert_eq!(payload(&frame), Some(expected));
+            for size in 0..expected.1 {
+                assert_eq!(payload(&frame[..size]), None);
+            }
+        }
     }
 
     #[test]

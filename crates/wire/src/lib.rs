@@ -1,5 +1,5 @@
-//! Frame formats, without I/O: Ethernet addresses, the headers of virtio-net and virtio-vsock. Used by the device and driver
-//! crates and by the switch.
+//! Frame formats, without I/O: Ethernet, IP, TCP and UDP, their checksums, the headers of virtio-net and virtio-vsock. Used by
+//! the device and driver crates, by `frame` and by the switch.
 //!
 //! Everything works on byte slices. No input panics: short or damaged input gives `None` or a small error.
 
@@ -16,6 +16,9 @@
     )
 )]
 
+pub mod checksum;
 pub mod ethernet;
+pub mod ip;
+pub mod l4;
 pub mod vnet_hdr;
 pub mod vsock_hdr;

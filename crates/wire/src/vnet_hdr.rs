@@ -27,8 +27,8 @@ pub const GSO_UDP_L4: u8 = 5;
 /// `gso_type`: flag in addition to the type, the TCP segments have ECN set (VIRTIO_NET_HDR_GSO_ECN).
 pub const GSO_ECN: u8 = 0x80;
 
-/// The header, little-endian as on the wire; nothing is validated. The default is that of a plain frame, with `num_buffers` 0 as a driver sends it; a device
-/// that fills receive buffers sets `num_buffers` to 1 or more.
+/// The header, little-endian as on the wire; nothing is validated. The default is that of a plain frame, with `num_buffers` 0 as
+/// a driver sends it; a device that fills receive buffers sets `num_buffers` to 1 or more.
 #[derive(Clone, Copy, Debug, Default, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Eq, Unaligned)]
 #[repr(C)]
 pub struct VnetHdr {

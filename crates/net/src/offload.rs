@@ -1,0 +1,135 @@
+//! Offloads in the header of a virtio-net frame (virtio 1.3, 5.1.6): [`read`] checks what the other end asks for, once, against
+//! the frame and the negotiated features; [`write()`] describes an offload to the other end. Called by both ends of a queue, and
+//! by TAP ports, whose header is the same.
+
+use crate::features::bits;
+use ringroad_frame::offload::{Checksum, Claim, Gso, Kind, Offload, Refused, Support};
+use ringroad_wire::{
+    ethernet,
+    ip::ETHERTYPE_V6,
+    vnet_hdr::{F_DATA_VALID, F_NEEDS_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP, GSO_UDP_L4, VnetHdr},
+};
+
+/// Returns what a driver that acknowledged these feature bits may send.
+pub fn driver_sends(acked: u64) -> Support {
+    let udp = Support::UDP4.union(Support::UDP6);
+    support(
+        acked,
+        bits::NET_F_CSUM,
+        &[
+            (bits::NET_F_HOST_TSO4, Support::TCP4),
+            (bits::NET_F_HOST_TSO6, Support::TCP6),
+            (bits::NET_F_HOST_ECN, Support::ECN),
+            (bits::NET_F_HOST_UFO, Support::FRAGMENTS),
+            (bits::NET_F_HOST_USO, udp),
+        ],
+    )
+}
+
+/// Returns what a driver that acknowledged these feature bits takes.
+pub fn driver_takes(acked: u64) -> Support {
+    support(
+        acked,
+        bits::NET_F_GUEST_CSUM,
+        &[
+            (bits::NET_F_GUEST_CSUM, Support::VALID),
+            (bits::NET_F_GUEST_TSO4, Support::TCP4),
+            (bits::NET_F_GUEST_TSO6, Support::TCP6),
+            (bits::NET_F_GUEST_ECN, Support::ECN),
+            (bits::NET_F_GUEST_UFO, Support::FRAGMENTS),
+            (bits::NET_F_GUEST_USO4, Support::UDP4),
+            (bits::NET_F_GUEST_USO6, Support::UDP6),
+        ],
+    )
+}
+
+/// All others require the checksum's feature bit (5.1.3.1).
+fn support(acked: u64, checksum: u64, others: &[(u64, Support)]) -> Support {
+    let others = others.iter().filter(|(bit, _)| acked & bit != 0).map(|&(_, support)| support);
+    if acked & checksum == 0 { Support::empty() } else { others.fold(Support::CHECKSUM, Support::union) }
+}
+
+/// Reads the header of a frame of `len` bytes that starts with `head`: a private copy of its first
+/// [`HEADERS`](ringroad_frame::offload::HEADERS) bytes, or of all. `support`: what its sender may use.
+///
+/// For a frame without offloads this is one comparison of the header's first two bytes; `head` is not looked at. Flags without a
+/// meaning for `support` are ignored, as are the fields that belong to flags that are not set (5.1.6.2.2, 5.1.6.4.2). `hdr_len`
+/// is a hint: the frame's own headers decide, and only a value beyond the frame is refused.
+///
+/// # Errors
+/// [`Refused`]; the frame is to be dropped.
+#[inline(always)]
+pub fn read(header: &VnetHdr, head: &[u8], len: usize, support: Support) -> Result<Offload, Refused> {
+    if u16::from_ne_bytes([header.flags, header.gso_type]) == 0 {
+        return Ok(Offload::NONE);
+    }
+    check(header, head, len, support)
+}
+
+#[inline(never)]
+fn check(header: &VnetHdr, head: &[u8], len: usize, support: Support) -> Result<Offload, Refused> {
+    let (start, offset) = (header.csum_start.get(), header.csum_offset.get());
+    let negotiated = |found: Support| {
+        if support.contains(found) { Ok(()) } else { Err(Refused::NotNegotiated { found, negotiated: support }) }
+    };
+    if header.gso_type != GSO_NONE {
+        let kind = kind(header.gso_type, head)?;
+        let ecn = header.gso_type & GSO_ECN != 0;
+        negotiated(if ecn { kind.support() | Support::ECN } else { kind.support() })?;
+        if header.flags & F_NEEDS_CSUM == 0 {
+            return Err(Refused::ChecksumMissing);
+        }
+        if usize::from(header.hdr_len.get()) > len {
+            return Err(Refused::HeaderLen { found: header.hdr_len.get(), len });
+        }
+        let claim = Claim { kind, ecn, size: header.gso_size.get(), checksum: (start, offset) };
+        return Offload::segmented(claim, head, len);
+    }
+    if header.flags & F_NEEDS_CSUM != 0 {
+        negotiated(Support::CHECKSUM)?;
+        return Offload::partial(start, offset, len);
+    }
+    let valid = header.flags & F_DATA_VALID != 0 && support.contains(Support::VALID);
+    Ok(if valid { Offload::VALID } else { Offload::NONE })
+}
+
+/// Returns the kind of a `gso_type`. The types of UDP do not tell the version of IP: the frame does.
+fn kind(gso_type: u8, head: &[u8]) -> Result<Kind, Refused> {
+    let v6 = || ethernet::payload(head).is_some_and(|(ethertype, _)| ethertype == ETHERTYPE_V6);
+    match gso_type & !GSO_ECN {
+        GSO_TCPV4 => Ok(Kind::Tcp4),
+        GSO_TCPV6 => Ok(Kind::Tcp6),
+        GSO_UDP => Ok(if v6() { Kind::Fragments6 } else { Kind::Fragments4 }),
+        GSO_UDP_L4 => Ok(if v6() { Kind::Udp6 } else { Kind::Udp4 }),
+        _ => Err(Refused::Type { found: gso_type }),
+    }
+}
+
+/// Returns the header for a receiver with this `support`, which must contain [`Offload::needs`].
+#[inline]
+pub fn write(offload: Offload, support: Support, num_buffers: u16) -> VnetHdr {
+    let mut header = VnetHdr { num_buffers: num_buffers.into(), ..VnetHdr::default() };
+    match offload.checksum() {
+        Checksum::Complete => {}
+        Checksum::Valid if support.contains(Support::VALID) => header.flags = F_DATA_VALID,
+        Checksum::Valid => {}
+        Checksum::Partial { start, offset } => {
+            header.flags = F_NEEDS_CSUM;
+            (header.csum_start, header.csum_offset) = (start.into(), offset.into());
+        }
+    }
+    if let Some(Gso { kind, ecn, size, header_len }) = offload.gso() {
+        let gso_type = match kind {
+            Kind::Tcp4 => GSO_TCPV4,
+            Kind::Tcp6 => GSO_TCPV6,
+            Kind::Udp4 | Kind::Udp6 => GSO_UDP_L4,
+            Kind::Fragments4 | Kind::Fragments6 => GSO_UDP,
+        };
+        header.gso_type = if ecn { gso_type | GSO_ECN } else { gso_type };
+        (header.gso_size, header.hdr_len) = (size.get().into(), header_len.into());
+    }
+    header
+}
+
+#[cfg(test)]
+mod tests;
