@@ -1,6 +1,6 @@
 //! A burst: up to 64 frames from one source. Sources fill it, the switch reads the heads, sinks read heads and pieces.
 
-use crate::{BURST, Frame, HEAD, HEADROOM, MAX_FRAME};
+use crate::{BURST, Frame, HEAD, HEADROOM, MAX_FRAME, head::OFFLOADED, offload::Offload};
 use ringroad_mem::{Hit, Pieces, Span, Table};
 use ringroad_wire::ethernet;
 use std::sync::Arc;
@@ -19,6 +19,10 @@ pub struct Burst {
     frames: [Frame; BURST],
     /// For frames from `singles` on: the index behind the frame's last piece.
     ends: [u16; BURST],
+    /// What is left to do to the frames that are marked so.
+    offloads: [Offload; BURST],
+    /// Whether there are any.
+    has_offloads: bool,
     count: usize,
     /// Number of frames at the start that have one piece each.
     singles: usize,
@@ -36,6 +40,8 @@ impl Default for Burst {
             pieces: Pieces::new(PIECES.into()),
             frames: [Frame::NONE; BURST],
             ends: [0; BURST],
+            offloads: [Offload::NONE; BURST],
+            has_offloads: false,
             count: 0,
             singles: 0,
             lead: 0,
@@ -66,7 +72,7 @@ impl Burst {
     /// front of each frame in its first piece.
     #[inline]
     pub fn start(&mut self, bound: usize, lead: usize) {
-        (self.count, self.singles, self.bytes) = (0, 0, 0);
+        (self.count, self.singles, self.bytes, self.has_offloads) = (0, 0, 0, false);
         (self.bound, self.lead) = (bound.min(MAX_FRAME), lead);
     }
 
@@ -98,15 +104,16 @@ impl Burst {
         bytes - (count * HEADROOM) as u64
     }
 
-    /// Checks the length of a frame, in bytes including the lead.
+    /// Checks the length of a frame, in bytes including the lead. A frame that is to be cut is as long as its longest segment.
     ///
     /// # Errors
     /// [`NotAFrame`] if it is too short or exceeds the bound.
-    pub fn check(&self, total: usize) -> Result<(), NotAFrame> {
+    pub fn check(&self, total: usize, offload: Offload) -> Result<(), NotAFrame> {
         if total < self.lead + ethernet::HEADER {
             return Err(NotAFrame::Runt);
         }
-        if total > self.lead + self.bound {
+        let len = total - self.lead;
+        if offload.longest(len) > self.bound || len > MAX_FRAME {
             return Err(NotAFrame::Oversize);
         }
         Ok(())
@@ -117,34 +124,47 @@ impl Burst {
     ///
     /// # Errors
     /// As for `check`; [`NotAFrame::Oversize`] also if the burst is full.
-    pub fn push(&mut self, pieces: &[Span<'_>], first: usize, total: usize) -> Result<usize, NotAFrame> {
-        self.check(total)?;
+    pub fn push(
+        &mut self,
+        pieces: &[Span<'_>],
+        first: usize,
+        total: usize,
+        offload: Offload,
+    ) -> Result<usize, NotAFrame> {
+        self.check(total, offload)?;
         let len = total - self.lead;
         let frame = read(pieces, first, self.lead, len);
-        self.add(frame, first + pieces.len(), len)
+        self.add(frame, first + pieces.len(), len, offload)
     }
 
     /// Adds a frame that lies in one buffer of the memory given to `start_in`: its address and its length including the lead.
     ///
     /// # Errors
     /// As for `push`; [`NotAFrame::Oversize`] also if the buffer is not inside the memory.
-    pub fn push_at(&mut self, address: u64, total: usize) -> Result<usize, NotAFrame> {
-        self.check(total)?;
+    pub fn push_at(&mut self, address: u64, total: usize, offload: Offload) -> Result<usize, NotAFrame> {
+        self.check(total, offload)?;
         let first = self.pieces.list().len();
         let placed = self.pieces.push(address, total as u32, &mut Hit::default());
         placed.map_err(|_| NotAFrame::Oversize)?;
         let pieces = self.pieces.list().get(first..).unwrap_or_default();
         let len = total - self.lead;
         let (frame, end) = (read(pieces, first, self.lead, len), first + pieces.len());
-        self.add(frame, end, len)
+        self.add(frame, end, len, offload)
     }
 
-    fn add(&mut self, frame: Frame, end: usize, len: usize) -> Result<usize, NotAFrame> {
+    fn add(&mut self, frame: Frame, end: usize, len: usize, offload: Offload) -> Result<usize, NotAFrame> {
         // A burst has at least as many places as its source has buffers.
         let (Some(place), Some(last)) = (self.frames.get_mut(self.count), self.ends.get_mut(self.count)) else {
             return Err(NotAFrame::Oversize);
         };
         (*place, *last) = (frame, end as u16);
+        if !offload.is_none()
+            && let Some(known) = self.offloads.get_mut(self.count)
+        {
+            *known = offload;
+            place.head_len |= OFFLOADED;
+            self.has_offloads = true;
+        }
         self.count += 1;
         Ok(len)
     }
@@ -204,6 +224,41 @@ impl Burst {
         self.frames.get_mut(..self.count).unwrap_or_default()
     }
 
+    /// Returns whether any frame has an offload.
+    #[inline(always)]
+    pub fn has_offloads(&self) -> bool {
+        self.has_offloads
+    }
+
+    /// Returns what is left to do to a frame.
+    #[inline]
+    pub fn offload(&self, index: usize) -> Offload {
+        match (self.frames().get(index), self.offloads.get(index)) {
+            (Some(frame), Some(&offload)) if frame.is_offloaded() => offload,
+            _ => Offload::NONE,
+        }
+    }
+
+    /// Returns the length in bytes of the longest frame that a frame becomes on a link: what an MTU limits.
+    #[inline]
+    pub fn link_len(&self, index: usize) -> usize {
+        self.frames().get(index).map_or(0, |frame| self.offload(index).longest(frame.len()))
+    }
+
+    /// Copies bytes of a frame as forwarded, from the position `at` on; returns how many.
+    pub fn copy(&self, index: usize, at: usize, target: &mut [u8]) -> usize {
+        let Some(frame) = self.frames().get(index) else { return 0 };
+        let (head, len) = frame.head();
+        let head = head.get(HEADROOM..len).unwrap_or_default();
+        let mut done = 0;
+        if let Some(head) = head.get(at..) {
+            target.iter_mut().zip(head).for_each(|(place, &byte)| *place = byte);
+            done = head.len().min(target.len());
+        }
+        let skip = (at + done).saturating_sub(head.len());
+        done + copy_some(self.rest(index), skip, target.get_mut(done..).unwrap_or_default())
+    }
+
     /// Returns the upper bound for the length of each frame, in bytes.
     #[inline(always)]
     pub fn bound(&self) -> usize {
@@ -238,7 +293,7 @@ impl Burst {
     #[inline(always)]
     pub fn rest(&self, index: usize) -> Rest<'_> {
         let pieces = self.pieces.list().get(self.range(index)).unwrap_or_default();
-        let head = self.frames.get(index).map_or(0, |frame| usize::from(frame.head_len).saturating_sub(HEADROOM));
+        let head = self.frames.get(index).map_or(0, |frame| frame.head_len().saturating_sub(HEADROOM));
         Rest { pieces, skip: self.lead + head }
     }
 
@@ -296,6 +351,20 @@ impl<'a> Iterator for Rest<'a> {
             }
         }
     }
+}
+
+/// Copies bytes that are spread over pieces, behind the first `skip`; returns how many.
+pub fn copy_some<'a>(pieces: impl IntoIterator<Item = Span<'a>>, mut skip: usize, target: &mut [u8]) -> usize {
+    let mut done = 0;
+    for piece in pieces {
+        let over = skip.min(piece.len());
+        skip -= over;
+        done += piece.skip(over).read(target.get_mut(done..).unwrap_or_default());
+        if done == target.len() {
+            break;
+        }
+    }
+    done
 }
 
 #[cfg(test)]

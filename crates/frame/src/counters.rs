@@ -64,6 +64,8 @@ counters! {
     oversize,
     /// Frames dropped because they are shorter than an Ethernet header.
     runt,
+    /// Frames dropped because their offload was not negotiated or does not fit the frame.
+    offload,
     /// Flooded frames dropped beyond the sending port's limit.
     storm,
     /// Frames dropped because the port may not use their source address.
@@ -92,6 +94,6 @@ impl Snapshot {
     /// Returns the number of frames dropped, for any reason.
     pub fn dropped(&self) -> u64 {
         let switched = self.storm + self.spoofed + self.link_local;
-        self.full + self.oversize + self.runt + self.stopped + self.busy + switched
+        self.full + self.oversize + self.runt + self.offload + self.stopped + self.busy + switched
     }
 }

@@ -14,6 +14,10 @@ pub const HEAD: usize = 32;
 
 const _: () = assert!(BURST <= u8::MAX as usize && HEAD >= HEADROOM + ethernet::HEADER);
 
+/// Flag in `head_len`: the burst has an offload for the frame. With it a head is never just [`HEAD`] bytes long, so that fast paths,
+/// which compare with that, leave the frame to others.
+pub(crate) const OFFLOADED: u8 = 0x80;
+
 /// A frame: its head in private memory, the rest still in the sender's buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
@@ -22,7 +26,7 @@ pub struct Frame {
     pub(crate) extent: u32,
     /// Index of its first piece in the burst.
     pub(crate) piece: u16,
-    /// Bytes of the head in use, including the headroom.
+    /// Bytes of the head in use, including the headroom; and [`OFFLOADED`].
     pub(crate) head_len: u8,
     pub(crate) reflected: bool,
 }
@@ -34,6 +38,18 @@ impl Frame {
     #[inline(always)]
     pub fn len(&self) -> usize {
         self.extent as usize - HEADROOM
+    }
+
+    /// Returns the bytes of the head in use, including the headroom.
+    #[inline(always)]
+    pub(crate) fn head_len(&self) -> usize {
+        usize::from(self.head_len & !OFFLOADED)
+    }
+
+    /// Returns whether the burst has an offload for the frame.
+    #[inline(always)]
+    pub(crate) fn is_offloaded(&self) -> bool {
+        self.head_len & OFFLOADED != 0
     }
 
     /// Returns whether the frame has no bytes; never true for frames of a burst.
@@ -50,7 +66,7 @@ impl Frame {
     /// Returns the first bytes of the frame as the sender wrote them, at least an Ethernet header.
     #[inline(always)]
     pub fn ethernet(&self) -> &[u8] {
-        self.head.get(HEADROOM..self.head_len as usize).unwrap_or_default()
+        self.head.get(HEADROOM..self.head_len()).unwrap_or_default()
     }
 
     /// Returns destination and source address packed into words, which are equal for frames of one flow.
@@ -75,17 +91,18 @@ impl Frame {
     pub fn head(&self) -> ([u8; HEAD], usize) {
         let mut head = [0; HEAD];
         head.chunks_exact_mut(8).zip(self.words([0; HEADROOM])).for_each(|(place, word)| place.copy_from_slice(&word));
-        (head, self.head_len.into())
+        (head, self.head_len())
     }
 
-    /// Returns `header` and the head as forwarded, in parts that fit into registers; `None` if the frame is shorter than
-    /// [`HEAD`].
+    /// Returns `header` and the head as forwarded, in parts that fit into registers; `None` if the frame is shorter than [`HEAD`]
+    /// or has an offload.
     #[inline(always)]
     pub fn full_head(&self, header: [u8; HEADROOM]) -> Option<[[u8; 8]; HEAD / 8]> {
         if self.head_len as usize == HEAD { Some(self.words(header)) } else { None }
     }
 
-    /// Returns the head as forwarded without headroom, in parts that fit into registers; `None` if the frame is shorter.
+    /// Returns the head as forwarded without headroom, in parts that fit into registers; `None` as for
+    /// `full_head`.
     #[inline(always)]
     pub fn full_head_apart(&self) -> Option<[[u8; 4]; (HEAD - HEADROOM) / 4]> {
         let [_, b, c, d] = self.full_head([0; HEADROOM])?.map(u64::from_le_bytes);

@@ -21,14 +21,16 @@ mod counters;
 mod head;
 pub mod offload;
 mod port;
+mod software;
 
-pub use burst::{Burst, NotAFrame, PIECES, Rest};
+pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some};
 pub use counters::{Counter, Counters, Snapshot};
 pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;
 pub use port::{Sink, Source};
+pub use software::Software;
 
-use ringroad_wire::ethernet;
+use ringroad_wire::{ethernet, ip::Ipv6};
 
 /// Maximum number of frames in a burst.
 pub const BURST: usize = 64;
@@ -44,5 +46,5 @@ pub const ALL: [u8; BURST] = {
     all
 };
 
-/// Length in bytes of the longest frame: an MTU of 65535 and two VLAN tags.
-pub const MAX_FRAME: usize = ethernet::longest_frame(u16::MAX);
+/// Length in bytes of the longest frame: an IPv6 packet with a payload of 65535 bytes (5.1.6.3.1), and two VLAN tags.
+pub const MAX_FRAME: usize = ethernet::longest_frame(u16::MAX) + Ipv6::LEN;

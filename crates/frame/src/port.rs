@@ -1,7 +1,7 @@
 //! A port as the switch sees it: queues that frames come from ([`Source`]) and queues that frames go to ([`Sink`]). Implemented
 //! by the ports in `host`, called by `switch`.
 
-use crate::Burst;
+use crate::{Burst, offload::Support};
 use ringroad_mem::Span;
 
 /// A queue that frames come from. The sender's buffers stay in use until `done`.
@@ -28,6 +28,12 @@ pub trait Source {
 
 /// A queue that frames go to.
 pub trait Sink {
+    /// Returns the offloads that frames put here may have. The caller completes all others.
+    #[inline]
+    fn support(&self) -> Support {
+        Support::empty()
+    }
+
     /// Copies the frames with these indices to the receiver and notifies it if requested. Returns how many were accepted; the
     /// sink drops and counts the rest.
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize;

@@ -2,7 +2,7 @@
 //! `vhost_user/port.rs`, or whoever embeds this crate); [`ports!`](crate::ports) makes several kinds one.
 
 use parking_lot::Mutex;
-use ringroad_frame::{Counters, Sink, Snapshot, Source};
+use ringroad_frame::{Counters, Sink, Snapshot, Source, offload::Support};
 use ringroad_ring::Tuning;
 use ringroad_switch::{Claim, Dropped, Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
@@ -97,6 +97,15 @@ pub trait PortKind: Send + Sync + 'static {
 
     /// Called about once a second while there is something to do; `now` in seconds.
     fn tick(&self, _now: u32) {}
+
+    /// Returns the offloads of frames that the port takes now; none while it takes no frames.
+    fn takes(&self) -> Support {
+        Support::empty()
+    }
+
+    /// Tells the port which offloads at least one other port takes: it may send such frames. The switch does the work for those
+    /// that do not take them. Called when that changes.
+    fn others_take(&self, _support: Support) {}
 
     /// Stops all queues after a panic in the port's code.
     fn abandon(&self) {}
@@ -345,7 +354,7 @@ macro_rules! ports {
         $vis enum $name<$($variant = $kind),+> { $($(#[$kind_doc])* $variant($variant)),+ }
 
         const _: () = {
-            use $crate::embed::{Arc, BorrowedFd, Burst, Counters, PortKind, PortSettings, Sink, Source, Span, Tuning};
+            use $crate::embed::{Arc, BorrowedFd, Burst, Counters, PortKind, PortSettings, Sink, Source, Span, Support, Tuning};
 
             impl<$($variant: Source),+> Source for $name<$($variant),+> {
                 #[inline]
@@ -366,6 +375,10 @@ macro_rules! ports {
             }
 
             impl<$($variant: Sink),+> Sink for $name<$($variant),+> {
+                #[inline]
+                fn support(&self) -> Support {
+                    match self { $($name::$variant(sink) => sink.support()),+ }
+                }
                 #[inline]
                 fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
                     match self { $($name::$variant(sink) => sink.put(burst, which)),+ }
@@ -440,6 +453,12 @@ macro_rules! ports {
                 }
                 fn tick(&self, now: u32) {
                     match self { $($name::$variant(kind) => kind.tick(now)),+ }
+                }
+                fn takes(&self) -> Support {
+                    match self { $($name::$variant(kind) => kind.takes()),+ }
+                }
+                fn others_take(&self, support: Support) {
+                    match self { $($name::$variant(kind) => kind.others_take(support)),+ }
                 }
                 fn abandon(&self) {
                     match self { $($name::$variant(kind) => kind.abandon()),+ }

@@ -7,8 +7,9 @@ use crate::{
     sys,
 };
 use parking_lot::MutexGuard;
-use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Sink, Source};
+use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Sink, Source, offload::Support};
 use ringroad_mem::{Region, Span, Table};
+use ringroad_net::offload;
 use ringroad_wire::{
     ethernet::{self, MacAddr},
     vnet_hdr,
@@ -20,7 +21,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering},
     },
 };
 
@@ -118,6 +119,8 @@ pub struct TapPort {
     longest: Longest,
     /// Whether frames to link-local addresses are read; else they are dropped.
     link_local: AtomicBool,
+    /// The offloads that frames from the interface may have, as the bits of [`Support`].
+    offloads: AtomicU8,
     received: Vec<Arc<Counters>>,
     sent: Vec<Arc<Counters>>,
 }
@@ -148,6 +151,7 @@ impl TapPort {
             files: Vec::new(),
             longest: Longest::new(interface),
             link_local: AtomicBool::new(false),
+            offloads: AtomicU8::new(0),
             received: Vec::new(),
             sent: Vec::new(),
         };
@@ -210,7 +214,8 @@ impl PortKind for TapPort {
 
     fn source<'a>(&'a self, index: usize, TapLease(queue): &'a mut TapLease) -> Option<TapSource<'a>> {
         let link_local = self.link_local.load(Ordering::Relaxed);
-        Some(TapSource { queue, counters: self.received.get(index)?, longest: &self.longest, link_local })
+        let cuts = Support::from_bits_truncate(self.offloads.load(Ordering::Relaxed)).intersects(CUT);
+        Some(TapSource { queue, counters: self.received.get(index)?, longest: &self.longest, link_local, cuts })
     }
 
     fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
@@ -222,6 +227,22 @@ impl PortKind for TapPort {
                 counters.busy.add(frames as u64);
                 None
             }
+        }
+    }
+
+    fn takes(&self) -> Support {
+        Support::all()
+    }
+
+    fn others_take(&self, support: Support) {
+        if self.offloads.swap(support.bits(), Ordering::Relaxed) == support.bits() {
+            return;
+        }
+        // One descriptor stands for the interface.
+        if let Some(file) = self.files.first()
+            && let Err(error) = sys::set_tap_offloads(file, support)
+        {
+            log::warn!("port {}: cannot set the offloads of TAP interface {}: {error}", self.name, self.interface);
         }
     }
 
@@ -265,6 +286,8 @@ pub struct TapSource<'a> {
     counters: &'a Counters,
     longest: &'a Longest,
     link_local: bool,
+    /// Frames may be as long as the longest packet, to be cut.
+    cuts: bool,
 }
 
 /// Whether the frame that begins with a virtio-net header in these pieces is for a link-local address.
@@ -281,6 +304,9 @@ fn is_link_local(pieces: &[Span<'_>]) -> bool {
     head.last_chunk().is_some_and(|&destination| MacAddr(destination).is_link_local())
 }
 
+/// The offloads with which frames are longer than the MTU.
+const CUT: Support = Support::all().difference(Support::CHECKSUM.union(Support::VALID));
+
 impl Source for TapSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
         let Queue { file, pool, .. } = &*self.queue;
@@ -293,7 +319,14 @@ impl Source for TapSource<'_> {
             let Ok(len) = sys::read_message(file.as_fd(), &[buffer], &[]) else { break };
             taken += 1;
             let address = (index * BUFFER) as u64;
-            match burst.push_at(address, len) {
+            let offload = match offload::read_pieces(&[buffer], len.max(vnet_hdr::SIZE), Support::all()) {
+                Ok(offload) => offload,
+                Err(_) => {
+                    self.counters.offload.add(1);
+                    continue;
+                }
+            };
+            match burst.push_at(address, len, offload) {
                 Ok(_) => {}
                 Err(NotAFrame::Runt) => self.counters.runt.add(1),
                 Err(NotAFrame::Oversize) => self.counters.oversize.add(1),
@@ -319,7 +352,7 @@ impl Source for TapSource<'_> {
     fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
         let Queue { file, pool } = &*self.queue;
         let overflow = pool.regions().first()?.span(0, BUFFER)?;
-        let room = vnet_hdr::SIZE + self.longest.get();
+        let room = vnet_hdr::SIZE + if self.cuts { MAX_FRAME } else { self.longest.get() };
         let (mut frames, mut bytes, mut longest, mut filtered) = (0, 0, 0, 0);
         let mut too_many = false;
         let poured = sink.fill(room, &mut |target| {
@@ -364,6 +397,11 @@ pub struct TapSink<'a> {
 }
 
 impl Sink for TapSink<'_> {
+    /// The kernel takes all of them from any program, whatever it offers to others.
+    fn support(&self) -> Support {
+        Support::all()
+    }
+
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
         let file: BorrowedFd<'_> = self.file.as_fd();
         let counters = self.counters;
@@ -371,15 +409,19 @@ impl Sink for TapSink<'_> {
         for &index in which {
             let Some(frame) = burst.frames().get(usize::from(index)) else { continue };
             // The kernel would take what is longer than its own MTU.
-            if frame.len() > self.longest.get() {
+            let on_link = burst.link_len(index.into());
+            if on_link > self.longest.get() {
                 self.longest.ask();
-                if frame.len() > self.longest.get() {
+                if on_link > self.longest.get() {
                     counters.oversize.add(1);
                     continue;
                 }
             }
-            // A virtio-net header without offloads is all zeros, as the headroom is; num_buffers means nothing to the kernel.
-            let (head, head_len) = frame.head();
+            // num_buffers means nothing to the kernel.
+            let (mut head, head_len) = frame.head();
+            if let Some(headroom) = head.first_chunk_mut::<HEADROOM>() {
+                *headroom = offload::bytes(burst.offload(index.into()), Support::all(), 0);
+            }
             match sys::write_message(file, head.get(..head_len).unwrap_or_default(), burst.rest(index.into())) {
                 Ok(_) => {
                     frames += 1;

@@ -6,6 +6,7 @@ use crate::{
     port::{Port, PortKind, PortSettings},
     sandbox,
 };
+use ringroad_frame::offload::Support;
 use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, panic_message};
 use std::{
     io,
@@ -69,6 +70,7 @@ enum Command<K> {
     Start(Key),
     Stop(Key),
     Forget(u32),
+    Offloads,
     End,
 }
 
@@ -184,6 +186,11 @@ impl<K: PortKind> PortHandle<K> {
     /// The queue has stopped; it is no longer polled.
     pub fn stop(&self, queue: u16) {
         self.events.send(Command::Stop(Key { port: self.number, queue }));
+    }
+
+    /// The offloads that the port takes have changed: tells the other ports.
+    pub fn offloads_changed(&self) {
+        self.events.send(Command::Offloads);
     }
 
     /// Forgets the addresses learned from the port: its guest has disconnected, and may turn up at another port.
@@ -310,6 +317,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     if let Some(place) = self.ports.get_mut(index) {
                         *place = Some(Served { port, poll });
                     }
+                    self.tell_offloads();
                     let _ = reply.send(number);
                 }
                 Command::Remove(number, reply) => {
@@ -319,6 +327,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     }
                     self.schedule.forget(|key| key.port == number);
                     self.known.retain(|key| key.port != number);
+                    self.tell_offloads();
                     let _ = reply.send(());
                 }
                 Command::Set(number, settings, reply) => {
@@ -342,6 +351,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     }
                     self.wake(key);
                 }
+                Command::Offloads => self.tell_offloads(),
                 Command::Forget(number) => self.switch.forget(number),
                 Command::Stop(key) => {
                     self.schedule.forget(|other| other == key);
@@ -351,6 +361,18 @@ impl<'a, K: PortKind> Loop<'a, K> {
             }
         }
         true
+    }
+
+    /// Tells each port which offloads at least one other port takes.
+    fn tell_offloads(&self) {
+        for (number, Served { port, .. }) in
+            self.ports.iter().enumerate().filter_map(|(n, port)| Some((n, port.as_ref()?)))
+        {
+            let others = self.ports.iter().enumerate().filter(|&(other, _)| other != number);
+            let takes = others.filter_map(|(_, other)| Some(other.as_ref()?.port.kind().takes()));
+            let takes = takes.fold(Support::empty(), Support::union);
+            guarded(port, (), || port.kind().others_take(takes));
+        }
     }
 
     fn set(&mut self, number: u32, settings: PortSettings) {

@@ -1,8 +1,11 @@
 //! Device end of virtio-net (virtio 1.3, 5.1.6): transmit queues, which frames come from, and receive queues, which frames go to.
 //! Called by `host`, which provides memory, sockets and notifications.
 
-use crate::features::bits;
-use ringroad_frame::{ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, NotAFrame, PIECES, Rest};
+use crate::{features::bits, offload};
+use ringroad_frame::{
+    ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, NotAFrame, PIECES, Rest,
+    offload::{Offload, Support},
+};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
     Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
@@ -78,6 +81,8 @@ pub struct TxQueue {
     batch: usize,
     /// Length in bytes of the longest frame that the driver may send.
     limit: usize,
+    /// The offloads that the driver may use.
+    support: Support,
     tuning: Tuning,
     counters: Arc<Counters>,
 }
@@ -108,7 +113,8 @@ impl TxQueue {
             DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
         let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
         let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
-        Ok((TxQueue { ring, memory, chains, ahead, batch, limit, tuning, counters }, resumed))
+        let support = offload::driver_sends(acked);
+        Ok((TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, counters }, resumed))
     }
 
     /// Takes up to a burst of chains and reads the heads of their frames. Returns the number of chains, which [`TxQueue::done`]
@@ -135,7 +141,8 @@ impl TxQueue {
         }
         let taken = self.chains.list().len();
         let mut bytes = if self.tuning.fast_path { self.read_plain(burst) } else { 0 };
-        let (mut runts, mut oversize, distance) = (0, 0, self.tuning.distance());
+        let mut dropped = Unsuitable::default();
+        let distance = self.tuning.distance();
         for index in burst.frames().len()..taken {
             let Some(&chain) = self.chains.list().get(index) else { break };
             if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
@@ -151,12 +158,11 @@ impl TxQueue {
             prefetch(&self.chains, index + distance);
             match self.read_frame(burst, &chain) {
                 Ok(len) => bytes += len as u64,
-                Err(NotAFrame::Runt) => runts += 1,
-                Err(NotAFrame::Oversize) => oversize += 1,
+                Err(why) => dropped.add(why),
             }
         }
         if bytes > BURST_BYTES {
-            (bytes, runts, oversize) = self.shorten(burst);
+            (bytes, dropped) = self.shorten(burst);
         } else if self.batch < BURST {
             self.batch = (2 * self.batch).min(BURST);
         }
@@ -171,8 +177,7 @@ impl TxQueue {
         }
         self.counters.frames.add(burst.frames().len() as u64);
         self.counters.bytes.add(bytes);
-        self.counters.runt.add(runts);
-        self.counters.oversize.add(oversize);
+        dropped.count(&self.counters);
         self.counters.bursts.add(1);
         Ok(self.chains.list().len())
     }
@@ -188,37 +193,43 @@ impl TxQueue {
             if let Some(piece) = pieces.get(index + distance) {
                 piece.prefetch::<FETCH>();
             }
-            let head = piece.read_once::<HEAD>().filter(|_| chain.is_readable(most))?;
+            let head = piece.read_once::<HEAD>().filter(|head| chain.is_readable(most) && is_plain(head))?;
             Some((head, piece.len() as u32))
         });
         burst.extend(frames)
     }
 
     /// Normal path: reads the head of one chain. Returns the length of its frame in bytes.
-    fn read_frame(&self, burst: &mut Burst, chain: &Chain) -> Result<usize, NotAFrame> {
-        check(burst, chain)?;
-        burst.push(self.chains.readable(chain), chain.first(), chain.readable_len() as usize)
+    fn read_frame(&self, burst: &mut Burst, chain: &Chain) -> Result<usize, Why> {
+        let offload = self.check(burst, chain)?;
+        let pieces = self.chains.readable(chain);
+        burst.push(pieces, chain.first(), chain.readable_len() as usize, offload).map_err(Why::NotAFrame)
+    }
+
+    /// Checks the length of the frame in a chain, and its offload.
+    fn check(&self, burst: &Burst, chain: &Chain) -> Result<Offload, Why> {
+        let total = chain.readable_len() as usize;
+        if chain.clipped {
+            return Err(Why::NotAFrame(NotAFrame::Oversize));
+        }
+        let offload =
+            offload::read_pieces(self.chains.readable(chain), total, self.support).map_err(|_| Why::Refused)?;
+        burst.check(total, offload).map(|()| offload).map_err(Why::NotAFrame)
     }
 
     /// Puts back the frames beyond the limit of one burst, so that other queues get their turn first. Returns the remaining
-    /// bytes, and how many of the remaining chains are too short and too long to be frames.
+    /// bytes, and how many of the remaining chains hold no frame.
     #[cold]
-    fn shorten(&mut self, burst: &mut Burst) -> (u64, u64, u64) {
+    fn shorten(&mut self, burst: &mut Burst) -> (u64, Unsuitable) {
         let end = burst.cut(BURST_BYTES);
         let chains = self.chains.list();
         let keep = chains.iter().position(|chain| chain.first() >= end).unwrap_or(chains.len());
         self.ring.untake(&mut self.chains, keep);
         self.batch = keep.max(1);
-        let (mut runts, mut oversize) = (0, 0);
-        for chain in self.chains.list() {
-            match check(burst, chain) {
-                Ok(()) => {}
-                Err(NotAFrame::Runt) => runts += 1,
-                Err(NotAFrame::Oversize) => oversize += 1,
-            }
-        }
-        let bytes = burst.bytes();
-        (bytes, runts, oversize)
+        let mut dropped = Unsuitable::default();
+        let refused = self.chains.list().iter().filter_map(|chain| self.check(burst, chain).err());
+        refused.for_each(|why| dropped.add(why));
+        (burst.bytes(), dropped)
     }
 
     /// Takes the chains that are missing for a burst of `batch` frames and prefetches their first lines. Returns a fault only if
@@ -312,10 +323,43 @@ fn prefetch(chains: &Chains, index: usize) {
     }
 }
 
-/// Checks the length of the frame in a chain.
-fn check(burst: &Burst, chain: &Chain) -> Result<(), NotAFrame> {
-    burst.check(chain.readable_len() as usize)?;
-    if chain.clipped { Err(NotAFrame::Oversize) } else { Ok(()) }
+/// Returns whether a virtio-net header has no offload: `flags` and `gso_type` are zero.
+#[inline(always)]
+fn is_plain(head: &[u8; HEAD]) -> bool {
+    head.first_chunk() == Some(&[0, 0])
+}
+
+/// Why a chain holds no frame that can be forwarded.
+enum Why {
+    NotAFrame(NotAFrame),
+    /// Its offload was refused.
+    Refused,
+}
+
+/// Numbers of chains without a frame that can be forwarded.
+#[derive(Default)]
+struct Unsuitable {
+    runt: u64,
+    oversize: u64,
+    offload: u64,
+}
+
+impl Unsuitable {
+    #[cold]
+    fn add(&mut self, why: Why) {
+        match why {
+            Why::NotAFrame(NotAFrame::Runt) => self.runt += 1,
+            Why::NotAFrame(NotAFrame::Oversize) => self.oversize += 1,
+            Why::Refused => self.offload += 1,
+        }
+    }
+
+    #[inline]
+    fn count(&self, counters: &Counters) {
+        counters.runt.add(self.runt);
+        counters.oversize.add(self.oversize);
+        counters.offload.add(self.offload);
+    }
 }
 
 #[cold]
@@ -378,6 +422,8 @@ pub struct RxQueue {
     /// Length in bytes of the longest frame that the driver receives.
     limit: usize,
     mergeable: bool,
+    /// The offloads that the driver takes.
+    support: Support,
     tuning: Tuning,
     counters: Arc<Counters>,
 }
@@ -411,11 +457,18 @@ impl RxQueue {
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
         let (tuning, limit) = (Tuning::default(), MAX_FRAME);
-        Ok((RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, tuning, counters }, resumed))
+        let support = offload::driver_takes(acked);
+        let queue = RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, support, tuning, counters };
+        Ok((queue, resumed))
+    }
+
+    /// Returns the offloads that frames put here may have.
+    pub fn support(&self) -> Support {
+        self.support
     }
 
     /// Copies the frames with these indices to the driver and publishes them; returns how many. Frames that do not fit are
-    /// dropped and counted.
+    /// dropped and counted. Their offloads must be among [`RxQueue::support`].
     ///
     /// # Errors
     /// The driver's [`Fault`], if no frame was put; then the queue is unusable and no frame was counted. A fault behind good
@@ -511,7 +564,7 @@ impl RxQueue {
     /// Returns the frames that are not too long.
     #[cold]
     fn fitting<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
-        let fits = |index: u8| burst.frames().get(usize::from(index)).is_some_and(|frame| frame.len() <= self.limit);
+        let fits = |index: u8| burst.link_len(index.into()) <= self.limit;
         let mut count = 0;
         for (place, &index) in short.iter_mut().zip(which.iter().filter(|&&index| fits(index))) {
             *place = index;
@@ -633,8 +686,8 @@ impl RxQueue {
         // Reserve first, then copy: buffers that are not returned must stay untouched.
         let count = self.reserve(first, frame.extent())?;
         let (mut head, head_len) = frame.head();
-        if let Some(headroom) = head.first_chunk_mut() {
-            *headroom = header(count as u16);
+        if let Some(headroom) = head.first_chunk_mut::<HEADROOM>() {
+            *headroom = offload::bytes(burst.offload(index.into()), self.support, count as u16);
         }
         let head = head.get(..head_len).unwrap_or_default();
         let mut source = Pieces { head, rest: burst.rest(index.into()), current: None };
@@ -695,7 +748,7 @@ impl RxQueue {
     ) -> Result<Option<usize>, Fault> {
         self.ring.untake(&mut self.chains, 0);
         self.chains.start(&self.memory);
-        let (mut used, mut frames, mut bytes, mut oversize, mut runts) = (0, 0, 0, 0, 0);
+        let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused) = (0, 0, 0, 0, 0, 0);
         let mut refusal = None;
         for _ in 0..BURST {
             let count = match self.reserve(used, room) {
@@ -706,15 +759,20 @@ impl RxQueue {
                 }
             };
             let Some(len) = read(self.chains.writable_range(used, count)) else { break };
-            if len > vnet_hdr::SIZE + self.limit {
-                oversize += 1;
-                continue;
-            }
             if len < vnet_hdr::SIZE + ethernet::HEADER {
                 runts += 1;
                 continue;
             }
-            match self.divide(used, count, len) {
+            // Written by the kernel to the driver's memory, which it may change meanwhile: it deceives itself at most.
+            let Ok(offload) = offload::read_pieces(self.chains.writable_range(used, count), len, self.support) else {
+                refused += 1;
+                continue;
+            };
+            if offload.longest(len - vnet_hdr::SIZE) > self.limit {
+                oversize += 1;
+                continue;
+            }
+            match self.divide(used, count, len, offload) {
                 Some(count) => {
                     used += count;
                     frames += 1;
@@ -730,17 +788,18 @@ impl RxQueue {
         counters.bytes.add(bytes as u64);
         counters.oversize.add(oversize);
         counters.runt.add(runts);
+        counters.offload.add(refused);
         counters.bursts.add(u64::from(frames > 0));
         match refusal {
             Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
-            Some(_) if frames + oversize + runts == 0 => Ok(None),
+            Some(_) if frames + oversize + runts + refused == 0 => Ok(None),
             _ => Ok(Some(frames as usize)),
         }
     }
 
     /// Sets in up to `count` chains how many bytes a frame of `len` bytes takes of each, and writes its header. Returns the
     /// number of chains that it takes, or `None` if it is longer than all of them.
-    fn divide(&mut self, first: usize, count: usize, len: usize) -> Option<usize> {
+    fn divide(&mut self, first: usize, count: usize, len: usize, offload: Offload) -> Option<usize> {
         let mut left = len;
         let mut taken = 0;
         while left > 0 && taken < count {
@@ -752,7 +811,7 @@ impl RxQueue {
         if left > 0 {
             return None;
         }
-        let header = header(taken as u16);
+        let header = offload::bytes(offload, self.support, taken as u16);
         let mut header = &header[..];
         for piece in self.chains.writable_range(first, 1) {
             header = header.get(piece.write(header)..).unwrap_or_default();

@@ -59,6 +59,32 @@ bitflags! {
         const EVENT_IDX = bits::EVENT_IDX;
         /// VIRTIO_F_INDIRECT_DESC.
         const INDIRECT = bits::INDIRECT_DESC;
+        /// VIRTIO_NET_F_CSUM.
+        const CSUM = bits::NET_F_CSUM;
+        /// VIRTIO_NET_F_GUEST_CSUM.
+        const GUEST_CSUM = bits::NET_F_GUEST_CSUM;
+        /// VIRTIO_NET_F_GUEST_TSO4.
+        const GUEST_TSO4 = bits::NET_F_GUEST_TSO4;
+        /// VIRTIO_NET_F_GUEST_TSO6.
+        const GUEST_TSO6 = bits::NET_F_GUEST_TSO6;
+        /// VIRTIO_NET_F_GUEST_ECN.
+        const GUEST_ECN = bits::NET_F_GUEST_ECN;
+        /// VIRTIO_NET_F_GUEST_UFO.
+        const GUEST_UFO = bits::NET_F_GUEST_UFO;
+        /// VIRTIO_NET_F_GUEST_USO4.
+        const GUEST_USO4 = bits::NET_F_GUEST_USO4;
+        /// VIRTIO_NET_F_GUEST_USO6.
+        const GUEST_USO6 = bits::NET_F_GUEST_USO6;
+        /// VIRTIO_NET_F_HOST_TSO4.
+        const HOST_TSO4 = bits::NET_F_HOST_TSO4;
+        /// VIRTIO_NET_F_HOST_TSO6.
+        const HOST_TSO6 = bits::NET_F_HOST_TSO6;
+        /// VIRTIO_NET_F_HOST_ECN.
+        const HOST_ECN = bits::NET_F_HOST_ECN;
+        /// VIRTIO_NET_F_HOST_UFO.
+        const HOST_UFO = bits::NET_F_HOST_UFO;
+        /// VIRTIO_NET_F_HOST_USO.
+        const HOST_USO = bits::NET_F_HOST_USO;
         /// VIRTIO_NET_F_MAC.
         const MAC = bits::NET_F_MAC;
         /// VIRTIO_NET_F_STATUS.
@@ -72,9 +98,25 @@ impl Features {
     /// Those that cannot be turned off.
     pub const REQUIRED: Features = Features::VERSION_1;
 
-    /// Returns all of them, for rings of one layout.
+    /// The offloads: which frames with work left to do the driver may send (those without GUEST) and takes (GUEST).
+    pub const OFFLOADS: Features = Features::CSUM
+        .union(Features::GUEST_CSUM)
+        .union(Features::GUEST_TSO4)
+        .union(Features::GUEST_TSO6)
+        .union(Features::GUEST_ECN)
+        .union(Features::GUEST_UFO)
+        .union(Features::GUEST_USO4)
+        .union(Features::GUEST_USO6)
+        .union(Features::HOST_TSO4)
+        .union(Features::HOST_TSO6)
+        .union(Features::HOST_ECN)
+        .union(Features::HOST_UFO)
+        .union(Features::HOST_USO);
+
+    /// Returns what our driver negotiates for rings of one layout: all but the offloads.
     pub fn layout(packed: bool) -> Features {
-        if packed { Features::all() } else { Features::all() - Features::PACKED }
+        let all = Features::all() - Features::OFFLOADS;
+        if packed { all } else { all - Features::PACKED }
     }
 }
 
@@ -123,8 +165,11 @@ mod tests {
 
     #[test]
     fn bits_of_the_specification() {
-        let all = 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
-        assert_eq!(Features::all().bits(), all);
+        let basic = 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
+        let offloads = 0b11 | 0xff << 7 | 0b111 << 54;
+        assert_eq!(Features::all().bits(), basic | offloads);
+        assert_eq!(Features::OFFLOADS.bits(), offloads);
+        assert_eq!(Features::layout(true).bits(), basic);
         assert_eq!(Features::REQUIRED.bits(), 1 << 32);
     }
 

@@ -3,12 +3,19 @@
 //! by TAP ports, whose header is the same.
 
 use crate::features::bits;
-use ringroad_frame::offload::{Checksum, Claim, Gso, Kind, Offload, Refused, Support};
+use ringroad_frame::{
+    copy_some,
+    offload::{Checksum, Claim, Gso, HEADERS, Kind, Offload, Refused, Support},
+};
+use ringroad_mem::Span;
 use ringroad_wire::{
     ethernet,
     ip::ETHERTYPE_V6,
-    vnet_hdr::{F_DATA_VALID, F_NEEDS_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP, GSO_UDP_L4, VnetHdr},
+    vnet_hdr::{
+        self, F_DATA_VALID, F_NEEDS_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP, GSO_UDP_L4, VnetHdr,
+    },
 };
+use zerocopy::IntoBytes;
 
 /// Returns what a driver that acknowledged these feature bits may send.
 pub fn driver_sends(acked: u64) -> Support {
@@ -64,6 +71,21 @@ pub fn read(header: &VnetHdr, head: &[u8], len: usize, support: Support) -> Resu
         return Ok(Offload::NONE);
     }
     check(header, head, len, support)
+}
+
+/// As [`read`], of a frame of `total` bytes with its header, which is spread over these pieces.
+///
+/// # Errors
+/// As for [`read`].
+pub fn read_pieces(pieces: &[Span<'_>], total: usize, support: Support) -> Result<Offload, Refused> {
+    let mut header = VnetHdr::default();
+    let read = copy_some(pieces.iter().copied(), 0, header.as_mut_bytes());
+    if read < vnet_hdr::SIZE || (header.flags, header.gso_type) == (0, 0) {
+        return Ok(Offload::NONE);
+    }
+    let mut head = [0; HEADERS];
+    let len = copy_some(pieces.iter().copied(), vnet_hdr::SIZE, &mut head).min(total - vnet_hdr::SIZE);
+    check(&header, head.get(..len).unwrap_or_default(), total - vnet_hdr::SIZE, support)
 }
 
 #[inline(never)]
@@ -129,6 +151,11 @@ pub fn write(offload: Offload, support: Support, num_buffers: u16) -> VnetHdr {
         (header.gso_size, header.hdr_len) = (size.get().into(), header_len.into());
     }
     header
+}
+
+/// As [`write()`], as bytes.
+pub fn bytes(offload: Offload, support: Support, num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
+    zerocopy::transmute!(write(offload, support, num_buffers))
 }
 
 #[cfg(test)]

@@ -5,11 +5,12 @@ use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
     limits::{Notices, Storm},
 };
-use ringroad_frame::{ALL, BURST, Burst, Sink, Source};
+use ringroad_frame::{ALL, BURST, Burst, Sink, Software, Source};
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     any::Any,
     cell::{Cell, RefCell},
+    hash::{BuildHasher, RandomState},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
@@ -174,6 +175,8 @@ pub struct Switch<P: Port> {
     ports: Vec<Option<Member<P>>>,
     fdb: Fdb,
     burst: Burst,
+    /// Finishes frames for receivers without offloads; allocated when it is first needed.
+    software: Option<Software>,
     /// Frames were poured since there are just these two ports, so the table may have missed that an address moved.
     poured: bool,
 }
@@ -190,7 +193,7 @@ impl<P: Port> std::fmt::Debug for Switch<P> {
 impl<P: Port> Switch<P> {
     /// Creates a switch without ports.
     pub fn new(fdb: Fdb) -> Self {
-        Switch { ports: Vec::new(), fdb, burst: Burst::default(), poured: false }
+        Switch { ports: Vec::new(), fdb, burst: Burst::default(), software: None, poured: false }
     }
 
     /// Adds a port; returns its number.
@@ -342,7 +345,7 @@ impl<P: Port> Switch<P> {
         }
         // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
         // waits overlap.
-        let mut delivery = Delivery::new();
+        let mut delivery = Delivery { held: None, weight: 0, software: &mut self.software };
         let origin = Origin { number: from, queue, member, poured: self.poured, now };
         forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
         let weight = delivery.weight + taken * port.weight();
@@ -374,13 +377,10 @@ struct Delivery<'a, P: Port + 'a> {
     held: Option<P::Sink<'a>>,
     /// Cost of the copies so far.
     weight: usize,
+    software: &'a mut Option<Software>,
 }
 
 impl<'a, P: Port> Delivery<'a, P> {
-    fn new() -> Self {
-        Delivery { held: None, weight: 0 }
-    }
-
     /// Puts frames of a burst into a port's queue, which is kept; returns how many were accepted. A panic there stops that port
     /// only: the others get their frames, and the source its buffers.
     fn put(&mut self, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8]) -> usize {
@@ -389,19 +389,40 @@ impl<'a, P: Port> Delivery<'a, P> {
         if member.broken.get() {
             return 0;
         }
-        let held = &mut self.held;
+        let (held, software) = (&mut self.held, &mut *self.software);
+        let mut work = which.len();
         let put = catch_unwind(AssertUnwindSafe(|| {
             let Some(sink) = member.port.sink(hint, which.len()) else { return 0 };
             member.open.set(true);
-            held.insert(sink).put(burst, which)
+            let sink = held.insert(sink);
+            if burst.has_offloads() {
+                let (put, made) = finish(software, sink, burst, which);
+                work = made;
+                return put;
+            }
+            sink.put(burst, which)
         }));
-        self.weight += which.len() * member.port.weight();
+        self.weight += work * member.port.weight();
         put.unwrap_or_else(|payload| {
             self.held = None;
             member.panicked(&*payload);
             0
         })
     }
+}
+
+/// Puts frames, and does before what their receiver cannot do itself. Returns how many were accepted, and how many were put.
+#[cold]
+fn finish(software: &mut Option<Software>, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
+    let support = sink.support();
+    if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
+        return (sink.put(burst, which), which.len());
+    }
+    if software.is_none() {
+        // Seeded by the system, once per thread.
+        *software = Software::new(RandomState::new().hash_one(0) as u32);
+    }
+    software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
 }
 
 /// Returns the ports to which a frame from one of them is flooded.

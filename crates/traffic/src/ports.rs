@@ -1,7 +1,7 @@
 //! What a port can do instead of forwarding, for measuring: reflect, drop, generate. The key `mode` of a port in the
 //! configuration.
 
-use ringroad_frame::{ALL, Burst, Counters, Frame, HEADROOM, Sink, Source};
+use ringroad_frame::{ALL, Burst, Counters, Frame, HEADROOM, Sink, Source, offload::Offload};
 use ringroad_host::{PortKind, PortSettings};
 use ringroad_mem::{Region, Table};
 use ringroad_ring::Tuning;
@@ -75,7 +75,7 @@ fn generated() -> Option<Burst> {
     memory.regions().first()?.span(0, frame.len())?.write(&frame);
     let mut burst = Burst::default();
     burst.start_in(&memory);
-    ALL.iter().all(|_| burst.push_at(0, frame.len()).is_ok()).then_some(burst)
+    ALL.iter().all(|_| burst.push_at(0, frame.len(), Offload::NONE).is_ok()).then_some(burst)
 }
 
 /// A queue of a [`Measured`] port for one burst.
@@ -248,7 +248,7 @@ mod tests {
         fn take(&mut self, burst: &mut Burst) -> usize {
             burst.start_in(&self.memory);
             let count = std::mem::take(&mut *self.sends.lock().unwrap());
-            (0..count).for_each(|_| _ = burst.push_at(0, HEADROOM + 60).unwrap());
+            (0..count).for_each(|_| _ = burst.push_at(0, HEADROOM + 60, Offload::NONE).unwrap());
             count
         }
         fn done(&mut self, burst: &mut Burst) {

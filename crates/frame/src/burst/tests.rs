@@ -55,7 +55,7 @@ fn a_frame_is_forwarded_as_it_was_sent_however_it_is_cut() {
                 }
                 let mut burst = Burst::default();
                 burst.start(MAX_FRAME, lead);
-                assert_eq!(burst.push(&cut, 0, lead + len), Ok(len));
+                assert_eq!(burst.push(&cut, 0, lead + len, Offload::NONE), Ok(len));
                 burst.exchange(&mut list);
                 let expected = [vec![0; HEADROOM], bytes(100 + lead, len)].concat();
                 assert_eq!(forwarded(&burst, 0), expected, "lead {lead}, {len} bytes, cut {cuts:?}");
@@ -94,7 +94,7 @@ fn addresses_are_swapped_in_what_is_forwarded_only() {
     let memory = memory();
     let mut burst = Burst::default();
     burst.start_in(&memory);
-    burst.push_at(0, HEADROOM + 100).unwrap();
+    burst.push_at(0, HEADROOM + 100, Offload::NONE).unwrap();
     burst.frames_mut()[0].reflect();
     let sent = bytes(HEADROOM, 100);
     let expected = [&[0; HEADROOM][..], &sent[6..12], &sent[..6], &sent[12..]].concat();
@@ -111,15 +111,19 @@ fn what_is_no_frame_is_said() {
     let memory = memory();
     let mut burst = Burst::default();
     burst.start_in(&memory);
-    assert_eq!(burst.push_at(0, HEADROOM + 13), Err(NotAFrame::Runt));
-    assert_eq!(burst.push_at(0, HEADROOM + MAX_FRAME + 1), Err(NotAFrame::Oversize));
-    assert_eq!(burst.push_at(2 * PAGE as u64 - 50, HEADROOM + 60), Err(NotAFrame::Oversize), "not inside");
+    assert_eq!(burst.push_at(0, HEADROOM + 13, Offload::NONE), Err(NotAFrame::Runt));
+    assert_eq!(burst.push_at(0, HEADROOM + MAX_FRAME + 1, Offload::NONE), Err(NotAFrame::Oversize));
+    assert_eq!(
+        burst.push_at(2 * PAGE as u64 - 50, HEADROOM + 60, Offload::NONE),
+        Err(NotAFrame::Oversize),
+        "not inside"
+    );
     for _ in 0..BURST {
-        assert_eq!(burst.push_at(0, HEADROOM + 60), Ok(60));
+        assert_eq!(burst.push_at(0, HEADROOM + 60, Offload::NONE), Ok(60));
     }
-    assert_eq!(burst.push_at(0, HEADROOM + 60), Err(NotAFrame::Oversize), "no room");
+    assert_eq!(burst.push_at(0, HEADROOM + 60, Offload::NONE), Err(NotAFrame::Oversize), "no room");
     burst.start(100, 0);
-    assert_eq!([burst.check(100), burst.check(101)], [Ok(()), Err(NotAFrame::Oversize)]);
+    assert_eq!([burst.check(100, Offload::NONE), burst.check(101, Offload::NONE)], [Ok(()), Err(NotAFrame::Oversize)]);
 }
 
 #[test]
@@ -128,7 +132,7 @@ fn a_burst_is_cut_behind_the_frame_that_is_too_much() {
     let mut burst = Burst::default();
     burst.start_in(&memory);
     for _ in 0..4 {
-        burst.push_at(0, HEADROOM + 100).unwrap();
+        burst.push_at(0, HEADROOM + 100, Offload::NONE).unwrap();
     }
     assert_eq!((burst.cut(250), burst.frames().len(), burst.bytes()), (3, 3, 300));
     assert_eq!((burst.cut(300), burst.frames().len(), burst.bytes()), (3, 3, 300));

@@ -329,7 +329,7 @@ fn worker() -> Rules {
     #[cfg(target_arch = "x86_64")]
     rules.extend([(libc::SYS_epoll_wait, Vec::new()), (libc::SYS_poll, Vec::new())]);
     // The MTU of an interface, through any socket, if a frame is longer than the last known MTU.
-    allow(&mut rules, libc::SYS_ioctl, &[&[Arg::Is(1, libc::SIOCGIFMTU)]]);
+    allow(&mut rules, libc::SYS_ioctl, &[&[Arg::Is(1, libc::SIOCGIFMTU)], &[Arg::Is(1, libc::TUNSETOFFLOAD)]]);
     let datagram = Arg::Bits(1, 0xf, value(libc::SOCK_DGRAM));
     allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX)), datagram]]);
     // A backtrace reads the program's own file.

@@ -1,5 +1,6 @@
 //! TAP interfaces (Linux, Documentation/networking/tuntap.rst), for `tap.rs`.
 
+use ringroad_frame::offload::Support;
 use std::{
     fs::{File, OpenOptions},
     io,
@@ -7,6 +8,8 @@ use std::{
 };
 
 const HEADER: libc::c_int = 12;
+/// TUN_F_USO4 and TUN_F_USO6 (linux/if_tun.h), which must be set together.
+const TUN_F_USO: libc::c_uint = 0x60;
 
 fn request(name: &str) -> io::Result<libc::ifreq> {
     let bytes = name.as_bytes();
@@ -23,6 +26,27 @@ fn request(name: &str) -> io::Result<libc::ifreq> {
 
 fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Sets which offloads frames from the interface may have. A kernel without UDP segmentation (before 6.2) does without.
+pub(crate) fn set_tap_offloads(file: &File, offloads: Support) -> io::Result<()> {
+    let both = Support::UDP4.union(Support::UDP6);
+    let all = [
+        (Support::CHECKSUM, libc::TUN_F_CSUM),
+        (Support::TCP4, libc::TUN_F_TSO4),
+        (Support::TCP6, libc::TUN_F_TSO6),
+        (Support::ECN, libc::TUN_F_TSO_ECN),
+        (Support::FRAGMENTS, libc::TUN_F_UFO),
+        (both, TUN_F_USO),
+    ];
+    // All others require the checksum.
+    let offloads = if offloads.contains(Support::CHECKSUM) { offloads } else { Support::empty() };
+    let flags = all.iter().filter(|(support, _)| offloads.contains(*support)).fold(0, |flags, (_, flag)| flags | flag);
+    // SAFETY: the request takes a number.
+    let set = |flags: libc::c_uint| unsafe {
+        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(flags)))
+    };
+    set(flags).or_else(|error| if flags & TUN_F_USO != 0 { set(flags & !TUN_F_USO) } else { Err(error) })
 }
 
 /// Opens a TAP interface, and creates it if there is none of that name: frames with a 12-byte virtio-net header, without

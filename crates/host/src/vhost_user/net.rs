@@ -12,6 +12,7 @@ use crate::{
     port::{Port, PortKind, PortSettings},
     worker::{PortHandle, Worker},
 };
+use ringroad_frame::offload::Support;
 use ringroad_net::{Config, Features, RxQueue, TxQueue, bits};
 use ringroad_ring::Inflight;
 use ringroad_wire::ethernet;
@@ -146,13 +147,22 @@ impl<K: PortKind> Clone for NetDevice<K> {
 }
 
 impl<K: PortKind> NetDevice<K> {
-    fn count_pairs(&self, pair: usize, runs: bool) {
+    /// Sets which offloads the guest takes, and tells the other ports.
+    fn set_takes(&self, support: Support) {
+        if self.port.0.takes.swap(support.bits(), Ordering::Relaxed) != support.bits() {
+            self.handle.offloads_changed();
+        }
+    }
+
+    /// Counts a receive queue that has started or stopped; returns how many run.
+    fn count_pairs(&self, pair: usize, runs: bool) -> usize {
         let mut running = self.running.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(running) = running.get_mut(pair) {
             *running = runs;
         }
         let pairs = running.iter().take_while(|&&runs| runs).count();
         self.port.0.pairs_running.store(pairs, Ordering::Relaxed);
+        pairs
     }
 
     fn start_rx(&self, pair: usize, ring: Ring) -> Result<u32, String> {
@@ -168,10 +178,11 @@ impl<K: PortKind> NetDevice<K> {
         // Within the gate: whoever changes the tuning meanwhile tunes the queue afterwards.
         queue.tune(self.handle.port().settings().tuning);
         queue.limit(ethernet::longest_frame(self.config.mtu));
-        let base = queue.base();
+        let (base, takes) = (queue.base(), queue.support());
         slot.queue = Some(queue);
         drop(slot);
         self.count_pairs(pair, true);
+        self.set_takes(takes);
         Ok(base)
     }
 
@@ -241,7 +252,9 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
         let (pair, port) = (index / 2, &self.port.0);
         if index.is_multiple_of(2) {
             let base = port.rx.get(pair).map_or(0, |gate| stop(&mut gate.enter(), RxQueue::stop));
-            self.count_pairs(pair, false);
+            if self.count_pairs(pair, false) == 0 {
+                self.set_takes(Support::empty());
+            }
             return base;
         }
         let Some(gate) = port.tx.get(pair) else { return 0 };

@@ -10,13 +10,13 @@ use crate::{
     port::PortKind,
 };
 use parking_lot::{Mutex, MutexGuard};
-use ringroad_frame::{Burst, Counters, Sink, Source};
+use ringroad_frame::{Burst, Counters, Sink, Source, offload::Support};
 use ringroad_mem::{Span, Table};
 use ringroad_net::{RxQueue, TxQueue};
 use ringroad_ring::{Fault, Tuning};
 use std::sync::{
     Arc,
-    atomic::{AtomicUsize, Ordering},
+    atomic::{AtomicU8, AtomicUsize, Ordering},
 };
 use vmm_sys_util::eventfd::EventFd;
 
@@ -59,6 +59,8 @@ pub(super) struct Guest {
     pub tx_counters: Vec<Arc<Counters>>,
     /// Receive queues that run, from queue 0 on without a gap.
     pub pairs_running: AtomicUsize,
+    /// The offloads that the running receive queues take, as the bits of [`Support`].
+    pub takes: AtomicU8,
     /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
     attention: EventFd,
     pub lines: Lines,
@@ -83,6 +85,7 @@ impl VhostPort {
             rx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             pairs_running: AtomicUsize::new(0),
+            takes: AtomicU8::new(0),
             attention,
             lines,
             deaf: Mutex::new(vec![Deaf::default(); queue_pairs.into()]),
@@ -153,6 +156,10 @@ impl PortKind for VhostPort {
             return None;
         }
         Some(VhostSink { slot, counters, port, index })
+    }
+
+    fn takes(&self) -> Support {
+        Support::from_bits_truncate(self.0.takes.load(Ordering::Relaxed))
     }
 
     fn settle(&self) -> bool {
@@ -376,6 +383,11 @@ impl VhostSink<'_> {
 }
 
 impl Sink for VhostSink<'_> {
+    #[inline]
+    fn support(&self) -> Support {
+        self.slot.queue.as_ref().map_or(Support::empty(), RxQueue::support)
+    }
+
     #[inline]
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
         let Some(queue) = &mut self.slot.queue else { return 0 };

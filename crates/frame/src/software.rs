@@ -1,0 +1,146 @@
+//! Does for a receiver what it cannot do itself: completes checksums, cuts frames into segments. Called by the switch for frames
+//! with an offload that is not among [`Sink::support`].
+
+use crate::{
+    ALL, BURST, Burst, HEADROOM, MAX_FRAME, Sink,
+    offload::{
+        HEADERS, Offload, Support, checksum,
+        segment::{Checksums, Segmenter},
+    },
+};
+use ringroad_mem::{Region, Table};
+use std::sync::Arc;
+
+/// Memory for finished frames in bytes: a burst of 1518 bytes each, or the longest one.
+const ROOM: usize = 128 << 10;
+const _: () = assert!(ROOM >= HEADROOM + MAX_FRAME);
+
+/// Finished frames start at multiples of this.
+const ALIGN: usize = 64;
+
+/// Finishes frames in memory of its own, from where they are put to the receiver in bursts.
+pub struct Software {
+    pool: Arc<Table>,
+    burst: Burst,
+    scratch: Box<[u8]>,
+    /// Bytes of the pool in use.
+    used: usize,
+    /// Identification of the next frame's IPv6 fragments.
+    ident: u32,
+}
+
+impl std::fmt::Debug for Software {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Software").field("used", &self.used).finish_non_exhaustive()
+    }
+}
+
+impl Software {
+    /// Allocates its memory, 200 KiB. `ident`: a random number. `None` if there is no memory.
+    pub fn new(ident: u32) -> Option<Software> {
+        let region = Region::private(ROOM, 0).ok()?;
+        let pool = Arc::new(Table::default().with(region).ok()?);
+        let mut software =
+            Software { pool, burst: Burst::default(), scratch: vec![0; MAX_FRAME].into(), used: 0, ident };
+        software.start();
+        Some(software)
+    }
+
+    /// Puts the frames with these indices, finished where the receiver requires it, in order. Returns how many frames were
+    /// accepted as they are or made, and how many were put in all, as a measure of work.
+    pub fn put(&mut self, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
+        let support = sink.support();
+        let (mut accepted, mut work, mut start) = (0, 0, 0);
+        for (at, &index) in which.iter().enumerate() {
+            let offload = burst.offload(index.into());
+            if support.contains(offload.needs()) {
+                continue;
+            }
+            let before = which.get(start..at).unwrap_or_default();
+            if !before.is_empty() {
+                accepted += self.flush(sink) + sink.put(burst, before);
+                work += before.len();
+            }
+            start = at + 1;
+            let (put, made) = self.finish(sink, support, burst, index.into(), offload);
+            accepted += put;
+            work += made;
+        }
+        accepted += self.flush(sink);
+        let rest = which.get(start..).unwrap_or_default();
+        if !rest.is_empty() {
+            accepted += sink.put(burst, rest);
+        }
+        (accepted, work + rest.len())
+    }
+
+    /// Finishes one frame. Returns how many frames were accepted meanwhile, and how many were made.
+    fn finish(
+        &mut self,
+        sink: &mut impl Sink,
+        support: Support,
+        burst: &Burst,
+        index: usize,
+        offload: Offload,
+    ) -> (usize, usize) {
+        let len = burst.frames().get(index).map_or(0, |frame| frame.len());
+        let Some(gso) = offload.gso() else {
+            let Some(frame) = self.scratch.get_mut(..len) else { return (0, 0) };
+            burst.copy(index, 0, frame);
+            checksum::complete(frame, offload);
+            return (self.stage(sink, len, Offload::NONE), 1);
+        };
+        let mut head = [0; HEADERS];
+        let read = burst.copy(index, 0, &mut head);
+        let checksums = if support.contains(Support::CHECKSUM) { Checksums::Partial } else { Checksums::Complete };
+        self.ident = self.ident.wrapping_add(1);
+        // The sender may have changed the headers since they were checked; then the frame is dropped.
+        let head = head.get(..read).unwrap_or_default();
+        let Ok(mut segments) = Segmenter::new(gso, head, len, checksums, self.ident) else { return (0, 0) };
+        let (mut accepted, mut made) = (0, 0);
+        while let Some(segment) = segments.next(&mut self.scratch, |at, target| _ = burst.copy(index, at, target)) {
+            let put = self.stage(sink, segment.len, segment.offload);
+            accepted += put;
+            made += 1;
+        }
+        (accepted, made)
+    }
+
+    /// Adds the first `len` bytes of the scratch memory as a frame; if there is no more room, first puts all frames so far. Returns
+    /// how many of those were accepted.
+    fn stage(&mut self, sink: &mut impl Sink, len: usize, offload: Offload) -> usize {
+        let total = HEADROOM + len;
+        let full = self.burst.frames().len() == BURST || self.used + total > ROOM;
+        let accepted = if full { self.flush(sink) } else { 0 };
+        let place = self.pool.regions().first().and_then(|region| region.span(self.used + HEADROOM, len));
+        if let (Some(place), Some(frame)) = (place, self.scratch.get(..len)) {
+            place.write(frame);
+            if self.burst.push_at(self.used as u64, total, offload).is_ok() {
+                self.used = (self.used + total).next_multiple_of(ALIGN);
+            }
+        }
+        accepted
+    }
+
+    /// Puts all finished frames.
+    fn flush(&mut self, sink: &mut impl Sink) -> usize {
+        let count = self.burst.frames().len();
+        if count == 0 {
+            return 0;
+        }
+        let bytes = self.burst.frames().iter().map(|frame| frame.len() as u64).sum();
+        self.burst.weigh(bytes);
+        let accepted = sink.put(&self.burst, ALL.get(..count).unwrap_or(&ALL));
+        self.start();
+        accepted
+    }
+
+    fn start(&mut self) {
+        self.burst.clear();
+        self.burst.start_in(&self.pool);
+        self.used = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests;
