@@ -1,7 +1,7 @@
 //! Ports of memory and a switch between them. Shared by the tests of this crate.
 #![allow(dead_code, reason = "each test file uses a part")]
 
-use ringroad_frame::{Burst, Sink, Source};
+use ringroad_frame::{Burst, Sink, Source, offload::Offload};
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::BURST;
 use ringroad_switch::{Claim, Dropped, Fdb, Limits, Port, Switch};
@@ -142,7 +142,7 @@ impl Source for FakeSource<'_> {
             // A header full of promises, which nobody should see.
             let bytes = [&[0xff; vnet_hdr::SIZE][..], frame].concat();
             self.0.memory.regions()[0].span(index * BUFFER, BUFFER).unwrap().write(&bytes);
-            assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len()), Ok(frame.len()));
+            assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len(), Offload::NONE), Ok(frame.len()));
         }
         frames.len()
     }
