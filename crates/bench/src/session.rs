@@ -202,6 +202,11 @@ impl<T> Rounds<T> {
         self.figures.get(variant).map_or_else(Vec::new, |rounds| rounds.iter().map(figure).collect())
     }
 
+    /// Returns the first round's figures of a variant.
+    pub fn first(&self, variant: usize) -> Option<&T> {
+        self.figures.get(variant)?.first()
+    }
+
     /// Returns the rounds of two of the variants alone, as pairs.
     pub fn pair(&self, first: usize, second: usize) -> Rounds<T>
     where
