@@ -139,6 +139,12 @@ impl<'a> Session<'a> {
         self.save(false)
     }
 
+    /// Returns the rows so far.
+    #[cfg(test)]
+    pub fn rows(&self) -> &[Value] {
+        &self.rows
+    }
+
     /// Prints a table under its title.
     pub fn print(&self, title: &str, table: &str) {
         clear();

@@ -1,5 +1,5 @@
-//! Our vsock device against rust-vmm's, with the same driver (ours) and the same program of the host behind Unix sockets; and two
-//! guests of our device, connected ring to ring, against a connection through a relay program of the host.
+//! Our vsock device against rust-vmm's, with the same driver (ours) and the same program of the host behind Unix sockets. Guest to
+//! guest, our device connects two guests ring to ring: against a relay program of the host, and against rust-vmm's sibling groups.
 
 use crate::{
     figures::{RATIO, Spread, extend},
@@ -15,11 +15,12 @@ use ringroad_traffic::{
     child::{Folder, Program},
     gbps,
     options::{Ring, pin, poll},
-    vsock::{connector, each_read, layout, round_trips},
+    vsock::{RECEIVE, connector, each_read, layout, round_trips},
 };
-use ringroad_vsock::{Addr, Listener, Settings, SocketType, Stream};
+use ringroad_vsock::{Addr, Listener, MAX_PACKET, Settings, SocketType, Stream};
 use serde_json::{Value, json};
 use std::{
+    cell::RefCell,
     fmt,
     io::{self, BufRead, BufReader, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
@@ -83,15 +84,20 @@ impl fmt::Display for Polling {
     }
 }
 
-/// A device, and the host's programs of its guest. Our device has a second guest, whose socket is the second one.
+/// A device, and the host's programs of its guest. It has a second guest, whose socket is the second one.
 struct Vsock {
     device: Device,
     host: PathBuf,
+    /// Whether it is rust-vmm's.
+    is_peer: bool,
     /// How long the driver's programs poll.
     poll: Duration,
     /// What the host's program has received from the guest.
     count: Count,
 }
+
+/// A device, and where the guest's program connects to.
+type Way<'a> = (&'a Vsock, Addr);
 
 /// Bytes received.
 type Count = Arc<AtomicU64>;
@@ -128,6 +134,11 @@ const GUEST: u32 = 9;
 const RELAY: u32 = 10;
 /// CID of the other guest.
 const SIBLING: u64 = CID + 1;
+/// How long to wait for a device, or for progress of a connection.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Payload bytes of the driver's receive buffers for siblings of rust-vmm's device. It passes packets on as they are, and loses
+/// those that do not fit.
+const PEER_RECEIVE: usize = MAX_PACKET;
 /// The program of rust-vmm's device.
 const PEER: &str = "vhost-device-vsock";
 
@@ -138,8 +149,13 @@ impl Vsock {
         serve(&host, ECHO, |stream| each_read(&stream, 64 << 10, |bytes| (&stream).write_all(bytes)))?;
         let received = count.clone();
         serve(&host, SINK, move |stream| each_read(&stream, 64 << 10, |bytes| add(&received, bytes)))?;
-        Ok(Vsock { device, host, poll: poll(&polling.poll)?, count })
+        Ok(Vsock { device, host, is_peer: false, poll: poll(&polling.poll)?, count })
     }
+}
+
+/// Returns the option of rust-vmm's device for a guest, whose siblings are the other guests of its group.
+fn vm(cid: u64, socket: &Path, host: &Path) -> String {
+    format!("guest-cid={cid},socket={},uds-path={},groups=g", socket.display(), host.display())
 }
 
 /// Counts received bytes.
@@ -241,32 +257,39 @@ impl Args {
 
     /// Starts rust-vmm's device.
     fn peer(&self, folder: &Folder, Peer { words, name }: &Peer, polling: &Polling) -> Result<Vsock, String> {
-        let (socket, host, log) = (folder.file("peer.sock"), folder.file("peer.host"), folder.file("peer.log"));
-        let vm = format!("guest-cid={CID},socket={},uds-path={}", socket.display(), host.display());
+        let log = folder.file("peer.log");
+        let file = |guest: &str, kind: &str| folder.file(&format!("{guest}.{kind}"));
+        let guests =
+            [(CID, "peer"), (SIBLING, "peer-sibling")].map(|(cid, name)| (cid, file(name, "sock"), file(name, "host")));
         let mut line = Command::new("taskset");
-        line.arg("-c").arg(self.common.device_cpu.to_string()).args(words).arg("--vm").arg(vm).stdout(Stdio::null());
+        line.arg("-c").arg(self.common.device_cpu.to_string()).args(words).stdout(Stdio::null());
+        guests.iter().for_each(|(cid, socket, host)| {
+            line.arg("--vm").arg(vm(*cid, socket, host));
+        });
         let mut program = Program::start(PEER, &mut line, &log)?;
-        for path in [&socket, &host] {
-            program.wait_for(path, Duration::from_secs(5), &log)?;
+        for path in guests.iter().flat_map(|(_, socket, host)| [socket, host]) {
+            program.wait_for(path, PATIENCE, &log)?;
         }
         program.hold(true);
-        Vsock::new(Device { name: name.clone(), sockets: vec![socket], programs: vec![program] }, host, polling)
+        let [(_, socket, host), (_, sibling, _)] = guests;
+        let device = Device { name: name.clone(), sockets: vec![socket, sibling], programs: vec![program] };
+        Ok(Vsock { is_peer: true, ..Vsock::new(device, host, polling)? })
     }
 
-    /// Connects our driver to a device as one of its guests, the first one being 0.
-    fn connect(&self, vsock: &Vsock, guest: usize, cpu: usize) -> Result<VsockClient, String> {
+    /// Connects our driver to a device as one of its guests, the first one being 0, with receive buffers of this size.
+    fn connect(&self, vsock: &Vsock, guest: usize, receive: usize, cpu: usize) -> Result<VsockClient, String> {
         let settings = Settings { poll: vsock.poll, ..Settings::default() };
         let connector = connector(vsock.device.socket(guest)?, self.ring, settings);
-        let connector = VsockConnector { cid: Some(CID + guest as u64), ..connector };
+        let connector = VsockConnector { cid: Some(CID + guest as u64), receive, ..connector };
         let start = Instant::now();
         let client = loop {
             match on("cannot run on CPU", cpu, || connector.connect().map_err(|error| error.to_string())) {
                 // vhost-device-vsock creates a new socket for each frontend; until then, connections are reset.
-                Err(_) if start.elapsed() < Duration::from_secs(5) => thread::sleep(Duration::from_millis(50)),
+                Err(_) if start.elapsed() < PATIENCE => thread::sleep(Duration::from_millis(50)),
                 result => break result?,
             }
         };
-        while !client.stack().is_running() && start.elapsed() < Duration::from_secs(5) {
+        while !client.stack().is_running() && start.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));
         }
         Ok(client)
@@ -276,11 +299,12 @@ impl Args {
     fn with(
         &self,
         vsock: &Vsock,
+        receive: usize,
         work: impl FnOnce(&VsockClient) -> Result<f64, String> + Send,
     ) -> Result<Figure, String> {
         let device = &vsock.device;
         device.awake(|| {
-            let client = self.connect(vsock, 0, self.common.driver_cpu)?;
+            let client = self.connect(vsock, 0, receive, self.common.driver_cpu)?;
             let value =
                 self.common.on_driver_cpu(|| work(&client)).map_err(|error| format!("{}: {error}", device.name))?;
             Ok(Figure { value, ring: layout(client.acked()) })
@@ -288,9 +312,9 @@ impl Args {
     }
 
     /// Measures round trips to the host's echo server: their mean in microseconds.
-    fn round_trip(&self, vsock: &Vsock, size: u64) -> Result<Figure, String> {
-        self.with(vsock, |client| {
-            let stream = Stream::connect(client.stack(), Addr { cid: 2, port: ECHO }).map_err(message)?;
+    fn round_trip(&self, vsock: &Vsock, to: Addr, size: u64) -> Result<Figure, String> {
+        self.with(vsock, RECEIVE, |client| {
+            let stream = Stream::connect(client.stack(), to).map_err(message)?;
             let times = |seconds| round_trips(&stream, size as usize, Duration::from_secs_f64(seconds));
             times(0.1).and_then(|_| times(self.common.seconds)).map(|times| times.mean() / 1e3).map_err(message)
         })
@@ -298,14 +322,18 @@ impl Args {
 
     /// Returns the rate in Gb/s by which `count` grows while `step` is repeated.
     fn rate(&self, count: &AtomicU64, mut step: impl FnMut() -> io::Result<()>) -> Result<f64, String> {
-        let mut repeat = |time: Duration| {
+        let mut repeat = |time: Duration| -> Result<f64, String> {
             let (before, start) = (count.load(Ordering::Relaxed), Instant::now());
             while start.elapsed() < time {
                 step().map_err(message)?;
             }
             Ok(gbps(count.load(Ordering::Relaxed) - before, start.elapsed()))
         };
-        repeat(Duration::from_millis(200)).and_then(|_: f64| repeat(Duration::from_secs_f64(self.common.seconds)))
+        repeat(Duration::from_millis(200))?;
+        match repeat(Duration::from_secs_f64(self.common.seconds))? {
+            0.0 => Err("no data arrived".into()),
+            rate => Ok(rate),
+        }
     }
 
     /// Returns the case of a stream in a direction.
@@ -318,20 +346,19 @@ impl Args {
     fn send(&self, client: &VsockClient, to: Addr, count: &Count) -> Result<f64, String> {
         let bytes = vec![0x5a; self.write as usize];
         let mut stream = Stream::connect(client.stack(), to).map_err(message)?;
-        stream.set_timeout(Some(Duration::from_secs(5)));
+        stream.set_timeout(Some(PATIENCE));
         self.rate(count, || stream.write_all(&bytes))
     }
 
     /// Measures a stream to the host.
-    fn to_host(&self, vsock: &Vsock) -> Result<Figure, String> {
-        let to = Addr { cid: 2, port: SINK };
-        self.with(vsock, |client| self.send(client, to, &vsock.count))
+    fn to_host(&self, vsock: &Vsock, to: Addr) -> Result<Figure, String> {
+        self.with(vsock, RECEIVE, |client| self.send(client, to, &vsock.count))
     }
 
     /// Measures a stream from the host.
     fn to_guest(&self, vsock: &Vsock) -> Result<Figure, String> {
         let (host, size) = (&vsock.host, self.write as usize);
-        self.with(vsock, |client| {
+        self.with(vsock, RECEIVE, |client| {
             let listener = Listener::bind(client.stack(), GUEST, SocketType::Stream).map_err(message)?;
             let (host, cpu) = (host.clone(), self.common.device_cpu);
             let program = thread::spawn(move || {
@@ -341,8 +368,8 @@ impl Args {
                 while stream.write_all(&bytes).is_ok() {}
                 io::Result::Ok(())
             });
-            let mut stream = listener.accept_within(Some(Duration::from_secs(5))).map_err(message)?;
-            stream.set_timeout(Some(Duration::from_secs(5)));
+            let mut stream = listener.accept_within(Some(PATIENCE)).map_err(message)?;
+            stream.set_timeout(Some(PATIENCE));
             let (count, mut buffer) = (Count::default(), vec![0; size.max(64 << 10)]);
             let rate = self.rate(&count, || {
                 count.fetch_add(stream.read(&mut buffer)? as u64, Ordering::Relaxed);
@@ -354,18 +381,21 @@ impl Args {
         })
     }
 
-    /// Measures a stream from one guest of our device to the other: to the guest itself, or to the relay.
+    /// Measures a stream from one guest of a device to the other: to the guest itself, or to our device's relay.
     fn to_sibling(&self, vsock: &Vsock, to: Addr) -> Result<Figure, String> {
-        self.with(vsock, |client| {
+        let receive = if vsock.is_peer { PEER_RECEIVE } else { RECEIVE };
+        self.with(vsock, receive, |client| {
             // The other guest is on the CPU of the host.
             let cpu = self.common.device_cpu;
-            let other = self.connect(vsock, 1, cpu)?;
+            let other = self.connect(vsock, 1, receive, cpu)?;
             let listener = Listener::bind(other.stack(), GUEST, SocketType::Stream).map_err(message)?;
             let count = Count::default();
             let received = count.clone();
             let reader = thread::spawn(move || {
                 pin("--device-cpu", cpu).map_err(io::Error::other)?;
-                let stream = listener.accept_within(Some(Duration::from_secs(5)))?;
+                let stream = listener.accept_within(Some(PATIENCE))?;
+                // A device that loses the connection may not tell the other end.
+                stream.set_timeout(Some(PATIENCE));
                 each_read(&stream, 64 << 10, |bytes| add(&received, bytes))
             });
             let rate = self.send(client, to, &count);
@@ -387,30 +417,53 @@ impl Group<'_, '_> {
     /// Measures all cases on our device, and on the peer's if there is one.
     fn run(&mut self, ours: &Vsock, peer: Option<&Vsock>) -> Result<(), String> {
         let args = self.args;
-        let (devices, other): (Vec<_>, _) =
-            ([ours].into_iter().chain(peer).collect(), peer.map_or("", |peer| &peer.device.name));
+        let other = peer.map_or("", |peer| &peer.device.name);
+        let devices = |port: u32| -> Vec<Way<'_>> {
+            [ours].into_iter().chain(peer).map(|vsock| (vsock, Addr { cid: 2, port })).collect()
+        };
         for &size in &args.size {
             let fields = json!({ "direction": "there-and-back", "size": size });
             let case = Case { name: format!("round trip {size} B"), unit: "us", fields };
-            self.compare(&case, &devices, other, |vsock| args.round_trip(vsock, size))?;
+            self.compare(&case, &devices(ECHO), other, |&(vsock, to)| args.round_trip(vsock, to, size))?;
         }
-        self.compare(&args.stream("to-host"), &devices, other, |vsock| args.to_host(vsock))?;
-        self.compare(&args.stream("to-guest"), &devices, other, |vsock| args.to_guest(vsock))?;
-        let ways = [Addr { cid: SIBLING, port: GUEST }, Addr { cid: 2, port: RELAY }];
-        let relay = "a program between Unix sockets";
-        self.compare(&args.stream("to-sibling"), &ways, relay, |&to| args.to_sibling(ours, to))
+        self.compare(&args.stream("to-host"), &devices(SINK), other, |&(vsock, to)| args.to_host(vsock, to))?;
+        self.compare(&args.stream("to-guest"), &devices(GUEST), other, |&(vsock, _)| args.to_guest(vsock))?;
+        let (mut case, direct) = (args.stream("to-sibling"), Addr { cid: SIBLING, port: GUEST });
+        let one = |&(vsock, to): &Way<'_>| args.to_sibling(vsock, to);
+        let relay = (ours, Addr { cid: 2, port: RELAY });
+        self.compare(&case, &[(ours, direct), relay], "a program between Unix sockets", one)?;
+        match peer {
+            Some(peer) => {
+                extend(&mut case.fields, json!({ "receive": RECEIVE, "peer_receive": PEER_RECEIVE }));
+                self.compare(&case, &[(ours, direct), (peer, direct)], &format!("{other}, sibling groups"), one)
+            }
+            None => Ok(()),
+        }
     }
 
-    /// Measures a case in two ways, ours and that of `other`, or in ours alone.
-    fn compare<V>(
+    /// Measures a case in two ways, ours and that of `other`, or in ours alone. If rust-vmm's device fails, for example because
+    /// it loses the connection, the row is skipped with its error as the reason.
+    fn compare(
         &mut self,
         case: &Case,
-        ways: &[V],
+        ways: &[Way<'_>],
         other: &str,
-        one: impl Fn(&V) -> Result<Figure, String>,
+        one: impl Fn(&Way<'_>) -> Result<Figure, String>,
     ) -> Result<(), String> {
-        let rounds = self.session.rounds(&format!("{}, {}", self.polling, case.name), ways, one)?;
-        let (row, columns) = self.results(case, other, &rounds);
+        let (name, failure) = (format!("{}, {}", self.polling, case.name), RefCell::new(None));
+        let rounds = self.session.rounds(&name, ways, |way| {
+            one(way).inspect_err(|error| {
+                if way.0.is_peer {
+                    failure.replace(Some(error.clone()));
+                }
+            })
+        });
+        if let Some(reason) = failure.into_inner() {
+            let mut row = self.row(case);
+            extend(&mut row, json!({ "peer_name": other }));
+            return self.session.skip(&format!("{name}, {other}"), row, &reason);
+        }
+        let (row, columns) = self.results(case, other, &rounds?);
         self.lines.push(columns);
         self.session.push(row)
     }
@@ -453,7 +506,8 @@ pub fn run(args: &Args) -> Result<(), String> {
     let (common, pollings) = (&args.common, args.pollings()?);
     // The guest has a CPU to itself. Devices and programs of the host share the other one, which threads inherit.
     pin("--device-cpu", common.device_cpu)?;
-    let mut session = Session::new("vsock-peer", common, pollings.len() * (args.size.len() + 3), false);
+    let cases = args.size.len() + 3 + usize::from(!args.alone);
+    let mut session = Session::new("vsock-peer", common, pollings.len() * cases, false);
     let found = args.find(&mut session)?;
     for polling in &pollings {
         let folder = Folder::new("vsock")?;
@@ -468,13 +522,14 @@ pub fn run(args: &Args) -> Result<(), String> {
              {pairs} pairs of {seconds} s, median and min–max"
         );
         let table = table(&["", "ours", "", "peer", "", "ratio", "", "rings", ""], &lines);
-        session.print(&title, &format!("{table}{RING_NOTE}\n\n"));
+        session.print(&title, &format!("{table}{NOTES}\n\n"));
     }
     session.finish()
 }
 
-/// Explains the column of the rings.
-const RING_NOTE: &str = "rings: the negotiated layout; with ours / with the peer, if they differ";
+/// Notes under each table.
+const NOTES: &str = "rings: the negotiated layout; with ours / with the peer, if they differ\n\
+    sibling groups: the driver's receive buffers have 64 KiB instead of 16, because the peer loses packets that do not fit";
 
 #[cfg(test)]
 mod tests;

@@ -71,3 +71,49 @@ fn rows_have_what_was_negotiated() {
         assert_eq!((&row["ring"], row.get("peer_ring"), columns.len()), (&json!("packed"), None, 3));
     });
 }
+
+/// Returns a device without a program.
+fn vsock(is_peer: bool) -> Vsock {
+    let device = Device { name: String::new(), sockets: Vec::new(), programs: Vec::new() };
+    Vsock { device, host: PathBuf::new(), is_peer, poll: Duration::ZERO, count: Count::default() }
+}
+
+#[test]
+fn a_case_is_skipped_if_the_peer_fails() {
+    let (ours, peer, to) = (vsock(false), vsock(true), Addr { cid: SIBLING, port: GUEST });
+    let ways = [(&ours, to), (&peer, to)];
+    let only = |is_peer: bool| {
+        move |way: &Way<'_>| match way.0.is_peer == is_peer {
+            true => Err("the connection was reset".to_owned()),
+            false => Ok(Figure { value: 1.0, ring: Ring::Packed }),
+        }
+    };
+    group(|group| {
+        let case = args("").stream("to-sibling");
+        group.compare(&case, &ways, "other", only(true)).unwrap();
+        assert!(group.lines.is_empty());
+        // What fails on our device is an error.
+        assert_eq!(group.compare(&case, &ways, "other", only(false)).unwrap_err(), "the connection was reset");
+        group.compare(&case, &ways[..1], "", only(true)).unwrap();
+        let rows = group.session.rows();
+        assert_eq!((rows.len(), group.lines.len()), (2, 1));
+        let skipped = json!({
+            "unit": "Gb/s", "poll": "0", "device_poll": "0", "direction": "to-sibling", "size": 65536, "peer_name": "other",
+            "skipped": "the connection was reset",
+        });
+        assert_eq!((&rows[0], &rows[1]["ours"]), (&skipped, &json!(1.0)));
+    });
+}
+
+#[test]
+fn guests_of_the_peer_are_siblings() {
+    let option = vm(SIBLING, Path::new("/tmp/a.sock"), Path::new("/tmp/a.host"));
+    assert_eq!(option, "guest-cid=4,socket=/tmp/a.sock,uds-path=/tmp/a.host,groups=g");
+}
+
+#[test]
+fn a_stream_that_moves_nothing_is_an_error() {
+    let (args, count) = (args("--seconds 0.01"), Count::default());
+    assert_eq!(args.rate(&count, || Ok(())), Err("no data arrived".to_owned()));
+    assert!(args.rate(&count, || add(&count, b"data")).unwrap() > 0.0);
+}
