@@ -9,7 +9,7 @@ use ringroad_host::vsock::{VsockClient, VsockConfig, VsockConnector, VsockServer
 use ringroad_traffic::{
     child::Folder,
     options::Ring,
-    vsock::{RECEIVE, connector},
+    vsock::{RECEIVE, connector, layout},
 };
 use ringroad_vsock::Settings;
 use serde_json::{Value, json};
@@ -41,6 +41,8 @@ pub struct Setup {
 pub const CID: u64 = 3;
 /// The port of the program that is connected to.
 pub const PORT: u32 = 7;
+/// Explains the column of the seed.
+pub const SEED_NOTE: &str = "seed: the gain reported for the same change in Linux's vhost-vsock, which sleeps; comparable with event-driven rows only";
 /// How sending is done, in the order of measuring: queued, direct.
 pub const WAYS: [bool; 2] = [false, true];
 
@@ -69,6 +71,10 @@ impl Setup {
         };
         // Its worker inherits the CPU.
         let client = self.common.on_driver_cpu(|| connector.connect().map_err(|error| error.to_string()))?;
+        // Rows have the negotiated layout.
+        if layout(client.acked()) != self.ring {
+            return Err(format!("expected {} rings, but {} ones were negotiated", self.ring, layout(client.acked())));
+        }
         let start = Instant::now();
         while !server.stack().is_running() {
             if start.elapsed() > Duration::from_secs(5) {
@@ -79,7 +85,8 @@ impl Setup {
         Ok(Ends { client, server, _worker: worker })
     }
 
-    /// Returns a cell's JSON row, and its last columns: ratio, seed, line. `seed` is the ratio that the original work reports.
+    /// Returns a cell's JSON row, and its last columns: ratio, seed, line. `seed` is the ratio that the original work reports for
+    /// comparable work.
     pub fn row(
         &self,
         cell: Value,

@@ -4,7 +4,7 @@ use crate::{
     figures::{LINE_NOTE, Spread},
     options::Common,
     session::Session,
-    vsock_ends::{PORT, Setup, WAYS, message},
+    vsock_ends::{PORT, SEED_NOTE, Setup, WAYS, message},
 };
 use ringroad_text::table;
 use ringroad_traffic::{
@@ -39,9 +39,9 @@ pub struct Args {
     /// Directions, as a list [default: both]
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["to-guest", "to-host"], hide_default_value = true)]
     direction: Vec<Direction>,
-    /// How long a waiting program polls the rings before it sleeps: 0, 50us, unlimited
-    #[arg(long, default_value = "50us")]
-    poll: String,
+    /// How long a waiting program polls the rings before it sleeps, as a list: 0 (event driven), 50us, unlimited
+    #[arg(long, value_delimiter = ',', default_values = ["0", "50us"])]
+    poll: Vec<String>,
     #[command(flatten)]
     setup: Setup,
 }
@@ -54,27 +54,33 @@ enum Direction {
 
 /// One combination of options.
 struct Load {
+    polling: String,
+    poll: Duration,
     direction: Direction,
     connections: u64,
     size: u64,
 }
 
 impl Args {
-    fn loads(&self) -> Vec<Load> {
+    fn loads(&self) -> Result<Vec<Load>, String> {
         let mut loads = Vec::new();
-        for &direction in &self.direction {
-            for &connections in &self.connections {
-                loads.extend(self.size.iter().map(|&size| Load { direction, connections, size }));
+        for polling in &self.poll {
+            let poll = poll(polling)?;
+            for &direction in &self.direction {
+                for &connections in &self.connections {
+                    let load = |&size: &u64| Load { polling: polling.clone(), poll, direction, connections, size };
+                    loads.extend(self.size.iter().map(load));
+                }
             }
         }
-        loads
+        Ok(loads)
     }
 }
 
 impl Load {
     /// Measures it on new rings. Returns Gb/s.
-    fn measure(&self, setup: &Setup, folder: &Folder, direct: bool, poll: Duration) -> Result<f64, String> {
-        let ends = setup.connect(folder, direct, poll)?;
+    fn measure(&self, setup: &Setup, folder: &Folder, direct: bool) -> Result<f64, String> {
+        let ends = setup.connect(folder, direct, self.poll)?;
         let (host, guest) = (ends.server.stack(), ends.client.stack());
         let Common { driver_cpu, device_cpu, seconds, .. } = setup.common;
         let (rate, ways) = match self.direction {
@@ -130,8 +136,11 @@ impl Load {
         })
     }
 
-    /// Returns the gain that the original work (the seed) reports.
+    /// Returns the gain that the original work (the seed) reports. Its programs sleep while they wait.
     fn seed(&self) -> Option<f64> {
+        if !self.poll.is_zero() {
+            return None;
+        }
         let size = [4, 64, 128].iter().position(|&kib| kib == self.size >> 10)?;
         let gains = match self.connections {
             1 => [10.5 / 6.87, 39.4 / 29.3, 39.9 / 29.5],
@@ -145,23 +154,22 @@ impl Load {
 
 /// Measures every combination.
 pub fn run(args: &Args) -> Result<(), String> {
-    let Args { setup, poll: polling, .. } = args;
-    let (time, loads) = (poll(polling)?, args.loads());
+    let (setup, loads) = (&args.setup, args.loads()?);
     let folder = Folder::new("vsock")?;
     let mut session = Session::new("vsock-stream", &setup.common, loads.len(), false);
     let mut lines = Vec::new();
     for load in &loads {
-        let Load { direction, connections, size } = load;
+        let Load { polling, direction, connections, size, .. } = load;
         let direction = name(direction);
-        let what = format!("{direction}, {connections} × {size} B");
-        let rounds = session.rounds(&what, &WAYS, |&direct| load.measure(setup, &folder, direct, time))?;
+        let what = format!("{direction}, {connections} × {size} B, poll {polling}");
+        let rounds = session.rounds(&what, &WAYS, |&direct| load.measure(setup, &folder, direct))?;
         let [queued, direct] = [0, 1].map(|way| rounds.of(way, |&rate| rate));
         let (rates, ratio) = ([Spread::of(&queued), Spread::of(&direct)], Spread::of_ratios(&direct, &queued));
         let cell = json!({
             "direction": direction, "connections": connections, "size": size, "poll": polling, "unit": "Gb/s",
         });
         let (row, last) = setup.row(cell, rates, ratio, rounds.line(), load.seed());
-        let mut columns = vec![format!("{direction}, {connections} × {} KiB", size >> 10)];
+        let mut columns = vec![format!("poll {polling}, {direction}, {connections} × {} KiB", size >> 10)];
         columns.extend(rates.iter().flat_map(|rate| rate.columns(1)));
         lines.push([columns, last].concat());
         session.push(row)?;
@@ -171,6 +179,33 @@ pub fn run(args: &Args) -> Result<(), String> {
         "Gb/s of connections × bytes of a write, programs on both ends, one core each, {pairs} pairs of {seconds} s, median and min–max"
     );
     let table = table(&["", "queued", "", "direct", "", "ratio", "", "seed", "line, ns"], &lines);
-    session.print(&title, &format!("{table}{LINE_NOTE}\n"));
+    session.print(&title, &format!("{table}{LINE_NOTE}\n{SEED_NOTE}\n"));
     session.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn args(words: &str) -> Args {
+        Cli::parse_from(["bench"].into_iter().chain(words.split_whitespace())).args
+    }
+
+    #[test]
+    fn event_driven_loads_come_before_polled_ones() {
+        let loads = args("--size 4096 --connections 1,2 --direction to-host").loads().unwrap();
+        let loads: Vec<_> =
+            loads.iter().map(|load| (&*load.polling, load.connections, load.seed().is_some())).collect();
+        // Only event-driven ones are comparable with the seed.
+        assert_eq!(loads, [("0", 1, true), ("0", 2, true), ("50us", 1, false), ("50us", 2, false)]);
+        assert_eq!(args("--poll unlimited").loads().unwrap().len(), 18);
+        assert!(args("--poll 0,never").loads().is_err());
+    }
 }
