@@ -41,7 +41,7 @@ struct Times {
 
 /// Measures round trips of one size on new rings.
 fn ping(setup: &Setup, folder: &Folder, direct: bool, poll: Duration, size: usize) -> Result<Times, String> {
-    let ends = setup.connect(folder, direct, poll)?;
+    let ends = setup.connect(folder, direct, poll, setup.programs())?;
     let (host, guest) = (ends.server.stack(), ends.client.stack());
     let Common { driver_cpu, device_cpu, seconds, .. } = setup.common;
     let times = thread::scope(|scope| {
@@ -120,7 +120,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     }
     let Common { pairs, seconds, .. } = setup.common;
     let title = format!(
-        "round trip host – guest – host in µs, a program on each end, one core each, {pairs} pairs of {seconds} s, median and min–max"
+        "round trip host – guest – host in µs, a program and a worker on each end, one core for each end, {pairs} pairs of {seconds} s, median and min–max"
     );
     let header = ["", "queued", "", "p1", "p99", "direct", "", "p1", "p99", "ratio", "", "seed", "line, ns"];
     session.print(&title, &format!("{}{LINE_NOTE}\n{SEED_NOTE}\n", table(&header, &lines)));
