@@ -43,7 +43,8 @@ pub const CID: u64 = 3;
 /// The port of the program that is connected to.
 pub const PORT: u32 = 7;
 /// Explains the column of the seed.
-pub const SEED_NOTE: &str = "seed: the gain reported for the same change in Linux's vhost-vsock, which sleeps; comparable with event-driven rows only";
+pub const SEED_NOTE: &str = "seed: the gain reported for the same change in Linux's vhost-vsock, which sleeps; \
+    comparable with event-driven rows only";
 /// How sending is done, in the order of measuring: queued, direct.
 pub const WAYS: [bool; 2] = [false, true];
 

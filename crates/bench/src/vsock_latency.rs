@@ -120,7 +120,8 @@ pub fn run(args: &Args) -> Result<(), String> {
     }
     let Common { pairs, seconds, .. } = setup.common;
     let title = format!(
-        "round trip host – guest – host in µs, a program and a worker on each end, one core for each end, {pairs} pairs of {seconds} s, median and min–max"
+        "round trip host – guest – host in µs, a program and a worker on each end, one core for each end, \
+         {pairs} pairs of {seconds} s, median and min–max"
     );
     let header = ["", "queued", "", "p1", "p99", "direct", "", "p1", "p99", "ratio", "", "seed", "line, ns"];
     session.print(&title, &format!("{}{LINE_NOTE}\n{SEED_NOTE}\n", table(&header, &lines)));

@@ -1,5 +1,5 @@
-//! Our vsock device against rust-vmm's, with the same driver (ours) and the same program of the host behind Unix sockets. Guest to
-//! guest, our device connects two guests ring to ring: against a relay program of the host, and against rust-vmm's sibling groups.
+//! Our vsock device against rust-vmm's, with the same driver (ours) and the same program of the host behind Unix sockets. Guest
+//! to guest, our device connects two guests ring to ring: against a relay program of the host, and rust-vmm's sibling groups.
 
 use crate::{
     figures::{RATIO, Spread, extend},

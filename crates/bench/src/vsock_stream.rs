@@ -197,7 +197,10 @@ impl Load {
             thread::sleep(Duration::from_millis(150));
             let (before, begun) = (received.load(Ordering::Relaxed), Instant::now());
             thread::sleep(Duration::from_secs_f64(seconds));
-            Ok(gbps(received.load(Ordering::Relaxed) - before, begun.elapsed()))
+            match received.load(Ordering::Relaxed) - before {
+                0 => Err("no data arrived".into()),
+                bytes => Ok(gbps(bytes, begun.elapsed())),
+            }
         })
     }
 
