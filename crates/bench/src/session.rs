@@ -139,6 +139,12 @@ impl<'a> Session<'a> {
         self.save(false)
     }
 
+    /// Returns the rows so far.
+    #[cfg(test)]
+    pub fn rows(&self) -> &[Value] {
+        &self.rows
+    }
+
     /// Prints a table under its title.
     pub fn print(&self, title: &str, table: &str) {
         clear();
@@ -200,6 +206,11 @@ impl<T> Rounds<T> {
     /// Returns one figure of each round of a variant; none, if there is no such variant.
     pub fn of(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Vec<f64> {
         self.figures.get(variant).map_or_else(Vec::new, |rounds| rounds.iter().map(figure).collect())
+    }
+
+    /// Returns the first round's figures of a variant.
+    pub fn first(&self, variant: usize) -> Option<&T> {
+        self.figures.get(variant)?.first()
     }
 
     /// Returns the rounds of two of the variants alone, as pairs.

@@ -1,15 +1,16 @@
-//! Both ends of a vsock device in one process, each on a CPU of its own, for vsock_latency.rs and vsock_stream.rs. They compare
+//! Both ends of a vsock device in one process, for vsock_latency.rs and vsock_stream.rs. They compare
 //! direct sending (a sender's own thread writes packets to the ring) with queued sending (a worker does).
 
 use crate::{
     figures::{LINE, RATIO, Spread, extend},
     options::Common,
+    rig::on,
 };
 use ringroad_host::vsock::{VsockClient, VsockConfig, VsockConnector, VsockServer, VsockWorker};
 use ringroad_traffic::{
     child::Folder,
     options::Ring,
-    vsock::{RECEIVE, connector},
+    vsock::{RECEIVE, connector, layout},
 };
 use ringroad_vsock::Settings;
 use serde_json::{Value, json};
@@ -41,6 +42,9 @@ pub struct Setup {
 pub const CID: u64 = 3;
 /// The port of the program that is connected to.
 pub const PORT: u32 = 7;
+/// Explains the column of the seed.
+pub const SEED_NOTE: &str = "seed: the gain reported for the same change in Linux's vhost-vsock, which sleeps; \
+    comparable with event-driven rows only";
 /// How sending is done, in the order of measuring: queued, direct.
 pub const WAYS: [bool; 2] = [false, true];
 
@@ -53,13 +57,18 @@ pub struct Ends {
 }
 
 impl Setup {
-    /// Connects new ends.
-    pub fn connect(&self, folder: &Folder, direct: bool, poll: Duration) -> Result<Ends, String> {
+    /// Returns the CPUs of the programs: the host's, which is the device's, and the guest's, which is the driver's.
+    pub fn programs(&self) -> [usize; 2] {
+        [self.common.device_cpu, self.common.driver_cpu]
+    }
+
+    /// Connects new ends, whose workers run on these CPUs: the host's, the guest's.
+    pub fn connect(&self, folder: &Folder, direct: bool, poll: Duration, workers: [usize; 2]) -> Result<Ends, String> {
         let settings = Settings { direct, poll, buffer: self.buffer, ..Settings::default() };
-        let (socket, cpu) = (folder.file("vsock.sock"), self.common.device_cpu);
+        let (socket, [host, guest]) = (folder.file("vsock.sock"), workers);
         // The worker does not poll: the waiting program does.
-        let worker = VsockWorker::start(Some(cpu), Duration::ZERO, 1024)
-            .map_err(|error| format!("--device-cpu {cpu}: {error}"))?;
+        let worker = VsockWorker::start(Some(host), Duration::ZERO, 1024)
+            .map_err(|error| format!("the host's worker cannot run on CPU {host}: {error}"))?;
         let config = VsockConfig { name: "bench".into(), settings, ..VsockConfig::new(CID, socket.clone()) };
         let server = VsockServer::start(config, &worker).map_err(|error| error.to_string())?;
         let connector = VsockConnector {
@@ -68,7 +77,12 @@ impl Setup {
             ..connector(&socket, self.ring, settings)
         };
         // Its worker inherits the CPU.
-        let client = self.common.on_driver_cpu(|| connector.connect().map_err(|error| error.to_string()))?;
+        let connect = || connector.connect().map_err(|error| error.to_string());
+        let client = on("the guest's worker cannot run on CPU", guest, connect)?;
+        // Rows have the negotiated layout.
+        if layout(client.acked()) != self.ring {
+            return Err(format!("expected {} rings, but {} ones were negotiated", self.ring, layout(client.acked())));
+        }
         let start = Instant::now();
         while !server.stack().is_running() {
             if start.elapsed() > Duration::from_secs(5) {
@@ -79,7 +93,8 @@ impl Setup {
         Ok(Ends { client, server, _worker: worker })
     }
 
-    /// Returns a cell's JSON row, and its last columns: ratio, seed, line. `seed` is the ratio that the original work reports.
+    /// Returns a cell's JSON row, and its last columns: ratio, seed, line. `seed` is the ratio that the original work reports for
+    /// comparable work.
     pub fn row(
         &self,
         cell: Value,

@@ -4,7 +4,7 @@ use crate::{
     figures::{LINE_NOTE, Spread},
     options::Common,
     session::Session,
-    vsock_ends::{CID, Ends, PORT, Setup, WAYS, message},
+    vsock_ends::{CID, Ends, PORT, SEED_NOTE, Setup, WAYS, message},
 };
 use ringroad_text::table;
 use ringroad_traffic::{
@@ -17,13 +17,16 @@ use serde_json::json;
 use std::{io::Write, net::Shutdown, thread, time::Duration};
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    ringroad bench vsock-latency                    every size event driven, and polling without limit\n  \
+    ringroad bench vsock-latency --poll 0,50us --size 64")]
 pub struct Args {
     /// Message sizes in bytes, as a list
     #[arg(long, value_delimiter = ',', default_values_t = [64, 512, 4096],
           value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     size: Vec<u64>,
-    /// How long a waiting program polls the rings before it sleeps, as a list: 0, 50us, unlimited
-    #[arg(long, value_delimiter = ',', default_values = ["unlimited"])]
+    /// How long a waiting program polls the rings before it sleeps, as a list: 0 (event driven), 50us, unlimited
+    #[arg(long, value_delimiter = ',', default_values = ["0", "unlimited"])]
     poll: Vec<String>,
     #[command(flatten)]
     setup: Setup,
@@ -38,7 +41,7 @@ struct Times {
 
 /// Measures round trips of one size on new rings.
 fn ping(setup: &Setup, folder: &Folder, direct: bool, poll: Duration, size: usize) -> Result<Times, String> {
-    let ends = setup.connect(folder, direct, poll)?;
+    let ends = setup.connect(folder, direct, poll, setup.programs())?;
     let (host, guest) = (ends.server.stack(), ends.client.stack());
     let Common { driver_cpu, device_cpu, seconds, .. } = setup.common;
     let times = thread::scope(|scope| {
@@ -75,9 +78,10 @@ fn check(ends: &Ends, direct: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the gain that the original work (the seed) reports for a size.
-fn seed(size: u64) -> Option<f64> {
+/// Returns the gain that the original work (the seed) reports for a size. Its programs sleep while they wait.
+fn seed(size: u64, poll: Duration) -> Option<f64> {
     match size {
+        _ if !poll.is_zero() => None,
         64 => Some(16.78 / 13.57),
         512 => Some(17.35 / 14.11),
         4096 => Some(19.87 / 14.96),
@@ -104,7 +108,7 @@ pub fn run(args: &Args) -> Result<(), String> {
                 "size": size, "poll": polling, "unit": "us",
                 "before_p1": p1[0], "after_p1": p1[1], "before_p99": p99[0], "after_p99": p99[1],
             });
-            let (row, last) = setup.row(cell, means, ratio, rounds.line(), seed(size));
+            let (row, last) = setup.row(cell, means, ratio, rounds.line(), seed(size, time));
             let mut columns = vec![name];
             for ((mean, p1), p99) in means.iter().zip(p1).zip(p99) {
                 columns.extend(mean.columns(2));
@@ -116,9 +120,38 @@ pub fn run(args: &Args) -> Result<(), String> {
     }
     let Common { pairs, seconds, .. } = setup.common;
     let title = format!(
-        "round trip host – guest – host in µs, a program on each end, one core each, {pairs} pairs of {seconds} s, median and min–max"
+        "round trip host – guest – host in µs, a program and a worker on each end, one core for each end, \
+         {pairs} pairs of {seconds} s, median and min–max"
     );
     let header = ["", "queued", "", "p1", "p99", "direct", "", "p1", "p99", "ratio", "", "seed", "line, ns"];
-    session.print(&title, &format!("{}{LINE_NOTE}\n", table(&header, &lines)));
+    session.print(&title, &format!("{}{LINE_NOTE}\n{SEED_NOTE}\n", table(&header, &lines)));
     session.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, Parser};
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn rows_are_event_driven_and_polled_by_default() {
+        assert_eq!(Cli::parse_from(["bench"]).args.poll, ["0", "unlimited"]);
+        assert_eq!(Cli::parse_from(["bench", "--poll", "50us"]).args.poll, ["50us"]);
+        assert!(Cli::command().render_long_help().to_string().contains("ringroad bench vsock-latency --poll 0,50us"));
+    }
+
+    #[test]
+    fn only_event_driven_rows_have_a_seed() {
+        assert_eq!(seed(64, Duration::ZERO), Some(16.78 / 13.57));
+        assert_eq!(
+            [seed(64, Duration::MAX), seed(64, Duration::from_micros(50)), seed(100, Duration::ZERO)],
+            [None; 3]
+        );
+    }
 }

@@ -30,6 +30,11 @@ pub fn connector(socket: &Path, ring: Ring, settings: Settings) -> VsockConnecto
     }
 }
 
+/// Returns the layout of rings for which these feature bits were negotiated.
+pub fn layout(acked: u64) -> Ring {
+    if Features::from_bits_truncate(acked).contains(Features::PACKED) { Ring::Packed } else { Ring::Split }
+}
+
 /// Reads a stream to its end, up to `size` bytes at a time, and calls `each` with the bytes of each read.
 ///
 /// # Errors
@@ -84,4 +89,18 @@ pub fn throughput(stream: Stream<DriverSide>, write: usize, duration: Duration) 
     })?;
     sender.join().map_err(|_| io::Error::other("the sender thread panicked"))??;
     Ok(gbps(total, start.elapsed()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_layout_is_what_was_negotiated() {
+        let offered = Features::all().bits();
+        for ring in [Ring::Packed, Ring::Split] {
+            assert_eq!(layout(offered & connector(Path::new("a.sock"), ring, Settings::default()).features), ring);
+        }
+        assert_eq!((layout(1 << 34), layout(!(1 << 34)), layout(0)), (Ring::Packed, Ring::Split, Ring::Split));
+    }
 }
