@@ -9,7 +9,10 @@ use crate::{
     },
 };
 use ringroad_mem::{Region, Table};
-use std::sync::Arc;
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::Arc,
+};
 
 /// Memory for finished frames in bytes: a burst of 1518 bytes each, or the longest one.
 const ROOM: usize = 128 << 10;
@@ -36,8 +39,29 @@ impl std::fmt::Debug for Software {
 }
 
 impl Software {
-    /// Allocates its memory, 200 KiB. `ident`: a random number. `None` if there is no memory.
-    pub fn new(ident: u32) -> Option<Software> {
+    /// Puts the frames with these indices, finished where the receiver requires it; `software` is made when it is first needed.
+    /// Returns how many frames were accepted, and how many were put, as a measure of work.
+    #[cold]
+    pub fn deliver(
+        software: &mut Option<Software>,
+        sink: &mut impl Sink,
+        burst: &Burst,
+        which: &[u8],
+    ) -> (usize, usize) {
+        let support = sink.support();
+        if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
+            return (sink.put(burst, which), which.len());
+        }
+        if software.is_none() {
+            *software = Software::new();
+        }
+        software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
+    }
+
+    /// Allocates its memory, 200 KiB. `None` if there is none.
+    pub fn new() -> Option<Software> {
+        // Seeded by the system.
+        let ident = RandomState::new().hash_one(0) as u32;
         let region = Region::private(ROOM, 0).ok()?;
         let pool = Arc::new(Table::default().with(region).ok()?);
         let mut software =

@@ -1,7 +1,10 @@
 //! What a port can do instead of forwarding, for measuring: reflect, drop, generate. The key `mode` of a port in the
 //! configuration.
 
-use ringroad_frame::{ALL, Burst, Counters, Frame, HEADROOM, Sink, Source, offload::Offload};
+use ringroad_frame::{
+    ALL, Burst, Counters, Frame, HEADROOM, Sink, Software, Source,
+    offload::{Offload, Support},
+};
 use ringroad_host::{PortKind, PortSettings};
 use ringroad_mem::{Region, Table};
 use ringroad_ring::Tuning;
@@ -98,7 +101,11 @@ impl<K: PortKind> MeasuredSource<'_, K> {
     fn put(&mut self, burst: &Burst) -> usize {
         let count = burst.frames().len();
         self.sink = self.port.kind.sink(self.queue, count);
-        self.sink.as_mut().map_or(0, |sink| sink.put(burst, ALL.get(..count).unwrap_or(&ALL)))
+        let which = ALL.get(..count).unwrap_or(&ALL);
+        self.sink.as_mut().map_or(0, |sink| match burst.has_offloads() {
+            true => Software::deliver(&mut None, sink, burst, which).0,
+            false => sink.put(burst, which),
+        })
     }
 
     /// What happens to a burst that is not forwarded. Returns how much work it was, in frames.
@@ -213,6 +220,12 @@ impl<K: PortKind> PortKind for Measured<K> {
     }
     fn tick(&self, now: u32) {
         self.kind.tick(now);
+    }
+    fn takes(&self) -> Support {
+        self.kind.takes()
+    }
+    fn others_take(&self, support: Support) {
+        self.kind.others_take(support);
     }
     fn abandon(&self) {
         self.kind.abandon();
