@@ -113,17 +113,35 @@ impl Features {
         .union(Features::HOST_UFO)
         .union(Features::HOST_USO);
 
+    /// Returns an offload among these without the feature that it requires (5.1.3.1), and that one.
+    pub fn missing(self) -> Option<(Features, Features)> {
+        let tso = Features::HOST_TSO4 | Features::HOST_TSO6;
+        let guest_tso = Features::GUEST_TSO4 | Features::GUEST_TSO6;
+        let checksum = tso | Features::HOST_UFO | Features::HOST_USO;
+        let guest_usos = Features::GUEST_USO4 | Features::GUEST_USO6;
+        let guest_checksum = guest_tso | Features::GUEST_UFO | guest_usos;
+        let rules = [
+            (checksum, Features::CSUM),
+            (guest_checksum, Features::GUEST_CSUM),
+            (Features::HOST_ECN, tso),
+            (Features::GUEST_ECN, guest_tso),
+        ];
+        let broken = rules.into_iter().find(|&(of, needs)| self.intersects(of) && !self.intersects(needs))?;
+        let (of, needs) = broken;
+        Some(((self & of).iter().next()?, needs.iter().next()?))
+    }
+
     /// Returns what our driver negotiates for rings of one layout: all but the offloads.
     pub fn layout(packed: bool) -> Features {
-        let all = Features::all() - Features::OFFLOADS;
+        let all = Features::default();
         if packed { all } else { all - Features::PACKED }
     }
 }
 
 impl Default for Features {
-    /// All of them.
+    /// All but the offloads.
     fn default() -> Features {
-        Features::all()
+        Features::all() - Features::OFFLOADS
     }
 }
 
@@ -170,6 +188,11 @@ mod tests {
         assert_eq!(Features::all().bits(), basic | offloads);
         assert_eq!(Features::OFFLOADS.bits(), offloads);
         assert_eq!(Features::layout(true).bits(), basic);
+        assert_eq!(Features::all().missing(), None);
+        let alone = Features::HOST_TSO6 | Features::GUEST_CSUM;
+        assert_eq!(alone.missing(), Some((Features::HOST_TSO6, Features::CSUM)));
+        let ecn = Features::GUEST_ECN | Features::GUEST_CSUM;
+        assert_eq!(ecn.missing(), Some((Features::GUEST_ECN, Features::GUEST_TSO4)));
         assert_eq!(Features::REQUIRED.bits(), 1 << 32);
     }
 

@@ -13,7 +13,7 @@ use ringroad_net::Features;
 use ringroad_ring::Tuning;
 use ringroad_switch::{Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, de};
 use std::path::PathBuf;
 use toml::Value;
 
@@ -232,7 +232,11 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
 }
 
 fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {
-    value::features(node, Features::REQUIRED)
+    let features = value::features(node, Features::REQUIRED)?;
+    let Some((offload, needs)) = features.missing() else { return Ok(features) };
+    let name = |feature: Features| feature.iter_names().next().map_or(String::new(), |(name, _)| name.to_lowercase());
+    let (offload, needs) = (name(offload), name(needs));
+    Err(de::Error::custom(format_args!("expected `{needs} = true` beside `{offload} = true`, found it off")))
 }
 
 fn kind<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {

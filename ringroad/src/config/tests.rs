@@ -80,7 +80,7 @@ fn example() {
         kind: Kind::VhostUser(VhostUser {
             socket: "/run/ringroad/vm1.sock".into(),
             role: Role::Client,
-            features: Features::all() - Features::IN_ORDER - Features::MTU,
+            features: Features::default() - Features::IN_ORDER - Features::MTU,
             mac,
             fixed: true,
             tuning: Tuning::default(),
@@ -114,7 +114,7 @@ fn defaults() {
     let limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
     assert_eq!(port.limits, limits);
     assert_eq!((port.mode, port.hairpin, port.queues, port.mtu, port.poll), (Mode::Switch, false, 1, None, None));
-    let (role, features) = (Role::Server, Features::all());
+    let (role, features) = (Role::Server, Features::default());
     let tuning = Tuning::default();
     let (socket, frontend) = ("/run/1".into(), Frontend::default());
     let kind = Kind::VhostUser(VhostUser { socket, role, features, mac: None, fixed: false, tuning, frontend });
@@ -142,7 +142,7 @@ fn each_feature_has_its_key() {
     for key in keys {
         let config = parse(&vm1(&format!("features.{key} = false")));
         let off = Features::from_name(&key.to_uppercase()).unwrap();
-        assert_eq!(config.ports[0].vhost_user().unwrap().features, Features::all() - off, "{key}");
+        assert_eq!(config.ports[0].vhost_user().unwrap().features, Features::default() - off, "{key}");
     }
     let found = error(&vm1("features.zone = true"));
     assert!(found.contains("key `features.zone`: unknown key, expected one of "), "{found}");

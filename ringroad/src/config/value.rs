@@ -59,15 +59,18 @@ pub(super) fn wrong<E: de::Error>(expected: impl fmt::Display) -> E {
     E::custom(format_args!("expected {expected}"))
 }
 
-/// Reads a table of features, each `true` or `false`; those without a key are on, as are the `required` ones, which have none.
-pub(super) fn features<'de, D: Deserializer<'de>, F: Flags + Copy>(node: D, required: F) -> Result<F, D::Error> {
+/// Reads a table of features, each `true` or `false`; those without a key are as by default, the `required` ones on, which have none.
+pub(super) fn features<'de, D: Deserializer<'de>, F: Flags + Copy + Default>(
+    node: D,
+    required: F,
+) -> Result<F, D::Error> {
     node.deserialize_map(Features(required))
 }
 
 #[derive(Clone, Copy)]
 struct Features<F>(F);
 
-impl<'de, F: Flags + Copy> Visitor<'de> for Features<F> {
+impl<'de, F: Flags + Copy + Default> Visitor<'de> for Features<F> {
     type Value = F;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -75,7 +78,7 @@ impl<'de, F: Flags + Copy> Visitor<'de> for Features<F> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut table: A) -> Result<F, A::Error> {
-        let mut all = F::all();
+        let mut all = F::default();
         while let Some(feature) = table.next_key_seed(self)? {
             all.set(feature, table.next_value()?);
         }

@@ -51,13 +51,13 @@ impl VhostConfig {
 }
 
 impl Default for VhostConfig {
-    /// A port with one queue pair that offers everything at a socket that it creates. Name and socket are empty.
+    /// A port with one queue pair that offers everything but offloads at a socket that it creates. Name and socket are empty.
     fn default() -> VhostConfig {
         VhostConfig {
             name: String::new(),
             socket: PathBuf::new(),
             role: Role::Server,
-            features: Features::all(),
+            features: Features::default(),
             config: Config::default(),
             settings: PortSettings::default(),
             frontend: super::Limits::default(),
