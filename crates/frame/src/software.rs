@@ -51,6 +51,8 @@ impl Software {
     pub fn put(&mut self, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
         let support = sink.support();
         let (mut accepted, mut work, mut start) = (0, 0, 0);
+        // A panic of another receiver may have left frames that were meant for it.
+        self.start();
         for (at, &index) in which.iter().enumerate() {
             let offload = burst.offload(index.into());
             if support.contains(offload.needs()) {
