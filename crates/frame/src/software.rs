@@ -1,5 +1,5 @@
-//! Does for a receiver what it cannot do itself: completes checksums, cuts frames into segments. Called by the switch for frames
-//! with an offload that is not among [`Sink::support`].
+//! Does for a receiver what it cannot do itself: completes checksums, cuts frames into segments. Called by whoever puts frames
+//! with an offload that may not be among [`Sink::support`].
 
 use crate::{
     ALL, BURST, Burst, HEADROOM, MAX_FRAME, Sink,
@@ -9,7 +9,10 @@ use crate::{
     },
 };
 use ringroad_mem::{Region, Table};
-use std::sync::Arc;
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::Arc,
+};
 
 /// Memory for finished frames in bytes: a burst of 1518 bytes each, or the longest one.
 const ROOM: usize = 128 << 10;
@@ -44,6 +47,26 @@ impl Software {
             Software { pool, burst: Burst::default(), scratch: vec![0; MAX_FRAME].into(), used: 0, ident };
         software.start();
         Some(software)
+    }
+
+    /// Puts the frames with these indices, and does before what their receiver cannot do itself, with `software`, which is
+    /// allocated when it is first needed. Returns as [`Software::put`].
+    #[cold]
+    pub fn put_finished(
+        software: &mut Option<Software>,
+        sink: &mut impl Sink,
+        burst: &Burst,
+        which: &[u8],
+    ) -> (usize, usize) {
+        let support = sink.support();
+        if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
+            return (sink.put(burst, which), which.len());
+        }
+        if software.is_none() {
+            // Seeded by the system, once per thread.
+            *software = Software::new(RandomState::new().hash_one(0) as u32);
+        }
+        software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
     }
 
     /// Puts the frames with these indices, finished where the receiver requires it, in order. Returns how many frames were

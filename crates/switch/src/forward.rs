@@ -10,7 +10,6 @@ use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     any::Any,
     cell::{Cell, RefCell},
-    hash::{BuildHasher, RandomState},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
@@ -396,7 +395,7 @@ impl<'a, P: Port> Delivery<'a, P> {
             member.open.set(true);
             let sink = held.insert(sink);
             if burst.has_offloads() {
-                let (put, made) = finish(software, sink, burst, which);
+                let (put, made) = Software::put_finished(software, sink, burst, which);
                 work = made;
                 return put;
             }
@@ -409,20 +408,6 @@ impl<'a, P: Port> Delivery<'a, P> {
             0
         })
     }
-}
-
-/// Puts frames, and does before what their receiver cannot do itself. Returns how many were accepted, and how many were put.
-#[cold]
-fn finish(software: &mut Option<Software>, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
-    let support = sink.support();
-    if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
-        return (sink.put(burst, which), which.len());
-    }
-    if software.is_none() {
-        // Seeded by the system, once per thread.
-        *software = Software::new(RandomState::new().hash_one(0) as u32);
-    }
-    software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
 }
 
 /// Returns the ports to which a frame from one of them is flooded.
