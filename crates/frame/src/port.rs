@@ -40,8 +40,8 @@ pub trait Sink {
 
     /// Lets a source read up to a burst of frames straight into the receiver's buffers. `read` is called with spans of at least
     /// `room` bytes in total and returns how many bytes it wrote (more than the spans hold if the frame was truncated), or `None`
-    /// if there are no more frames. The first [`crate::HEADROOM`] bytes are not part of the frame; `read` may write anything
-    /// there. Returns the number of frames received, or `None` if filling is not possible now and nothing was read.
+    /// if there are no more frames. The first [`crate::HEADROOM`] bytes are not part of the frame, but a virtio-net header, which
+    /// says what is left to do to it. Returns the number of frames received, or `None` if filling is not possible now and nothing was read.
     fn fill(&mut self, _room: usize, _read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
         None
     }

@@ -1,5 +1,5 @@
-//! Does for a receiver what it cannot do itself: completes checksums, cuts frames into segments. Called by the switch for frames
-//! with an offload that is not among [`Sink::support`].
+//! Does for a receiver what it cannot do itself: completes checksums, cuts frames into segments. Called by whoever puts frames
+//! with an offload that may not be among [`Sink::support`].
 
 use crate::{
     ALL, BURST, Burst, HEADROOM, MAX_FRAME, Sink,
@@ -39,10 +39,22 @@ impl std::fmt::Debug for Software {
 }
 
 impl Software {
-    /// Puts the frames with these indices, finished where the receiver requires it; `software` is made when it is first needed.
-    /// Returns how many frames were accepted, and how many were put, as a measure of work.
+    /// Allocates its memory, 200 KiB. `None` if there is none.
+    pub fn new() -> Option<Software> {
+        // Seeded by the system.
+        let ident = RandomState::new().hash_one(0) as u32;
+        let region = Region::private(ROOM, 0).ok()?;
+        let pool = Arc::new(Table::default().with(region).ok()?);
+        let mut software =
+            Software { pool, burst: Burst::default(), scratch: vec![0; MAX_FRAME].into(), used: 0, ident };
+        software.start();
+        Some(software)
+    }
+
+    /// Puts the frames with these indices, and does before what their receiver cannot do itself, with `software`, which is
+    /// allocated when it is first needed. Returns as [`Software::put`].
     #[cold]
-    pub fn deliver(
+    pub fn put_finished(
         software: &mut Option<Software>,
         sink: &mut impl Sink,
         burst: &Burst,
@@ -58,23 +70,13 @@ impl Software {
         software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
     }
 
-    /// Allocates its memory, 200 KiB. `None` if there is none.
-    pub fn new() -> Option<Software> {
-        // Seeded by the system.
-        let ident = RandomState::new().hash_one(0) as u32;
-        let region = Region::private(ROOM, 0).ok()?;
-        let pool = Arc::new(Table::default().with(region).ok()?);
-        let mut software =
-            Software { pool, burst: Burst::default(), scratch: vec![0; MAX_FRAME].into(), used: 0, ident };
-        software.start();
-        Some(software)
-    }
-
     /// Puts the frames with these indices, finished where the receiver requires it, in order. Returns how many frames were
     /// accepted as they are or made, and how many were put in all, as a measure of work.
     pub fn put(&mut self, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
         let support = sink.support();
         let (mut accepted, mut work, mut start) = (0, 0, 0);
+        // A panic of another receiver may have left frames that were meant for it.
+        self.start();
         for (at, &index) in which.iter().enumerate() {
             let offload = burst.offload(index.into());
             if support.contains(offload.needs()) {

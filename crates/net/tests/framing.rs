@@ -4,6 +4,8 @@
 #[path = "framing/bounds.rs"]
 mod bounds;
 mod common;
+#[path = "framing/offloads.rs"]
+mod offloads;
 #[path = "framing/shapes.rs"]
 mod shapes;
 
@@ -13,13 +15,15 @@ use ringroad_frame::{Burst, Counters, MAX_FRAME, Snapshot};
 use ringroad_mem::{Region, Table};
 use ringroad_net::{RxQueue, TxQueue, bits};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used};
-use ringroad_wire::vnet_hdr;
+use ringroad_wire::vnet_hdr::{self, F_NEEDS_CSUM};
 use std::{collections::VecDeque, fs::File, sync::Arc};
 
 const GUEST: u64 = 0x1_0000_0000;
 const HEADER: usize = vnet_hdr::SIZE;
 /// What receive buffers hold before anything is received.
 const UNTOUCHED: u8 = 0xee;
+/// A header without offloads: all that belongs to one means nothing.
+const NOISE: [u8; HEADER] = [0, 0, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255];
 
 /// A queue in a guest's memory: its ring, indirect tables, and an arena for buffers, each used once.
 struct Guest {
@@ -213,7 +217,11 @@ type Shape = (usize, [u8; HEADER], Vec<usize>);
 
 fn frames() -> impl Strategy<Value = Vec<Shape>> {
     let len = prop_oneof![4 => 14..=70usize, 4 => 14..=1600usize, 1 => 14..=65000usize];
-    prop::collection::vec((len, any::<[u8; HEADER]>(), cuts()), 1..40)
+    // Flags without a meaning, mostly none.
+    let header = (prop_oneof![4 => Just(0), 1 => any::<u8>()], any::<[u8; HEADER - 2]>()).prop_map(|(flags, rest)| {
+        std::array::from_fn(|at| [flags & !F_NEEDS_CSUM, 0].get(at).copied().unwrap_or_else(|| rest[at - 2]))
+    });
+    prop::collection::vec((len, header, cuts()), 1..40)
 }
 
 /// A receive buffer's length and pieces.
@@ -404,7 +412,7 @@ proptest! {
             let mut read = 0;
             let filled = rx.fill(room, &mut |spans| {
                 let len = *lens.get(read)?;
-                let bytes = [vec![0xff; HEADER], frame(read, len)].concat();
+                let bytes = [&NOISE[..], &frame(read, len)].concat();
                 read += 1;
                 let mut left = &bytes[..];
                 spans.iter().for_each(|span| left = &left[span.write(left)..]);

@@ -395,7 +395,7 @@ impl<'a, P: Port> Delivery<'a, P> {
             member.open.set(true);
             let sink = held.insert(sink);
             if burst.has_offloads() {
-                let (put, made) = Software::deliver(software, sink, burst, which);
+                let (put, made) = Software::put_finished(software, sink, burst, which);
                 work = made;
                 return put;
             }

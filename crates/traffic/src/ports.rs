@@ -12,7 +12,7 @@ use ringroad_wire::ethernet::MacAddr;
 use std::{
     os::fd::BorrowedFd,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU8, Ordering},
     },
 };
@@ -41,12 +41,14 @@ pub struct Measured<K> {
     mode: AtomicU8,
     /// What a generating port gets.
     generated: Option<Burst>,
+    /// Finishes reflected frames for a guest that does not take what it sends.
+    software: Mutex<Option<Software>>,
 }
 
 impl<K: PortKind> Measured<K> {
     /// Returns a port in this mode.
     pub fn new(kind: K, mode: Mode) -> Measured<K> {
-        Measured { kind, mode: AtomicU8::new(mode as u8), generated: generated() }
+        Measured { kind, mode: AtomicU8::new(mode as u8), generated: generated(), software: Mutex::default() }
     }
 
     /// Returns the other kind.
@@ -101,11 +103,12 @@ impl<K: PortKind> MeasuredSource<'_, K> {
     fn put(&mut self, burst: &Burst) -> usize {
         let count = burst.frames().len();
         self.sink = self.port.kind.sink(self.queue, count);
-        let which = ALL.get(..count).unwrap_or(&ALL);
-        self.sink.as_mut().map_or(0, |sink| match burst.has_offloads() {
-            true => Software::deliver(&mut None, sink, burst, which).0,
-            false => sink.put(burst, which),
-        })
+        let (Some(sink), which) = (self.sink.as_mut(), ALL.get(..count).unwrap_or(&ALL)) else { return 0 };
+        if !burst.has_offloads() {
+            return sink.put(burst, which);
+        }
+        let mut software = self.port.software.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        Software::put_finished(&mut software, sink, burst, which).0
     }
 
     /// What happens to a burst that is not forwarded. Returns how much work it was, in frames.
@@ -193,6 +196,12 @@ impl<K: PortKind> PortKind for Measured<K> {
     fn sink(&self, hint: usize, frames: usize) -> Option<K::Sink<'_>> {
         self.kind.sink(hint, frames)
     }
+    fn takes(&self) -> Support {
+        self.kind.takes()
+    }
+    fn others_take(&self, support: Support) {
+        self.kind.others_take(support);
+    }
     fn settle(&self) -> bool {
         self.kind.settle()
     }
@@ -221,12 +230,6 @@ impl<K: PortKind> PortKind for Measured<K> {
     fn tick(&self, now: u32) {
         self.kind.tick(now);
     }
-    fn takes(&self) -> Support {
-        self.kind.takes()
-    }
-    fn others_take(&self, support: Support) {
-        self.kind.others_take(support);
-    }
     fn abandon(&self) {
         self.kind.abandon();
     }
@@ -238,7 +241,7 @@ mod tests {
     use ringroad_frame::BURST;
     use ringroad_host::Port;
     use ringroad_switch::{Fdb, Switch};
-    use std::{sync::Mutex, time::Duration};
+    use std::time::Duration;
 
     /// A port that sends one burst of frames and keeps what it gets.
     struct Fake {
@@ -246,6 +249,7 @@ mod tests {
         sends: Mutex<usize>,
         done: AtomicU8,
         got: Mutex<Vec<Vec<u8>>>,
+        others_take: AtomicU8,
     }
 
     impl Fake {
@@ -253,7 +257,8 @@ mod tests {
             let memory = Arc::new(Table::default().with(Region::private(4096, 0).unwrap()).unwrap());
             let header: Vec<u8> = (0..HEADROOM as u8 + 60).collect();
             memory.regions()[0].span(0, header.len()).unwrap().write(&header);
-            Fake { memory, sends: Mutex::new(sends), done: AtomicU8::new(0), got: Mutex::default() }
+            let (sends, others_take) = (Mutex::new(sends), AtomicU8::new(0));
+            Fake { memory, sends, done: AtomicU8::new(0), got: Mutex::default(), others_take }
         }
     }
 
@@ -261,7 +266,8 @@ mod tests {
         fn take(&mut self, burst: &mut Burst) -> usize {
             burst.start_in(&self.memory);
             let count = std::mem::take(&mut *self.sends.lock().unwrap());
-            (0..count).for_each(|_| _ = burst.push_at(0, HEADROOM + 60, Offload::NONE).unwrap());
+            let offload = Offload::partial(34, 16, 60).unwrap();
+            (0..count).for_each(|_| _ = burst.push_at(0, HEADROOM + 60, offload).unwrap());
             count
         }
         fn done(&mut self, burst: &mut Burst) {
@@ -273,6 +279,7 @@ mod tests {
     impl Sink for &Fake {
         fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
             let head = |&index: &u8| burst.frames()[usize::from(index)].head().0[HEADROOM..HEADROOM + 14].to_vec();
+            assert!(which.iter().all(|&index| burst.offload(index.into()).is_none()), "its sink takes no offloads");
             self.got.lock().unwrap().extend(which.iter().map(head));
             which.len()
         }
@@ -300,6 +307,12 @@ mod tests {
         fn sink(&self, _: usize, _: usize) -> Option<&Fake> {
             Some(self)
         }
+        fn takes(&self) -> Support {
+            Support::TCP6
+        }
+        fn others_take(&self, support: Support) {
+            self.others_take.store(support.bits(), Ordering::Relaxed);
+        }
     }
 
     /// Carries one burst of three frames from a port in this mode. Returns the work, what the port got, what another one got,
@@ -325,6 +338,14 @@ mod tests {
         assert_eq!(carried(Mode::Reflect, 3), (3, vec![swapped; 3], 0, 0));
         assert_eq!(carried(Mode::Generate, 3), (3 + BURST, vec![generated.clone(); BURST], 0, 0));
         assert_eq!(carried(Mode::Generate, 0), (BURST, vec![generated; BURST], 0, 0));
+    }
+
+    #[test]
+    fn offloads_are_those_of_the_other_kind() {
+        let port = Measured::new(Fake::new(0), Mode::Switch);
+        assert_eq!(port.takes(), Support::TCP6);
+        port.others_take(Support::UDP4);
+        assert_eq!(port.kind().others_take.load(Ordering::Relaxed), Support::UDP4.bits());
     }
 
     #[test]

@@ -139,3 +139,74 @@ fn a_burst_is_cut_behind_the_frame_that_is_too_much() {
     burst.clear();
     assert_eq!(burst.cut(1), 0);
 }
+
+/// Copying from any position is the same as reading the frame, however it is cut, and with its addresses swapped.
+#[test]
+fn bytes_of_a_frame_from_any_position() {
+    let memory = memory();
+    for (lead, len) in [(HEADROOM, 14), (HEADROOM, 20), (HEADROOM, 21), (0, 33), (16, 120)] {
+        for cuts in [&[][..], &[1], &[lead + 13, 1], &[5; 12], &[lead + 20], &[lead + 19, 2, 3, 1, 1, 40]] {
+            let (mut list, cut) = (Pieces::new(16), pieces(&memory, 100, lead + len, cuts));
+            list.start(&memory);
+            let mut at = 100;
+            for piece in &cut {
+                list.push(at, piece.len() as u32, &mut Hit::default()).unwrap();
+                at += piece.len() as u64;
+            }
+            let mut burst = Burst::default();
+            burst.start(MAX_FRAME, lead);
+            burst.push(&cut, 0, lead + len, Offload::partial(14, 0, 60).unwrap()).unwrap();
+            burst.exchange(&mut list);
+            for reflected in [false, true] {
+                let whole = forwarded(&burst, 0).split_off(HEADROOM);
+                for at in 0..len + 3 {
+                    for most in [0, 1, 5, len, len + 9] {
+                        let mut target = vec![0xee; most];
+                        let expected = &whole[at.min(len)..(at + most).min(len).max(at.min(len))];
+                        assert_eq!(burst.copy(0, at, &mut target), expected.len(), "{len} bytes, cut {cuts:?}, {at}");
+                        let (copied, rest) = target.split_at(expected.len());
+                        assert!(copied == expected && rest.iter().all(|&byte| byte == 0xee), "{cuts:?}, {at}, {most}");
+                    }
+                }
+                assert!(!reflected || whole[..6] == bytes(100 + lead, len)[6..12]);
+                burst.frames_mut()[0].reflect();
+            }
+            assert_eq!(burst.copy(1, 0, &mut [0; 9]), 0, "no such frame");
+        }
+    }
+}
+
+/// An MTU limits what a frame becomes, a frame that is not cut as it is; and marks are gone with their burst.
+#[test]
+fn lengths_on_a_link() {
+    use crate::offload::{Claim, Kind};
+    let region = Region::private(8 * PAGE, 0).unwrap();
+    // TCP over IPv4 with 10000 bytes of data.
+    let mut head = vec![0; 12];
+    head.extend([0x08, 0x00, 0x45, 0, 0x27, 0x38, 0, 0, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+    head.extend([0, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0x50, 0x10, 0, 0, 0, 0, 0, 0]);
+    region.span(HEADROOM, head.len()).unwrap().write(&head);
+    let memory = Arc::new(Table::default().with(region).unwrap());
+    let segmented = |size| {
+        let claim = Claim { kind: Kind::Tcp4, ecn: false, size, checksum: (34, 16) };
+        Offload::segmented(claim, &head, 10_054).unwrap()
+    };
+    let mut burst = Burst::default();
+    burst.start_in(&memory);
+    assert!(!burst.has_offloads());
+    for offload in [Offload::NONE, segmented(1460), Offload::VALID, segmented(1461)] {
+        assert_eq!(burst.push_at(0, HEADROOM + 10_054, offload), Ok(10_054));
+    }
+    assert!(burst.has_offloads());
+    assert_eq!([0, 1, 2, 3, 4].map(|index| burst.link_len(index)), [10_054, 1514, 10_054, 1515, 0]);
+    assert_eq!([0, 1, 2, 3].map(|index| burst.offload(index).needs().bits()), [0, 3, 0, 3]);
+    assert!(burst.frames().iter().all(|frame| frame.len() == 10_054 && frame.ethernet() == &head[..20]));
+    burst.start(1514, HEADROOM);
+    let check = |offload| burst.check(HEADROOM + 10_054, offload);
+    assert_eq!([check(segmented(1460)), check(segmented(1461))], [Ok(()), Err(NotAFrame::Oversize)]);
+    assert_eq!(check(Offload::VALID), Err(NotAFrame::Oversize));
+    burst.clear();
+    burst.start_in(&memory);
+    burst.push_at(0, HEADROOM + 60, Offload::NONE).unwrap();
+    assert!(!burst.has_offloads() && burst.offload(0).is_none() && burst.offload(1).is_none());
+}

@@ -12,7 +12,7 @@ fn a_header_in_a_line_of_its_own_is_written_when_it_differs() {
             to.next = to.next.next_multiple_of(64) + 64 - HEADER;
             places.push(to.offer(&[200], 0));
             to.write(places[places.len() - 1][0].address, &there);
-            from.send(&[vec![0xff; HEADER], frame(places.len(), 100)].concat());
+            from.send(&[&NOISE[..], &frame(places.len(), 100)].concat());
         }
         let mut burst = Burst::default();
         assert_eq!(tx.take(&mut burst), Ok(3));
@@ -27,7 +27,7 @@ fn a_header_in_a_line_of_its_own_is_written_when_it_differs() {
 fn take_after_good(guest: &mut Guest, bad: impl FnOnce(&mut Guest)) -> (Fault, Snapshot) {
     let (mut tx, counters) = guest.tx();
     for seed in 0..3 {
-        guest.send(&[vec![0xff; HEADER], frame(seed, 60)].concat());
+        guest.send(&[&NOISE[..], &frame(seed, 60)].concat());
     }
     bad(guest);
     guest.send(&[0; 100]);

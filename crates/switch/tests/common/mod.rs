@@ -1,7 +1,10 @@
 //! Ports of memory and a switch between them. Shared by the tests of this crate.
 #![allow(dead_code, reason = "each test file uses a part")]
 
-use ringroad_frame::{Burst, Sink, Source, offload::Offload};
+use ringroad_frame::{
+    Burst, Sink, Source,
+    offload::{Offload, Support},
+};
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::BURST;
 use ringroad_switch::{Claim, Dropped, Fdb, Limits, Port, Switch};
@@ -45,6 +48,10 @@ pub struct Fake {
     pub wanted: AtomicBool,
     /// How often its sink was asked for: each a lock.
     pub sinks: AtomicUsize,
+    /// What it takes, what is left to do to a frame that it sends, and was to those that it got.
+    pub support: Mutex<Support>,
+    pub offload: Mutex<fn(&[u8]) -> Offload>,
+    pub got_offloads: Mutex<Vec<Offload>>,
     pub limits: Limits,
     /// What the switch has dropped of its frames, what others have claimed, and how often there was no room for an address.
     pub dropped: Mutex<Vec<(Dropped, usize)>>,
@@ -90,6 +97,9 @@ impl Fake {
             leases: AtomicUsize::new(0),
             wanted: AtomicBool::new(false),
             sinks: AtomicUsize::new(0),
+            support: Mutex::new(Support::empty()),
+            offload: Mutex::new(|_| Offload::NONE),
+            got_offloads: Mutex::default(),
             limits,
             dropped: Mutex::default(),
             claims: Mutex::default(),
@@ -138,11 +148,12 @@ impl Source for FakeSource<'_> {
         self.0.panic_at(Panics::Take);
         let frames = self.0.to_send.lock().unwrap().pop_front().unwrap_or_default();
         burst.start_in(&self.0.memory);
+        let offload = *self.0.offload.lock().unwrap();
         for (index, frame) in frames.iter().enumerate() {
             // A header full of promises, which nobody should see.
             let bytes = [&[0xff; vnet_hdr::SIZE][..], frame].concat();
             self.0.memory.regions()[0].span(index * BUFFER, BUFFER).unwrap().write(&bytes);
-            assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len(), Offload::NONE), Ok(frame.len()));
+            assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len(), offload(frame)), Ok(frame.len()));
         }
         frames.len()
     }
@@ -175,6 +186,10 @@ impl Source for FakeSource<'_> {
 pub struct FakeSink<'a>(&'a Fake);
 
 impl Sink for FakeSink<'_> {
+    fn support(&self) -> Support {
+        *self.0.support.lock().unwrap()
+    }
+
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
         self.0.panic_at(Panics::Put);
         assert!(!which.is_empty() && which.is_sorted_by(|a, b| a < b), "{which:?}");
@@ -190,6 +205,7 @@ impl Sink for FakeSink<'_> {
             assert_eq!(bytes.len(), frame.extent());
             assert_eq!(bytes[..vnet_hdr::SIZE], [0; vnet_hdr::SIZE]);
             self.0.got.lock().unwrap().push(bytes.split_off(vnet_hdr::SIZE));
+            self.0.got_offloads.lock().unwrap().push(burst.offload(index.into()));
         }
         which.len()
     }

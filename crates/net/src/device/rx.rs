@@ -1,0 +1,565 @@
+//! Receive queues: we put, the driver receives.
+
+use super::FETCH;
+use crate::{features::bits, offload};
+use ringroad_frame::{
+    ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Rest,
+    offload::{Offload, Support},
+};
+use ringroad_mem::{Span, Table};
+use ringroad_ring::{
+    Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
+    SetupError, Tuning,
+};
+use ringroad_wire::{ethernet, vnet_hdr};
+use std::{ops::Range, sync::Arc};
+
+/// Returns a virtio-net header without offloads (5.1.6).
+const fn header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
+    let [low, high] = num_buffers.to_le_bytes();
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, low, high]
+}
+
+/// Capacity in chains of a burst of receive buffers, so that a large frame can be spread over many small buffers.
+const RX_CHAINS: usize = 256;
+/// Capacity in spans of a burst of receive buffers.
+const RX_PIECES: u16 = 1024;
+
+/// Limit for the pieces of receive buffers that a burst uses or looks at. The remaining frames are dropped: a receiver whose
+/// buffers are in very many pieces would take time from the others.
+const BURST_PIECES: usize = 2048;
+
+/// Prefetches the first lines of a buffer to be written. `apart`: the line with the virtio-net header is only read.
+#[inline(always)]
+fn fetch_target<const WRITE: bool>(target: Span<'_>, apart: bool) {
+    match (WRITE, apart) {
+        (true, true) => {
+            target.prefetch::<1>();
+            target.skip(vnet_hdr::SIZE).prefetch_write::<1>();
+        }
+        (true, false) => target.prefetch_write::<FETCH>(),
+        (false, _) => target.prefetch::<FETCH>(),
+    }
+}
+
+/// Copies frames until one is not in one piece or does not fit; returns how many were copied. `later`: the buffers to prefetch
+/// meanwhile. `APART`: the virtio-net header has a cache line of its own, as in DPDK's drivers; as it hardly ever changes, that
+/// line is only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
+#[inline(always)]
+fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
+    frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
+    chains: &mut [Chain],
+    targets: &[Span<'_>],
+    later: &[Span<'_>],
+) -> usize {
+    let mut count = 0;
+    for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
+        if let Some(&later) = later.get(count) {
+            fetch_target::<WRITE>(later, APART);
+        }
+        let Some((frame, source)) = frame else { break };
+        let total = frame.extent();
+        if chain.readable_len() > 0 || target.len() < total {
+            break;
+        }
+        let copied = if APART {
+            let Some(rest) = frame.full_head_apart() else { break };
+            let (source, after) = (source.skip(vnet_hdr::SIZE), target.skip(vnet_hdr::SIZE));
+            target.update(const { header(1) }) && source.copy_under(rest, after, total - vnet_hdr::SIZE, SMALL)
+        } else {
+            let Some(head) = frame.full_head(const { header(1) }) else { break };
+            source.copy_under(head, target, total, SMALL)
+        };
+        if !copied {
+            break;
+        }
+        chain.written = total as u32;
+        count += 1;
+    }
+    count
+}
+
+/// Device end of a receive queue: we put, the driver receives.
+#[derive(Debug)]
+pub struct RxQueue {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    chains: Chains,
+    /// How many of them have already been returned to the driver.
+    given: usize,
+    /// Pieces of the chains that were used or put back during this burst.
+    walked: usize,
+    /// Length in bytes of the longest frame that the driver receives.
+    limit: usize,
+    mergeable: bool,
+    /// The offloads that the driver takes.
+    support: Support,
+    tuning: Tuning,
+    counters: Arc<Counters>,
+}
+
+impl RxQueue {
+    queue_calls!();
+
+    /// Like `start`, but continues where a former process left the queue, if the journal or the inflight region has a record of
+    /// it. Also returns how the position was found.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a frontend's parameters of a ring, and two places to record its state"
+    )]
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        counters: Arc<Counters>,
+        journal: Journal,
+        inflight: Inflight,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let features = RingFeatures::negotiated(acked);
+        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
+        // We look for new buffers when there are frames to put into them.
+        ring.disable_notification();
+        let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
+        let chains = Chains::new(RX_CHAINS, RX_PIECES);
+        let (tuning, limit) = (Tuning::default(), MAX_FRAME);
+        let support = offload::driver_takes(acked);
+        let queue = RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, support, tuning, counters };
+        Ok((queue, resumed))
+    }
+
+    /// Returns the offloads that frames put here may have.
+    pub fn support(&self) -> Support {
+        self.support
+    }
+
+    /// Copies the frames with these indices to the driver and publishes them; returns how many. Frames that do not fit are
+    /// dropped and counted. Their offloads must be among [`RxQueue::support`].
+    ///
+    /// # Errors
+    /// The driver's [`Fault`], if no frame was put; then the queue is unusable and no frame was counted. A fault behind good
+    /// frames is returned by the next call.
+    #[inline]
+    pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        if self.tuning.prefetch_write {
+            self.put_tuned::<true>(burst, which)
+        } else {
+            self.put_tuned::<false>(burst, which)
+        }
+    }
+
+    /// `WRITE`: `Tuning::prefetch_write`.
+    #[inline(always)]
+    fn put_tuned<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        let (mut short, all) = ([0; BURST], which.len());
+        let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
+        self.want::<WRITE>(which.len())?;
+        self.walked = 0;
+        let (mut used, bytes) = if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
+        let oversize = (all - which.len()) as u64;
+        let mut tally = Tally { frames: used as u64, bytes, oversize, ..Tally::default() };
+        if used < which.len() {
+            self.place_rest::<WRITE>(burst, which, &mut used, &mut tally);
+        }
+        self.give(&mut used);
+        // Prefetch what the next burst will write to. A fault here is reported by that burst.
+        if self.tuning.fetches() {
+            let _ = self.want::<WRITE>(which.len());
+        }
+        if let Some(fault) = tally.fault
+            && tally.frames == 0
+        {
+            return Err(fault);
+        }
+        // A fault behind good frames is reported by the next burst.
+        let counters = &self.counters;
+        counters.frames.add(tally.frames);
+        counters.bytes.add(tally.bytes);
+        counters.full.add(tally.full);
+        counters.oversize.add(tally.oversize);
+        counters.stopped.add(tally.stopped);
+        counters.bursts.add(1);
+        Ok(tally.frames as usize)
+    }
+
+    /// Normal path: places the frames behind the first `used` ones.
+    fn place_rest<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8], used: &mut usize, tally: &mut Tally) {
+        let distance = self.tuning.distance();
+        for (done, &index) in which.iter().enumerate().skip(*used) {
+            let Some(frame) = burst.frames().get(usize::from(index)) else { continue };
+            let left = (which.len() - done) as u64;
+            if self.walked > BURST_PIECES {
+                tally.full += left;
+                return;
+            }
+            if *used == self.chains.list().len() {
+                match self.more(used, left as usize) {
+                    Ok(0) => {
+                        tally.full += left;
+                        return;
+                    }
+                    Ok(_) => {}
+                    Err(fault) => {
+                        (tally.fault, tally.stopped) = (Some(fault), left);
+                        return;
+                    }
+                }
+            }
+            self.prefetch::<WRITE>(*used + distance);
+            let mut placed = self.place(burst, index, *used);
+            if let Err(Refusal::Crowded) = placed {
+                self.give(used);
+                placed = self.place(burst, index, *used);
+            }
+            match placed {
+                Ok(count) => {
+                    *used += count;
+                    tally.frames += 1;
+                    tally.bytes += frame.len() as u64;
+                }
+                Err(Refusal::Full | Refusal::Crowded) => tally.full += 1,
+                Err(Refusal::Oversize) => tally.oversize += 1,
+                Err(Refusal::Fault(fault)) => {
+                    (tally.fault, tally.stopped) = (Some(fault), left);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Returns the frames that are not too long.
+    #[cold]
+    fn fitting<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
+        let fits = |index: u8| burst.link_len(index.into()) <= self.limit;
+        let mut count = 0;
+        for (place, &index) in short.iter_mut().zip(which.iter().filter(|&&index| fits(index))) {
+            *place = index;
+            count += 1;
+        }
+        short.get(..count).unwrap_or_default()
+    }
+
+    /// Takes chains until there are `count`, if the driver has made that many available.
+    #[inline(always)]
+    fn want<const WRITE: bool>(&mut self, count: usize) -> Result<(), Fault> {
+        let there = self.chains.list().len();
+        if there == 0 {
+            self.chains.start(&self.memory);
+        }
+        if there < count {
+            match self.ring.take(&self.memory, &mut self.chains, count - there) {
+                Err(fault) if there == 0 => return Err(fault),
+                _ => {}
+            }
+            // The others are prefetched while frames are copied.
+            (there..self.tuning.prefetch.into()).for_each(|index| self.prefetch::<WRITE>(index));
+        }
+        Ok(())
+    }
+
+    /// Prefetches the first buffer of a chain to be written.
+    #[inline(always)]
+    fn prefetch<const WRITE: bool>(&self, index: usize) {
+        if let Some(piece) = self.chains.first_piece(index) {
+            fetch_target::<WRITE>(piece, piece.ends_line(vnet_hdr::SIZE));
+        }
+    }
+
+    /// Takes up to `max` more chains; returns how many. If our list has no room for them, the `used` ones are returned first.
+    fn more(&mut self, used: &mut usize, max: usize) -> Result<usize, Fault> {
+        let more = self.ring.take(&self.memory, &mut self.chains, max)?;
+        if more > 0 || *used == 0 {
+            return Ok(more);
+        }
+        self.give(used);
+        self.ring.take(&self.memory, &mut self.chains, max)
+    }
+
+    /// Returns the first `used` chains to the driver, puts the others back, and starts an empty list.
+    #[inline(always)]
+    fn give(&mut self, used: &mut usize) {
+        self.walked += self.chains.pieces();
+        self.ring.untake(&mut self.chains, *used);
+        self.ring.give(self.chains.list().get(self.given..).unwrap_or_default());
+        self.given = 0;
+        self.chains.start(&self.memory);
+        *used = 0;
+    }
+
+    /// Fast path: copies the first frames, until one is not in one piece or does not fit into one buffer; that one is left to
+    /// `place`. Returns how many were copied and their total length in bytes.
+    #[inline(always)]
+    fn place_plain<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
+        let frames = burst.frames();
+        let Some(sources) = burst.plain() else { return (0, 0) };
+        if sources.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
+            // Each piece is a frame, and all frames go here.
+            return self.place_all::<WRITE, _>(which.len(), |part| {
+                let sources = sources.get(part.clone()).unwrap_or_default();
+                let frames = frames.get(part).unwrap_or_default();
+                frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source)))
+            });
+        }
+        self.place_all::<WRITE, _>(which.len(), |part| {
+            which.get(part).unwrap_or_default().iter().map(|&index| {
+                let frame = frames.get(index as usize)?;
+                Some((frame, *sources.get(burst.piece(frame))?))
+            })
+        })
+    }
+
+    /// As `place_plain`, for `count` frames, which `frames` returns part by part. Not inlined: its loop needs all registers.
+    #[inline(never)]
+    fn place_all<'b, const WRITE: bool, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
+    where
+        F: ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
+    {
+        let (distance, small) = (self.tuning.distance(), self.tuning.small_copy);
+        let Some((chains, targets)) = self.chains.plain_mut() else { return (0, 0) };
+        let most = count.min(chains.len()).min(targets.len());
+        let (Some(chains), Some(targets)) = (chains.get_mut(..most), targets.get(..most)) else { return (0, 0) };
+        // The alignment of the first buffer is nearly always that of the others. If not, the result is the same.
+        let apart = targets.first().is_some_and(|target| target.ends_line(vnet_hdr::SIZE));
+        let mut done = 0;
+        while done < most {
+            // With a full burst we are behind, and the driver takes more at once the fewer parts there are. Else it waits for
+            // us, and gets the first line of the ring as soon as possible.
+            let part = if count == BURST { most } else { (done + self.ring.left_in_line()).min(most) };
+            let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
+            let later = targets.get(done + distance..).unwrap_or_default();
+            let targets = targets.get(done..part).unwrap_or_default();
+            let placed = match (small, apart) {
+                (true, false) => place_part::<false, WRITE, true>(frames, chains, targets, later),
+                (true, true) => place_part::<true, WRITE, true>(frames, chains, targets, later),
+                (false, false) => place_part::<false, WRITE, false>(frames, chains, targets, later),
+                (false, true) => place_part::<true, WRITE, false>(frames, chains, targets, later),
+            };
+            done += placed;
+            if done < part || done == most {
+                break;
+            }
+            self.ring.give(chains);
+            self.given = done;
+        }
+        let placed = chains.get(..done).unwrap_or_default();
+        let bytes: u64 = placed.iter().map(|chain| u64::from(chain.written)).sum();
+        (done, bytes - (done * vnet_hdr::SIZE) as u64)
+    }
+
+    /// Normal path: copies one frame into as many chains of any shape as it needs, from `first` on; returns how many.
+    fn place(&mut self, burst: &Burst, index: u8, first: usize) -> Result<usize, Refusal> {
+        let Some(frame) = burst.frames().get(usize::from(index)) else { return Err(Refusal::Full) };
+        // Reserve first, then copy: buffers that are not returned must stay untouched.
+        let count = self.reserve(first, frame.extent())?;
+        let (mut head, head_len) = frame.head();
+        if let Some(headroom) = head.first_chunk_mut::<HEADROOM>() {
+            *headroom = offload::bytes(burst.offload(index.into()), self.support, count as u16);
+        }
+        let head = head.get(..head_len).unwrap_or_default();
+        let mut source = Pieces { head, rest: burst.rest(index.into()), current: None };
+        for index in first..first + count {
+            let Some(&chain) = self.chains.list().get(index) else { break };
+            let written = self.chains.writable(&chain).iter().map(|&target| source.fill(target)).sum::<usize>();
+            if let Some(chain) = self.chains.list_mut().get_mut(index) {
+                chain.written = written as u32;
+            }
+        }
+        Ok(count)
+    }
+
+    /// Takes chains until those from `first` on have room for `total` bytes; returns how many these are.
+    fn reserve(&mut self, first: usize, total: usize) -> Result<usize, Refusal> {
+        let (mut count, mut room) = (0, 0);
+        while room < total {
+            if count > 0 && !self.mergeable {
+                return Err(Refusal::Oversize);
+            }
+            if first + count == self.chains.list().len() {
+                match self.ring.take(&self.memory, &mut self.chains, 1) {
+                    Ok(0) if first > 0 => return Err(Refusal::Crowded),
+                    Ok(0) if self.chains.room() == 0 => return Err(Refusal::Oversize),
+                    Ok(0) => return Err(Refusal::Full),
+                    Ok(_) => {}
+                    Err(fault) => return Err(Refusal::Fault(fault)),
+                }
+            }
+            let Some(&chain) = self.chains.list().get(first + count) else { return Err(Refusal::Full) };
+            let (id, len, needed) = (chain.id, chain.writable_len(), vnet_hdr::SIZE as u32);
+            if chain.readable_len() > 0 {
+                return Err(Refusal::Fault(Fault::Readable { id }));
+            }
+            if len < needed {
+                return Err(Refusal::Fault(Fault::Header { id, len, needed }));
+            }
+            if chain.clipped {
+                return Err(Refusal::Oversize);
+            }
+            room += len as usize;
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    /// Receives up to a burst of frames straight into the driver's buffers and publishes them, for a source that cannot see a
+    /// frame before reading it. `read` is called with spans of at least `room` bytes. It returns how many bytes it has written,
+    /// counting a virtio-net header at the start (more than the spans hold if the frame was truncated), or `None` if
+    /// there are no more frames. Returns the number of frames, or `None` if there were no suitable buffers and nothing was read.
+    ///
+    /// # Errors
+    /// As for `put`.
+    pub fn fill(
+        &mut self,
+        room: usize,
+        read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>,
+    ) -> Result<Option<usize>, Fault> {
+        self.ring.untake(&mut self.chains, 0);
+        self.chains.start(&self.memory);
+        let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused) = (0, 0, 0, 0, 0, 0);
+        let mut refusal = None;
+        for _ in 0..BURST {
+            let count = match self.reserve(used, room) {
+                Ok(count) => count,
+                Err(found) => {
+                    refusal = Some(found);
+                    break;
+                }
+            };
+            let Some(len) = read(self.chains.writable_range(used, count)) else { break };
+            if len < vnet_hdr::SIZE + ethernet::HEADER {
+                runts += 1;
+                continue;
+            }
+            // Written by the kernel to the driver's memory, which it may change meanwhile: it deceives itself at most.
+            let Ok(offload) = offload::read_pieces(self.chains.writable_range(used, count), len, self.support) else {
+                refused += 1;
+                continue;
+            };
+            if offload.longest(len - vnet_hdr::SIZE) > self.limit {
+                oversize += 1;
+                continue;
+            }
+            match self.divide(used, count, len, offload) {
+                Some(count) => {
+                    used += count;
+                    frames += 1;
+                    bytes += len - vnet_hdr::SIZE;
+                }
+                None => oversize += 1,
+            }
+        }
+        self.give(&mut used);
+        self.chains.clear();
+        let counters = &self.counters;
+        counters.frames.add(frames);
+        counters.bytes.add(bytes as u64);
+        counters.oversize.add(oversize);
+        counters.runt.add(runts);
+        counters.offload.add(refused);
+        counters.bursts.add(u64::from(frames > 0));
+        match refusal {
+            Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
+            Some(_) if frames + oversize + runts + refused == 0 => Ok(None),
+            _ => Ok(Some(frames as usize)),
+        }
+    }
+
+    /// Sets in up to `count` chains how many bytes a frame of `len` bytes takes of each, and writes its header. Returns the
+    /// number of chains that it takes, or `None` if it is longer than all of them.
+    fn divide(&mut self, first: usize, count: usize, len: usize, offload: Offload) -> Option<usize> {
+        let mut left = len;
+        let mut taken = 0;
+        while left > 0 && taken < count {
+            let chain = self.chains.list_mut().get_mut(first + taken)?;
+            chain.written = chain.writable_len().min(left as u32);
+            left -= chain.written as usize;
+            taken += 1;
+        }
+        if left > 0 {
+            return None;
+        }
+        let header = offload::bytes(offload, self.support, taken as u16);
+        let mut header = &header[..];
+        for piece in self.chains.writable_range(first, 1) {
+            header = header.get(piece.write(header)..).unwrap_or_default();
+        }
+        Some(taken)
+    }
+
+    /// Returns whether the driver wants to be notified of published frames. Unless `sure`, `false` is not final, and the caller
+    /// must check again before going idle.
+    #[inline]
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        self.ring.wants_notification(sure)
+    }
+
+    /// Puts back chains taken for the next burst and returns where to resume after a stop (GET_VRING_BASE).
+    pub fn base(&mut self) -> u32 {
+        self.ring.untake(&mut self.chains, 0);
+        self.ring.base()
+    }
+
+    /// Like `base`, for a final stop: also returns, unused, chains that a former process had in flight and that have not been
+    /// taken again.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.return_resubmits();
+        self.ring.base()
+    }
+
+    /// Returns the driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+}
+
+/// What became of the frames of a burst.
+#[derive(Default)]
+struct Tally {
+    frames: u64,
+    bytes: u64,
+    full: u64,
+    oversize: u64,
+    stopped: u64,
+    fault: Option<Fault>,
+}
+
+/// Why a frame was not placed.
+enum Refusal {
+    /// Too few buffers are available now.
+    Full,
+    /// Too few buffers beside those that earlier frames of the burst hold: these must be returned first.
+    Crowded,
+    /// The frame never fits.
+    Oversize,
+    /// The driver broke a rule.
+    Fault(Fault),
+}
+
+/// A frame as a stream of bytes: its private head, then the sender's pieces.
+struct Pieces<'a> {
+    head: &'a [u8],
+    rest: Rest<'a>,
+    current: Option<Span<'a>>,
+}
+
+impl Pieces<'_> {
+    /// Copies as much as the target holds; returns the number of bytes.
+    fn fill(&mut self, mut target: Span<'_>) -> usize {
+        let head = target.write(self.head);
+        self.head = self.head.get(head..).unwrap_or_default();
+        target = target.skip(head);
+        let mut done = head;
+        while !target.is_empty() {
+            let Some(piece) = self.current.take().or_else(|| self.rest.next()) else { break };
+            let copied = piece.copy_to(target);
+            target = target.skip(copied);
+            done += copied;
+            self.current = Some(piece.skip(copied)).filter(|rest| !rest.is_empty());
+        }
+        done
+    }
+}

@@ -1,0 +1,309 @@
+//! Transmit queues: the driver sends, we take.
+
+use super::FETCH;
+use crate::offload;
+use ringroad_frame::{
+    Burst, Counters, HEAD, MAX_FRAME, NotAFrame, PIECES,
+    offload::{Offload, Support},
+};
+use ringroad_mem::Table;
+use ringroad_ring::{
+    Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
+    SetupError, Tuning,
+};
+use ringroad_wire::vnet_hdr;
+use std::sync::Arc;
+
+/// Limit for a burst of frames, in bytes: the sender's next frames wait for its next turn.
+const BURST_BYTES: u64 = 256 << 10;
+
+/// Device end of a transmit queue: the driver sends, we take.
+#[derive(Debug)]
+pub struct TxQueue {
+    ring: DeviceRing,
+    memory: Arc<Table>,
+    /// Chains of the burst in progress. The burst holds their pieces until it is done.
+    chains: Chains,
+    /// Chains taken for the next burst, so that their first lines can be prefetched while this one is carried.
+    ahead: Chains,
+    /// Maximum number of chains to take: fewer than a burst after long frames.
+    batch: usize,
+    /// Length in bytes of the longest frame that the driver may send.
+    limit: usize,
+    /// The offloads that the driver may use.
+    support: Support,
+    tuning: Tuning,
+    counters: Arc<Counters>,
+}
+
+impl TxQueue {
+    queue_calls!();
+
+    /// Like `start`, but continues where a former process left the queue, if the journal or the inflight region has a record of
+    /// it. Also returns how the position was found.
+    ///
+    /// # Errors
+    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a frontend's parameters of a ring, and two places to record its state"
+    )]
+    pub fn resume(
+        memory: Arc<Table>,
+        acked: u64,
+        size: u32,
+        at: Addresses,
+        base: u32,
+        counters: Arc<Counters>,
+        journal: Journal,
+        inflight: Inflight,
+    ) -> Result<(Self, Resumed), SetupError> {
+        let (ring, resumed) =
+            DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
+        let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
+        let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
+        let support = offload::driver_sends(acked);
+        Ok((TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, counters }, resumed))
+    }
+
+    /// Takes up to a burst of chains and reads the heads of their frames. Returns the number of chains, which [`TxQueue::done`]
+    /// returns to the driver.
+    ///
+    /// # Errors
+    /// The driver's [`Fault`], if it comes first; then the queue is unusable. A fault behind valid frames is returned by the next
+    /// call.
+    #[inline]
+    pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
+        burst.start(self.limit, vnet_hdr::SIZE);
+        std::mem::swap(&mut self.chains, &mut self.ahead);
+        if self.chains.list().is_empty() {
+            self.chains.start(&self.memory);
+        }
+        match Self::fetch(&mut self.ring, &self.memory, &mut self.chains, &self.tuning, self.batch) {
+            Ok(()) if !self.chains.list().is_empty() => {}
+            // Do not keep the memory mapped until the next burst.
+            nothing => {
+                self.chains.clear();
+                self.ring.flush();
+                return nothing.map(|()| 0);
+            }
+        }
+        let taken = self.chains.list().len();
+        let mut bytes = if self.tuning.fast_path { self.read_plain(burst) } else { 0 };
+        let mut dropped = Unsuitable::default();
+        let distance = self.tuning.distance();
+        for index in burst.frames().len()..taken {
+            let Some(&chain) = self.chains.list().get(index) else { break };
+            if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
+                // Frames before it are valid; the next burst begins with it.
+                self.ring.untake(&mut self.chains, index);
+                if index == 0 {
+                    self.chains.clear();
+                    self.ring.flush();
+                    return Err(fault(&chain));
+                }
+                break;
+            }
+            prefetch(&self.chains, index + distance);
+            match self.read_frame(burst, &chain) {
+                Ok(len) => bytes += len as u64,
+                Err(why) => dropped.add(why),
+            }
+        }
+        if bytes > BURST_BYTES {
+            (bytes, dropped) = self.shorten(burst);
+        } else if self.batch < BURST {
+            self.batch = (2 * self.batch).min(BURST);
+        }
+        burst.weigh(bytes);
+        burst.exchange(self.chains.pieces_mut());
+        // Should this process die now, its successor does not forward these frames again.
+        self.ring.consume();
+        // A fault here is reported by the next burst.
+        self.ahead.start(&self.memory);
+        if self.tuning.fetches() {
+            let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
+        }
+        self.counters.frames.add(burst.frames().len() as u64);
+        self.counters.bytes.add(bytes);
+        dropped.count(&self.counters);
+        self.counters.bursts.add(1);
+        Ok(self.chains.list().len())
+    }
+
+    /// Fast path: reads the heads of the first chains, up to the first unusual one, which is left to `read_frame`. Returns the
+    /// total length of the frames in bytes.
+    #[inline(always)]
+    fn read_plain(&self, burst: &mut Burst) -> u64 {
+        let Some((chains, pieces)) = self.chains.plain() else { return 0 };
+        let distance = self.tuning.distance();
+        let most = (vnet_hdr::SIZE + burst.bound()) as u32;
+        let frames = chains.iter().zip(pieces).enumerate().map(|(index, (chain, piece))| {
+            if let Some(piece) = pieces.get(index + distance) {
+                piece.prefetch::<FETCH>();
+            }
+            let head = piece.read_once::<HEAD>().filter(|head| chain.is_readable(most) && is_plain(head))?;
+            Some((head, piece.len() as u32))
+        });
+        burst.extend(frames)
+    }
+
+    /// Normal path: reads the head of one chain. Returns the length of its frame in bytes.
+    fn read_frame(&self, burst: &mut Burst, chain: &Chain) -> Result<usize, Why> {
+        let offload = self.check(burst, chain)?;
+        let pieces = self.chains.readable(chain);
+        burst.push(pieces, chain.first(), chain.readable_len() as usize, offload).map_err(Why::NotAFrame)
+    }
+
+    /// Checks the length of the frame in a chain, and its offload.
+    fn check(&self, burst: &Burst, chain: &Chain) -> Result<Offload, Why> {
+        let total = chain.readable_len() as usize;
+        if chain.clipped {
+            return Err(Why::NotAFrame(NotAFrame::Oversize));
+        }
+        let offload =
+            offload::read_pieces(self.chains.readable(chain), total, self.support).map_err(|_| Why::Refused)?;
+        burst.check(total, offload).map(|()| offload).map_err(Why::NotAFrame)
+    }
+
+    /// Puts back the frames beyond the limit of one burst, so that other queues get their turn first. Returns the remaining
+    /// bytes, and how many of the remaining chains hold no frame.
+    #[cold]
+    fn shorten(&mut self, burst: &mut Burst) -> (u64, Unsuitable) {
+        let end = burst.cut(BURST_BYTES);
+        let chains = self.chains.list();
+        let keep = chains.iter().position(|chain| chain.first() >= end).unwrap_or(chains.len());
+        self.ring.untake(&mut self.chains, keep);
+        self.batch = keep.max(1);
+        let mut dropped = Unsuitable::default();
+        let refused = self.chains.list().iter().filter_map(|chain| self.check(burst, chain).err());
+        refused.for_each(|why| dropped.add(why));
+        (burst.bytes(), dropped)
+    }
+
+    /// Takes the chains that are missing for a burst of `batch` frames and prefetches their first lines. Returns a fault only if
+    /// no valid chain precedes it.
+    #[inline(always)]
+    fn fetch(
+        ring: &mut DeviceRing,
+        memory: &Table,
+        chains: &mut Chains,
+        tuning: &Tuning,
+        batch: usize,
+    ) -> Result<(), Fault> {
+        let there = chains.list().len();
+        if there < batch {
+            match ring.take(memory, chains, batch - there) {
+                Err(fault) if there == 0 => return Err(fault),
+                _ => {}
+            }
+            (there..tuning.prefetch.into()).for_each(|index| prefetch(chains, index));
+        }
+        Ok(())
+    }
+
+    /// Returns the burst's chains to the driver. Publishing may be deferred as long as there is more to take.
+    #[inline]
+    pub fn done(&mut self, burst: &mut Burst) {
+        burst.finish(self.chains.pieces_mut());
+        self.ring.give_deferred(self.chains.list());
+        self.chains.empty();
+    }
+
+    /// Returns whether the driver wants to be notified of published chains. With `sure`, deferred chains are published first;
+    /// else `false` is not final, and the caller must check again before going idle.
+    #[inline]
+    pub fn wants_notification(&mut self, sure: bool) -> bool {
+        if sure {
+            self.ring.flush();
+        }
+        self.ring.wants_notification(sure)
+    }
+
+    /// Asks the driver to notify us when it sends. Returns `true` if it already has.
+    pub fn enable_notification(&mut self) -> bool {
+        self.ring.flush();
+        self.ring.enable_notification() || !self.ahead.list().is_empty()
+    }
+
+    /// Asks the driver not to notify us.
+    pub fn disable_notification(&mut self) {
+        self.ring.disable_notification()
+    }
+
+    /// Puts back chains taken for the next burst and returns where to resume after a stop (GET_VRING_BASE).
+    pub fn base(&mut self) -> u32 {
+        self.ring.untake(&mut self.ahead, 0);
+        self.ring.base()
+    }
+
+    /// Like `base`, for a final stop: also returns, unused, chains that a former process had in flight and that have not been
+    /// taken again.
+    pub fn stop(&mut self) -> u32 {
+        self.base();
+        self.ring.return_resubmits();
+        self.ring.base()
+    }
+
+    /// Returns the driver's memory.
+    pub fn memory(&self) -> &Arc<Table> {
+        &self.memory
+    }
+}
+
+/// Prefetches the first buffer of a chain.
+#[inline(always)]
+fn prefetch(chains: &Chains, index: usize) {
+    if let Some(piece) = chains.first_piece(index) {
+        piece.prefetch::<FETCH>();
+    }
+}
+
+/// Returns whether a virtio-net header has no offload: `flags` and `gso_type` are zero.
+#[inline(always)]
+fn is_plain(head: &[u8; HEAD]) -> bool {
+    head.first_chunk() == Some(&[0, 0])
+}
+
+/// Why a chain holds no frame that can be forwarded.
+enum Why {
+    NotAFrame(NotAFrame),
+    /// Its offload was refused.
+    Refused,
+}
+
+/// Numbers of chains without a frame that can be forwarded.
+#[derive(Default)]
+struct Unsuitable {
+    runt: u64,
+    oversize: u64,
+    offload: u64,
+}
+
+impl Unsuitable {
+    #[cold]
+    fn add(&mut self, why: Why) {
+        match why {
+            Why::NotAFrame(NotAFrame::Runt) => self.runt += 1,
+            Why::NotAFrame(NotAFrame::Oversize) => self.oversize += 1,
+            Why::Refused => self.offload += 1,
+        }
+    }
+
+    #[inline]
+    fn count(&self, counters: &Counters) {
+        counters.runt.add(self.runt);
+        counters.oversize.add(self.oversize);
+        counters.offload.add(self.offload);
+    }
+}
+
+#[cold]
+fn fault(chain: &Chain) -> Fault {
+    let id = chain.id;
+    if chain.writable_len() > 0 {
+        Fault::Writable { id }
+    } else {
+        Fault::Header { id, len: chain.readable_len(), needed: vnet_hdr::SIZE as u32 }
+    }
+}
