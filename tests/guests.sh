@@ -60,6 +60,7 @@ socket = "$state/qemu.sock"
 name = "uml"
 kind = "vhost-user"
 socket = "$state/uml.sock"
+features = { csum = true, host_tso4 = true, host_tso6 = true, host_ecn = true, host_ufo = true, host_uso = true, guest_csum = true, guest_tso4 = true, guest_tso6 = true, guest_ecn = true, guest_ufo = true, guest_uso4 = true, guest_uso6 = true }
 
 [[port]]
 name = "host"
@@ -206,6 +207,21 @@ tcp() { # FROM, FILE, TO, FILE: copies over TCP; the SHA-256 of both files must 
   figure="$((size / 1048576)) MiB in $((us / 1000000)).$((us / 100000 % 10)) s, $((size * 8 / us)) Mb/s, SHA-256 ${got:0:12}…"
 }
 
+offloads() { # GUEST: TCP goes in frames longer than the MTU both ways, whole to and from the interface of the host
+  local sizes=() way from to file out count bytes
+  for way in "$1 /tmp/in host $state/back rx" "host $state/data $1 /tmp/in tx"; do
+    read -r from file to out way <<<"$way"
+    count=$(cat /sys/class/net/rr0/statistics/${way}_packets) bytes=$(cat /sys/class/net/rr0/statistics/${way}_bytes)
+    tcp "$from" "$file" "$to" "$out" || return
+    count=$(($(cat /sys/class/net/rr0/statistics/${way}_packets) - count))
+    sizes+=($((($(cat /sys/class/net/rr0/statistics/${way}_bytes) - bytes) / (count > 0 ? count : 1))))
+  done
+  rm -f "$state/back"
+  figure="mean frame ${sizes[0]} bytes from it, ${sizes[1]} to it"
+  echo "$figure, expected more than 4000"
+  [ "${sizes[0]}" -gt 4000 ] && [ "${sizes[1]}" -gt 4000 ]
+}
+
 reboot() { # GUEST, soft|hard
   local begun=${EPOCHREALTIME//[.,]/} us soft=()
   [ "$2" = hard ] || soft=(--soft)
@@ -243,7 +259,7 @@ if check "daemon start" start_daemon; then
     case $part in
       qemu-packed) guest "$part" qemu packed --packed on; stop qemu ;;
       qemu-split) guest "$part" qemu split --packed off; stop qemu ;;
-      uml) guest "$part" uml any; stop uml ;;
+      uml) guest "$part" uml any; check "uml offloads" offloads uml || true; stop uml ;;
       both)
         check "both boot qemu" boot qemu --packed on || continue
         check "both boot uml" boot uml || { stop qemu; continue; }
