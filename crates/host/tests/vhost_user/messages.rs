@@ -12,7 +12,7 @@ fn features_that_were_not_offered() {
     let rig = Rig::new("features");
     let mut others = rig.others();
     let mut guest = rig.guest(0, SPLIT);
-    for bit in [0, 2, 13, 22, 26, 33, 36, 63] {
+    for bit in [2, 6, 17, 22, 26, 33, 36, 63] {
         let before = rig.faults();
         guest.peer.refused(SET_FEATURES, &longs(&[SPLIT | 1 << bit]), &[]);
         rig.expect_faults(before + 1);
