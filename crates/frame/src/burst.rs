@@ -192,7 +192,7 @@ impl Burst {
     /// Removes all frames because the source has handled them itself. The pieces stay until the burst ends.
     #[inline]
     pub fn remove_frames(&mut self) {
-        self.count = 0;
+        (self.count, self.singles) = (0, 0);
     }
 
     /// Ends the burst and swaps the lists of pieces back; see [`Burst::exchange`].
