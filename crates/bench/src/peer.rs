@@ -33,6 +33,9 @@ pub struct Peers {
     /// Short for --peer none
     #[arg(long, conflicts_with = "peer")]
     alone: bool,
+    /// Another ringroad program as the peer, such as one from before a change
+    #[arg(long, value_name = "PROGRAM", conflicts_with_all = ["peer", "alone"])]
+    against: Option<PathBuf>,
     /// Command of --peer dpdk
     #[arg(long, default_value = "dpdk-testpmd")]
     testpmd: String,
@@ -44,6 +47,8 @@ pub enum Peer {
     Testpmd(Vec<String>),
     /// OVS-DPDK.
     Ovs,
+    /// Another ringroad program.
+    Ringroad(PathBuf),
     /// No peer, as requested.
     None,
     /// No peer, because it is missing: the reason.
@@ -59,6 +64,9 @@ const MACSWAP: &str =
 impl Peers {
     /// Returns the requested peers. A missing one is an error if it was requested.
     pub fn found(&self) -> Result<Vec<Peer>, String> {
+        if let Some(program) = &self.against {
+            return Ok(vec![Peer::Ringroad(program.clone())]);
+        }
         if self.alone {
             return Ok(vec![Peer::None]);
         }
@@ -73,7 +81,7 @@ impl Peers {
     pub fn driver(&self, peer: &Peer) -> Option<Vec<String>> {
         match peer {
             Peer::Testpmd(words) => Some(words.clone()),
-            Peer::Ovs | Peer::None | Peer::Missing(_) => match self.find(Choice::Dpdk) {
+            Peer::Ovs | Peer::Ringroad(_) | Peer::None | Peer::Missing(_) => match self.find(Choice::Dpdk) {
                 Ok(Peer::Testpmd(words)) => Some(words),
                 _ => None,
             },
@@ -122,6 +130,11 @@ impl Peer {
         let device = match self {
             Peer::Testpmd(words) => start_testpmd(words, common.device_cpu, folder, ports, forward)?,
             Peer::Ovs => start_ovs(common.device_cpu, folder, ports)?,
+            Peer::Ringroad(program) => {
+                let line = if forward == "macswap" { "mode = \"reflect\"" } else { "" };
+                let (config, sockets) = common.config(folder, "other", "unlimited", &vec![line; ports]);
+                Device::other(program, folder, "other", &config, sockets)?
+            }
             Peer::None | Peer::Missing(_) => return Ok(None),
         };
         device.hold(true);

@@ -8,7 +8,13 @@ use ringroad_traffic::{
     child::{Folder, Program, port},
     options::{Ring, pin},
 };
-use std::{fmt::Display, path::PathBuf, thread, time::Duration};
+use std::{
+    fmt::Display,
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::Duration,
+};
 
 /// The rings of a driver.
 #[derive(Clone, Copy)]
@@ -36,6 +42,19 @@ impl Device {
         let program = Program::serve(folder, name, config, &[], &sockets)?;
         program.hold(true);
         Ok(Device { name: format!("ringroad {}", env!("CARGO_PKG_VERSION")), sockets, programs: vec![program] })
+    }
+
+    /// As `ours`, of another ringroad program.
+    pub fn other(
+        program: &Path,
+        folder: &Folder,
+        name: &str,
+        config: &str,
+        sockets: Vec<PathBuf>,
+    ) -> Result<Device, String> {
+        let serve = Program::serve_by(Command::new(program), folder, name, config, &[], &sockets)?;
+        serve.hold(true);
+        Ok(Device { name: format!("{}", program.display()), sockets, programs: vec![serve] })
     }
 
     /// Stops or continues all its processes.
@@ -71,6 +90,12 @@ impl Common {
 
     /// Starts our device with ports that have these lines in their configuration, stopped.
     pub fn ours(&self, folder: &Folder, name: &str, poll: &str, ports: &[&str]) -> Result<Device, String> {
+        let (config, sockets) = self.config(folder, name, poll, ports);
+        Device::ours(folder, name, &config, sockets)
+    }
+
+    /// Returns a configuration with ports that have these lines, and their sockets.
+    pub fn config(&self, folder: &Folder, name: &str, poll: &str, ports: &[&str]) -> (String, Vec<PathBuf>) {
         let Common { device_cpu, gather, turn, .. } = self;
         let mut config =
             format!("[workers]\ncpus = [{device_cpu}]\npoll = \"{poll}\"\ngather = \"{gather}\"\nturn = {turn}\n");
@@ -80,7 +105,7 @@ impl Common {
             config += &port(&format!("p{number}"), &socket, lines);
             sockets.push(socket);
         }
-        Device::ours(folder, name, &config, sockets)
+        (config, sockets)
     }
 
     /// Connects our driver to a port.

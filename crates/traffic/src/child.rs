@@ -41,9 +41,23 @@ impl Program {
         arguments: &[&OsStr],
         sockets: impl IntoIterator<Item = &'a PathBuf>,
     ) -> Result<Program, String> {
+        Program::serve_by(ourselves()?, folder, name, config, arguments, sockets)
+    }
+
+    /// As [`Program::serve`], of another program: `command` starts `ringroad`.
+    ///
+    /// # Errors
+    /// As for [`Program::serve`].
+    pub fn serve_by<'a>(
+        mut command: Command,
+        folder: &Folder,
+        name: &str,
+        config: &str,
+        arguments: &[&OsStr],
+        sockets: impl IntoIterator<Item = &'a PathBuf>,
+    ) -> Result<Program, String> {
         let (file, log) = (folder.file(&format!("{name}.toml")), folder.file(&format!("{name}.log")));
         fs::write(&file, config).map_err(|error| format!("cannot write {}: {error}", file.display()))?;
-        let mut command = ourselves()?;
         command.arg("serve").arg("-c").arg(&file).args(arguments).stdout(Stdio::null());
         let mut program = Program::start("ringroad serve", &mut command, &log)?;
         for socket in sockets {
