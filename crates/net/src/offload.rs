@@ -57,7 +57,7 @@ fn support(acked: u64, checksum: u64, others: &[(u64, Support)]) -> Support {
 }
 
 /// Reads the header of a frame of `len` bytes that starts with `head`: a private copy of its first
-/// [`HEADERS`](ringroad_frame::offload::HEADERS) bytes, or of all. `support`: what its sender may use.
+/// [`HEADERS`] bytes, or of all. `support`: what its sender may use.
 ///
 /// For a frame without offloads this is one comparison of the header's first two bytes; `head` is not looked at. Flags without a
 /// meaning for `support` are ignored, as are the fields that belong to flags that are not set (5.1.6.2.2, 5.1.6.4.2). `hdr_len`
