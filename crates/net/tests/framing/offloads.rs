@@ -329,7 +329,7 @@ fn frames_are_read_with_their_headers() {
                 let expected = VnetHdr { num_buffers: (buffers as u16).into(), ..*header };
                 assert!(taken == with(expected, frame), "frame {index}: {:?}", &taken[..HEADER]);
             }
-            // A driver without offloads is told nothing of them.
+            // A driver that negotiated no offloads gets a header without them.
             let mut to = Guest::plain(layout | merge);
             let (mut rx, counters) = to.rx();
             let mut offered: VecDeque<_> = (0..3).map(|_| to.offer(&[2048], 0)).collect();
