@@ -183,9 +183,10 @@ data() { # MIB: prints pseudo-random bytes, the same each time, no two mebibytes
 
 tcp() { # FROM, FILE, TO, FILE: copies over TCP; the SHA-256 of both files must be equal
   local listen dial begun us sent got size
+  # dd writes 64 KiB at a time into the socket: nc itself writes 1 KiB at a time, and how TCP joins those writes depends on timing.
   # busybox nc exits when the peer shuts down, so the receiver's own input (a FIFO) must not end first.
   listen="kill \$(pidof nc) 2>/dev/null; rm -f $4 $4.hold; mkfifo $4.hold; nc -l -p 5001 0<>$4.hold >$4 2>/tmp/nc.err & for i in \$(seq 50); do netstat -ltn | grep -q :5001 && exit 0; sleep 0.1; done; exit 1"
-  dial="nc -w 5 ${!3} 5001 <$2"
+  dial="nc ${!3} 5001 -e dd if=$2 bs=64k 2>/dev/null"
   if [ "$3" = host ]; then
     rm -f "$4" "$4.hold"
     mkfifo "$4.hold"
