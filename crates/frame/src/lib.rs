@@ -27,7 +27,7 @@ pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some};
 pub use counters::{Counter, Counters, Snapshot};
 pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;
-pub use port::{Sink, Source};
+pub use port::{Poured, Sink, Source};
 pub use software::Software;
 
 use ringroad_wire::{ethernet, ip::Ipv6};

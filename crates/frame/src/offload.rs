@@ -151,6 +151,17 @@ impl Offload {
         }
     }
 
+    /// Returns how many frames a frame of `len` bytes becomes on a link.
+    pub fn frames(self, len: usize) -> usize {
+        let Some(gso) = self.gso else { return 1 };
+        let payload = match (gso.kind, self.checksum) {
+            // The transport header is part of what is cut.
+            (Kind::Fragments4 | Kind::Fragments6, Checksum::Partial { start, .. }) => len.saturating_sub(start.into()),
+            _ => len.saturating_sub(gso.header_len.into()),
+        };
+        payload.div_ceil(gso.size.get().into()).max(1)
+    }
+
     /// Returns the length of the longest frame that a frame of `len` bytes becomes on a link, in bytes: what an MTU limits.
     pub fn longest(self, len: usize) -> usize {
         let Some(gso) = self.gso else { return len };

@@ -70,6 +70,64 @@ impl Software {
         software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
     }
 
+    /// Like `put_finished`, but stops at the first frame for which the receiver has no room now. Returns how many frames of `which`
+    /// were handled, and how many were put in all, as a measure of work.
+    #[cold]
+    pub fn offer_finished(
+        software: &mut Option<Software>,
+        sink: &mut impl Sink,
+        burst: &Burst,
+        which: &[u8],
+    ) -> (usize, usize) {
+        let support = sink.support();
+        if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
+            let handled = sink.offer(burst, which);
+            return (handled, handled);
+        }
+        if software.is_none() {
+            *software = Software::new();
+        }
+        software.as_mut().map_or((which.len(), 0), |software| software.offer(sink, burst, which))
+    }
+
+    /// Puts the frames with these indices, finished where the receiver requires it, in order, up to the first one for which there
+    /// is no room. Returns as [`Software::offer_finished`].
+    pub fn offer(&mut self, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
+        let support = sink.support();
+        let (mut work, mut start, mut staged) = (0, 0, 0);
+        self.start();
+        for (at, &index) in which.iter().enumerate() {
+            let offload = burst.offload(index.into());
+            if support.contains(offload.needs()) {
+                continue;
+            }
+            let before = which.get(start..at).unwrap_or_default();
+            if !before.is_empty() {
+                self.flush(sink);
+                let handled = sink.offer(burst, before);
+                work += handled;
+                if handled < before.len() {
+                    return (start + handled, work);
+                }
+                staged = 0;
+            }
+            start = at;
+            let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
+            let frames = offload.frames(len);
+            if !sink.has_room(staged + frames) {
+                self.flush(sink);
+                return (at, work);
+            }
+            start += 1;
+            work += self.finish(sink, support, burst, index.into(), offload).1;
+            staged += frames;
+        }
+        self.flush(sink);
+        let rest = which.get(start..).unwrap_or_default();
+        let handled = if rest.is_empty() { 0 } else { sink.offer(burst, rest) };
+        (start + handled, work + handled)
+    }
+
     /// Puts the frames with these indices, finished where the receiver requires it, in order. Returns how many frames were
     /// accepted as they are or made, and how many were put in all, as a measure of work.
     pub fn put(&mut self, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {

@@ -76,6 +76,16 @@ pub trait PortKind: Send + Sync + 'static {
         Vec::new()
     }
 
+    /// Asks queues that recently had no room for a frame to notify when they have, through the descriptors given to
+    /// [`PortHandle::watch_room`](crate::PortHandle::watch_room). Returns `false` if there is room already, or they cannot: the
+    /// worker tries again at once.
+    fn enable_room(&self) -> bool {
+        false
+    }
+
+    /// Withdraws that.
+    fn disable_room(&self) {}
+
     /// Turns a queue's notifications on. Returns whether it is empty, so that the worker may wait for one.
     fn enable_notification(&self, _queue: usize) -> bool {
         true
@@ -354,7 +364,9 @@ macro_rules! ports {
         $vis enum $name<$($variant = $kind),+> { $($(#[$kind_doc])* $variant($variant)),+ }
 
         const _: () = {
-            use $crate::embed::{Arc, BorrowedFd, Burst, Counters, PortKind, PortSettings, Sink, Source, Span, Support, Tuning};
+            use $crate::embed::{
+                Arc, BorrowedFd, Burst, Counters, PortKind, PortSettings, Poured, Sink, Source, Span, Support, Tuning,
+            };
 
             impl<$($variant: Source),+> Source for $name<$($variant),+> {
                 #[inline]
@@ -369,8 +381,15 @@ macro_rules! ports {
                 fn pours(&self) -> bool {
                     match self { $($name::$variant(source) => source.pours()),+ }
                 }
-                fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+                fn pour(&mut self, sink: &mut impl Sink) -> Poured {
                     match self { $($name::$variant(source) => source.pour(sink)),+ }
+                }
+                #[inline]
+                fn retains(&self) -> bool {
+                    match self { $($name::$variant(source) => source.retains()),+ }
+                }
+                fn retain(&mut self, burst: &mut Burst, first: usize) {
+                    match self { $($name::$variant(source) => source.retain(burst, first)),+ }
                 }
             }
 
@@ -383,7 +402,14 @@ macro_rules! ports {
                 fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
                     match self { $($name::$variant(sink) => sink.put(burst, which)),+ }
                 }
-                fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+                #[inline]
+                fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
+                    match self { $($name::$variant(sink) => sink.offer(burst, which)),+ }
+                }
+                fn has_room(&mut self, frames: usize) -> bool {
+                    match self { $($name::$variant(sink) => sink.has_room(frames)),+ }
+                }
+                fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
                     match self { $($name::$variant(sink) => sink.fill(room, read)),+ }
                 }
             }
@@ -435,6 +461,12 @@ macro_rules! ports {
                 }
                 fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
                     match self { $($name::$variant(kind) => kind.descriptors()),+ }
+                }
+                fn enable_room(&self) -> bool {
+                    match self { $($name::$variant(kind) => kind.enable_room()),+ }
+                }
+                fn disable_room(&self) {
+                    match self { $($name::$variant(kind) => kind.disable_room()),+ }
                 }
                 fn enable_notification(&self, queue: usize) -> bool {
                     match self { $($name::$variant(kind) => kind.enable_notification(queue)),+ }

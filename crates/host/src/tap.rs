@@ -7,7 +7,7 @@ use crate::{
     sys,
 };
 use parking_lot::MutexGuard;
-use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Sink, Source, offload::Support};
+use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Poured, Sink, Source, offload::Support};
 use ringroad_mem::{Region, Span, Table};
 use ringroad_net::offload;
 use ringroad_wire::{
@@ -105,6 +105,10 @@ struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
     pool: Arc<Table>,
+    /// Buffer and length of each frame of the last burst.
+    frames: Vec<(u64, usize)>,
+    /// Whether these frames were not delivered and come again.
+    retained: bool,
 }
 
 /// A TAP interface as a port.
@@ -161,7 +165,8 @@ impl TapPort {
             let pool = Table::default().with(region).map_err(|error| explain(io::Error::other(error)))?;
             tap.files.push(file.try_clone().map_err(explain)?);
             tap.sinks.push(Gate::new(file.try_clone().map_err(explain)?));
-            tap.sources.push(Gate::new(Queue { file, pool: Arc::new(pool) }));
+            let frames = Vec::with_capacity(BURST);
+            tap.sources.push(Gate::new(Queue { file, pool: Arc::new(pool), frames, retained: false }));
             tap.received.push(Arc::default());
             tap.sent.push(Arc::default());
         }
@@ -309,8 +314,18 @@ const CUT: Support = Support::all().difference(Support::CHECKSUM.union(Support::
 
 impl Source for TapSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
-        let Queue { file, pool, .. } = &*self.queue;
+        let Queue { file, pool, frames, retained } = &mut *self.queue;
         burst.start_in(pool);
+        if std::mem::take(retained) {
+            for &(address, len) in &*frames {
+                let buffer = pool.regions().first().and_then(|region| region.span(address as usize, BUFFER));
+                // They were valid before, and nobody else writes to them.
+                let offload = buffer.and_then(|buffer| offload::read_pieces(&[buffer], len, Support::all()).ok());
+                let _ = burst.push_at(address, len, offload.unwrap_or_default());
+            }
+            return burst.frames().len();
+        }
+        frames.clear();
         let mut taken = 0;
         for index in 0..BURST {
             let buffer = pool.regions().first().and_then(|region| region.span(index * BUFFER, BUFFER));
@@ -327,7 +342,7 @@ impl Source for TapSource<'_> {
                 }
             };
             match burst.push_at(address, len, offload) {
-                Ok(_) => {}
+                Ok(_) => frames.push((address, len)),
                 Err(NotAFrame::Runt) => self.counters.runt.add(1),
                 Err(NotAFrame::Oversize) => self.counters.oversize.add(1),
             }
@@ -345,13 +360,26 @@ impl Source for TapSource<'_> {
         burst.clear();
     }
 
-    fn pours(&self) -> bool {
+    fn retains(&self) -> bool {
         true
     }
 
-    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
-        let Queue { file, pool } = &*self.queue;
-        let overflow = pool.regions().first()?.span(0, BUFFER)?;
+    /// They stay in their buffers; meanwhile nothing is read, and the kernel's own queue fills.
+    fn retain(&mut self, burst: &mut Burst, first: usize) {
+        self.queue.frames.drain(..first.min(self.queue.frames.len()));
+        self.queue.retained = true;
+        burst.clear();
+    }
+
+    fn pours(&self) -> bool {
+        !self.queue.retained
+    }
+
+    fn pour(&mut self, sink: &mut impl Sink) -> Poured {
+        let Queue { file, pool, .. } = &*self.queue;
+        let Some(overflow) = pool.regions().first().and_then(|region| region.span(0, BUFFER)) else {
+            return Poured::Unable;
+        };
         let room = vnet_hdr::SIZE + if self.cuts { MAX_FRAME } else { self.longest.get() };
         let (mut frames, mut bytes, mut longest, mut filtered) = (0, 0, 0, 0);
         let mut too_many = false;
@@ -376,7 +404,9 @@ impl Source for TapSource<'_> {
             Some(len)
         });
         self.counters.link_local.add(filtered);
-        poured?;
+        if !matches!(poured, Poured::Frames(_)) {
+            return poured;
+        }
         self.counters.frames.add(frames);
         self.counters.bytes.add(bytes as u64);
         self.counters.bursts.add(u64::from(frames > 0));
@@ -384,7 +414,7 @@ impl Source for TapSource<'_> {
             self.longest.ask();
         }
         // Full of what was dropped, there may be more.
-        (frames > 0 || !too_many).then_some((frames + filtered) as usize)
+        if frames > 0 || !too_many { Poured::Frames((frames + filtered) as usize) } else { Poured::Unable }
     }
 }
 

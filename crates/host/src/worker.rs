@@ -7,8 +7,9 @@ use crate::{
     sandbox,
 };
 use ringroad_frame::offload::Support;
-use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, panic_message};
+use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, Wait, panic_message};
 use std::{
+    cell::RefCell,
     io,
     os::fd::AsRawFd,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -49,6 +50,9 @@ struct Key {
 }
 
 impl Key {
+    /// In place of a queue's number: the port may have room for frames again.
+    const ROOM: u16 = 1 << 15;
+
     fn to_token(self) -> u64 {
         u64::from(self.port) << 16 | u64::from(self.queue)
     }
@@ -69,6 +73,7 @@ enum Command<K> {
     Configure(WorkerConfig, mpsc::Sender<io::Result<()>>),
     Start(Key),
     Stop(Key),
+    Room,
     Forget(u32),
     Offloads,
     End,
@@ -173,6 +178,20 @@ impl<K: PortKind> PortHandle<K> {
         self.events.watch(fd, Key { port: self.number, queue }.to_token())
     }
 
+    /// Watches a descriptor: when it becomes readable, the port may have room for frames; see
+    /// [`PortKind::enable_room`].
+    ///
+    /// # Errors
+    /// It cannot be watched.
+    pub fn watch_room(&self, queue: u16, fd: &impl AsRawFd) -> io::Result<()> {
+        self.watch(queue | Key::ROOM, fd)
+    }
+
+    /// Queues that frames go to have started or stopped: senders that wait for room try again.
+    pub fn room(&self) {
+        self.events.send(Command::Room);
+    }
+
     /// To be called before the descriptor is closed: the peer has the same file open, so closing does not end the watch.
     pub fn unwatch(&self, fd: &impl AsRawFd) {
         self.events.unwatch(fd);
@@ -217,10 +236,45 @@ struct Loop<'a, K: PortKind> {
     schedule: Schedule<Key>,
     /// All queues that run. While each of them is polled, events carry no information.
     known: Vec<Key>,
+    /// Queues whose frames wait for room at another port.
+    blocked: Blocked,
     ports: Vec<Option<Served<K>>>,
     start: Instant,
     faults: u64,
     config: WorkerConfig,
+}
+
+/// Queues whose frames wait for room at another port, each with what it waits for. There are few.
+#[derive(Default)]
+struct Blocked(Vec<(Key, Wait)>);
+
+impl Blocked {
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn get(&self, key: Key) -> Option<Wait> {
+        self.0.iter().find(|(other, _)| *other == key).map(|&(_, wait)| wait)
+    }
+
+    /// Sets what a queue waits for.
+    #[cold]
+    fn set(&mut self, key: Key, wait: Option<Wait>) {
+        self.0.retain(|&(other, _)| other != key);
+        self.0.extend(wait.map(|wait| (key, wait)));
+    }
+
+    /// Removes one of these queues and returns it.
+    fn take(&mut self, which: impl Fn(Key, Wait) -> bool) -> Option<Key> {
+        let at = self.0.iter().position(|&(key, wait)| which(key, wait))?;
+        Some(self.0.swap_remove(at).0)
+    }
+
+    /// Returns when the first one is to be tried again, as time since the worker started.
+    fn until(&self) -> Option<Duration> {
+        self.0.iter().map(|(_, wait)| wait.until).min()
+    }
 }
 
 /// A port, and for how long its queues are polled, which is needed with each event.
@@ -236,6 +290,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
             switch: Switch::new(Fdb::new(config.addresses, config.ageing).with_hold(config.hold)),
             schedule: Schedule::new(config.gather, config.turn),
             known: Vec::new(),
+            blocked: Blocked::default(),
             ports: Vec::new(),
             start: Instant::now(),
             faults: ringroad_mem::faults(),
@@ -263,11 +318,15 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 if idle || self.schedule.len() < self.known.len() {
                     // Not while memory has yet to be checked: control held a queue, which takes a moment.
                     let sleeps = idle && ringroad_mem::faults() == self.faults;
-                    self.control.wait(if sleeps { None } else { Some(Duration::ZERO) }, &mut events);
+                    let until = || self.blocked.until().map(|until| until.saturating_sub(self.start.elapsed()));
+                    self.control.wait(if sleeps { until() } else { Some(Duration::ZERO) }, &mut events);
                     events.tokens().for_each(|token| self.wake(Key::from_token(token)));
                 }
                 let before = looked.as_secs();
                 looked = self.start.elapsed();
+                if !self.blocked.is_empty() {
+                    self.unblock(|_, wait| wait.until <= looked);
+                }
                 if looked.as_secs() != before {
                     let seconds = looked.as_secs() as u32;
                     for Served { port, .. } in self.ports.iter().flatten() {
@@ -276,25 +335,48 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 }
             }
             rounds = (rounds + 1) % limit;
-            let Loop { switch, schedule, ports, .. } = &mut self;
-            let port = |key: Key| ports.get(key.port as usize).and_then(Option::as_ref);
-            let any = schedule.round(
-                Instant::now,
-                |key| switch.carry(key.port, key.queue.into(), looked),
-                |key| {
-                    port(key).is_none_or(|Served { port, .. }| {
-                        guarded(port, true, || port.kind().enable_notification(key.queue.into()))
-                    })
-                },
-            );
+            let any = self.round(looked);
             if !any || rounds == 0 {
-                settled = switch.settle();
+                settled = self.switch.settle();
                 std::hint::spin_loop();
             }
         }
     }
 
+    /// Gives each polled queue its turn; returns whether any work was done.
+    #[inline(always)]
+    fn round(&mut self, now: Duration) -> bool {
+        let Loop { switch, schedule, ports, blocked, .. } = self;
+        let port = |number: u32| ports.get(number as usize).and_then(Option::as_ref);
+        let blocked = RefCell::new(blocked);
+        schedule.round(
+            Instant::now,
+            |key| {
+                let work = switch.carry(key.port, key.queue.into(), now);
+                let waiting = switch.take_waiting();
+                if waiting.is_some() || !blocked.borrow().is_empty() {
+                    blocked.borrow_mut().set(key, waiting);
+                }
+                work
+            },
+            |key| {
+                let waiting = blocked.borrow().get(key);
+                if let Some(Wait { port: full, .. }) = waiting {
+                    // The queue has frames: what it waits for is room.
+                    return port(full)
+                        .is_some_and(|Served { port, .. }| guarded(port, false, || port.kind().enable_room()));
+                }
+                port(key.port).is_none_or(|Served { port, .. }| {
+                    guarded(port, true, || port.kind().enable_notification(key.queue.into()))
+                })
+            },
+        )
+    }
+
     fn wake(&mut self, key: Key) {
+        if key.queue & Key::ROOM != 0 {
+            return self.room(key.port);
+        }
         if let Some(Some(Served { port, poll })) = self.ports.get(key.port as usize)
             && self.known.contains(&key)
             && self.schedule.wake(key, *poll)
@@ -303,10 +385,30 @@ impl<'a, K: PortKind> Loop<'a, K> {
         }
     }
 
+    /// A port may have room: queues whose frames wait for that are polled again.
+    fn room(&mut self, number: u32) {
+        if self.blocked.is_empty() {
+            return;
+        }
+        if let Some(Some(Served { port, .. })) = self.ports.get(number as usize) {
+            guarded(port, (), || port.kind().disable_room());
+        }
+        self.unblock(|_, wait| wait.port == number);
+    }
+
+    /// Polls queues again whose frames wait.
+    fn unblock(&mut self, which: impl Fn(Key, Wait) -> bool) {
+        while let Some(key) = self.blocked.take(&which) {
+            self.wake(key);
+        }
+    }
+
     /// Executes control's commands. Returns `false` to stop.
     fn obey(&mut self) -> bool {
         // A queue that has stopped should not keep its guest's memory.
         self.switch.release();
+        // Ports, limits and queues change: what waits for one of them tries again.
+        self.unblock(|_, _| true);
         for command in self.control.take() {
             match command {
                 Command::Add(port, reply) => {
@@ -351,6 +453,8 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     }
                     self.wake(key);
                 }
+                // Done above.
+                Command::Room => {}
                 Command::Offloads => self.tell_offloads(),
                 Command::Forget(number) => self.switch.forget(number),
                 Command::Stop(key) => {

@@ -8,10 +8,12 @@ mod common;
 mod offloads;
 #[path = "framing/shapes.rs"]
 mod shapes;
+#[path = "framing/waiting.rs"]
+mod waiting;
 
 use common::acked;
 use proptest::prelude::*;
-use ringroad_frame::{Burst, Counters, MAX_FRAME, Snapshot};
+use ringroad_frame::{Burst, Counters, MAX_FRAME, Poured, Snapshot};
 use ringroad_mem::{Region, Table};
 use ringroad_net::{RxQueue, TxQueue, bits};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used};
@@ -421,7 +423,13 @@ proptest! {
             });
             prop_assert_eq!(read, reads);
             let nothing = refused && reads == 0;
-            prop_assert_eq!(filled, Ok((!nothing).then_some(placed.len())));
+            let full = (merge || offered.is_empty()) && offered.len() < to.size as usize / 2;
+            let poured = match nothing {
+                false => Poured::Frames(placed.len()),
+                true if full => Poured::Full,
+                true => Poured::Unable,
+            };
+            prop_assert_eq!(filled, Ok(poured));
             for (bytes, chains) in placed {
                 let mut left = &bytes[..];
                 for chain in &chains {

@@ -5,7 +5,7 @@ use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
     limits::{Notices, Storm},
 };
-use ringroad_frame::{ALL, BURST, Burst, Sink, Software, Source};
+use ringroad_frame::{ALL, BURST, Burst, Poured, Sink, Software, Source};
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     any::Any,
@@ -122,6 +122,10 @@ struct Member<P: Port> {
     broken: Cell<bool>,
     /// Notifications may be pending; see [`Port::settle`].
     open: Cell<bool>,
+    /// Whether frames wait at their sender when the port has no room: it may be told to, and takes frames now and then.
+    waits: Cell<bool>,
+    /// When the port was first found to have no room, without having accepted a frame since.
+    full: Cell<Option<Duration>>,
     /// Leases kept from recent bursts, by queue; released when the queues are idle.
     leases: RefCell<Vec<Option<P::Lease>>>,
 }
@@ -160,6 +164,25 @@ impl<P: Port> Member<P> {
         }));
     }
 
+    /// The port has accepted frames.
+    #[inline]
+    fn accepted(&self) {
+        if self.full.get().is_some() {
+            self.full.set(None);
+            self.waits.set(!self.limits.wait.is_zero());
+        }
+    }
+
+    /// The port has no room. Returns until when frames wait; `None` if they do not, or not any more.
+    #[cold]
+    fn refused(&self, now: Duration) -> Option<Duration> {
+        let since = self.full.get().unwrap_or(now);
+        self.full.set(Some(since));
+        let until = since + self.limits.wait;
+        self.waits.set(now < until);
+        self.waits.get().then_some(until)
+    }
+
     /// Drops frames of a queue.
     #[cold]
     fn dropped(&self, queue: usize, why: Dropped, frames: usize) {
@@ -178,6 +201,17 @@ pub struct Switch<P: Port> {
     software: Option<Software>,
     /// Frames were poured since there are just these two ports, so the table may have missed that an address moved.
     poured: bool,
+    /// What the queue waits for that was carried last.
+    waiting: Option<Wait>,
+}
+
+/// Why frames stayed with their sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wait {
+    /// The port that has no room.
+    pub port: u32,
+    /// When to try again at the latest, as time since the switch was created.
+    pub until: Duration,
 }
 
 impl<P: Port> std::fmt::Debug for Switch<P> {
@@ -192,7 +226,7 @@ impl<P: Port> std::fmt::Debug for Switch<P> {
 impl<P: Port> Switch<P> {
     /// Creates a switch without ports.
     pub fn new(fdb: Fdb) -> Self {
-        Switch { ports: Vec::new(), fdb, burst: Burst::default(), software: None, poured: false }
+        Switch { ports: Vec::new(), fdb, burst: Burst::default(), software: None, poured: false, waiting: None }
     }
 
     /// Adds a port; returns its number.
@@ -214,6 +248,8 @@ impl<P: Port> Switch<P> {
                 notices: Cell::new(Notices::new()),
                 broken: Cell::new(false),
                 open: Cell::new(false),
+                waits: Cell::new(false),
+                full: Cell::new(None),
                 leases: RefCell::default(),
             });
         }
@@ -225,6 +261,8 @@ impl<P: Port> Switch<P> {
     pub fn limit(&mut self, number: u32, limits: Limits) {
         let Some(Some(member)) = self.ports.get_mut(number as usize) else { return };
         member.limits = limits;
+        member.full.set(None);
+        member.waits.set(!limits.wait.is_zero());
         if let (Err(owner), Some(address)) = (self.fdb.admit(number, limits.addresses, limits.own), limits.own)
             && let Some(Some(member)) = self.ports.get(number as usize)
             && let Some(Some(owner)) = self.ports.get(owner as usize)
@@ -271,17 +309,23 @@ impl<P: Port> Switch<P> {
         &self.fdb
     }
 
-    /// Returns the only other port, if all frames from this one go there, whether their destination is known or not. Then nothing
+    /// Returns why frames stayed with their sender, if they did, when a queue was carried last; once.
+    #[inline]
+    pub fn take_waiting(&mut self) -> Option<Wait> {
+        self.waiting.take()
+    }
+
+    /// Returns the only other port and its number, if all frames from this one go there, whether their destination is known or not. Then nothing
     /// need be learned from them, provided that no frame is held back because its destination was once seen at its source.
-    fn only_other(ports: &Members<P>, from: u32) -> Option<&Member<P>> {
+    fn only_other(ports: &Members<P>, from: u32) -> Option<(u32, &Member<P>)> {
         let mut others = ports.iter().enumerate().filter(|&(number, _)| number as u32 != from);
-        let other = others.find_map(|(_, member)| member.as_ref())?;
+        let (number, other) = others.find_map(|(number, member)| Some((number as u32, member.as_ref()?)))?;
         let from = ports.get(from as usize)?.as_ref()?;
         let alone = others.all(|(_, member)| member.is_none());
         let plain = |member: &Member<P>| member.port.is_flooded() && !member.port.hairpin();
         // A source that pours drops link-local frames itself, unless its own limits allow them.
         let link_local = !from.limits.link_local || other.limits.link_local;
-        (alone && link_local && plain(from) && plain(other)).then_some(other)
+        (alone && link_local && plain(from) && plain(other)).then_some((number, other))
     }
 
     /// Releases all leases, and sends pending notifications that are wanted. To be called now and then under load, and before the
@@ -329,14 +373,24 @@ impl<P: Port> Switch<P> {
         let Some(mut lease) = member.lease(queue) else { return NONE };
         let Some(mut source) = port.source(queue, &mut lease) else { return NONE };
         if source.pours()
-            && let Some(only) = Self::only_other(&self.ports, from)
+            && let Some((number, only)) = Self::only_other(&self.ports, from)
             && !only.broken.get()
             && let Some(mut sink) = only.port.sink(from as usize + queue, 0)
-            && let Some(poured) = source.pour(&mut sink)
         {
-            only.open.set(true);
-            self.poured |= poured > 0;
-            return Work { frames: poured, heavy: true };
+            match source.pour(&mut sink) {
+                Poured::Frames(frames) => {
+                    only.open.set(true);
+                    self.poured |= frames > 0;
+                    return Work { frames, heavy: true };
+                }
+                // No other traffic is behind these frames: what they come from has its own limit.
+                Poured::Full if !only.limits.wait.is_zero() => {
+                    only.open.set(true);
+                    self.waiting = Some(Wait { port: number, until: now + POUR_AGAIN });
+                    return NONE;
+                }
+                Poured::Full | Poured::Unable => {}
+            }
         }
         let taken = source.take(&mut self.burst);
         if taken == 0 {
@@ -344,18 +398,36 @@ impl<P: Port> Switch<P> {
         }
         // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
         // waits overlap.
-        let mut delivery = Delivery { held: None, weight: 0, software: &mut self.software };
+        let mut delivery = Delivery {
+            held: None,
+            weight: 0,
+            software: &mut self.software,
+            retains: source.retains(),
+            behind: 0,
+            end: BURST,
+            waiting: None,
+            now,
+        };
         let origin = Origin { number: from, queue, member, poured: self.poured, now };
         forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
         let weight = delivery.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
-        source.done(&mut self.burst);
+        let mut frames = taken;
+        if delivery.end < self.burst.frames().len() {
+            (frames, self.waiting) = (delivery.end, delivery.waiting);
+            source.retain(&mut self.burst, delivery.end);
+        } else {
+            source.done(&mut self.burst);
+        }
         drop((delivery, source));
         member.open.set(true);
         member.keep(queue, lease);
-        Work { frames: taken, heavy }
+        Work { frames, heavy }
     }
 }
+
+/// When to look again at a port without room to which frames are poured, in case it does not say that it has some.
+const POUR_AGAIN: Duration = Duration::from_secs(1);
 
 /// A burst that costs as much as copying this many frames is a whole turn.
 const HEAVY: usize = 4 * BURST;
@@ -377,36 +449,95 @@ struct Delivery<'a, P: Port + 'a> {
     /// Cost of the copies so far.
     weight: usize,
     software: &'a mut Option<Software>,
+    /// Whether the source keeps frames that wait.
+    retains: bool,
+    /// Index behind the last frame that was delivered.
+    behind: usize,
+    /// The frames from this index on wait, whatever their destination, for `waiting`.
+    end: usize,
+    waiting: Option<Wait>,
+    now: Duration,
 }
 
 impl<'a, P: Port> Delivery<'a, P> {
     /// Puts frames of a burst into a port's queue, which is kept; returns how many were accepted. A panic there stops that port
     /// only: the others get their frames, and the source its buffers.
-    fn put(&mut self, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8]) -> usize {
+    fn put(&mut self, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8], wait: bool) -> usize {
         // First release the previous destination: it may be the same one.
         self.held = None;
+        self.behind = which.last().map_or(self.behind, |&last| self.behind.max(usize::from(last) + 1));
+        let all = which.len();
         if member.broken.get() {
-            return 0;
+            return all;
         }
         let (held, software) = (&mut self.held, &mut *self.software);
-        let mut work = which.len();
+        let mut work = all;
         let put = catch_unwind(AssertUnwindSafe(|| {
-            let Some(sink) = member.port.sink(hint, which.len()) else { return 0 };
+            let Some(sink) = member.port.sink(hint, all) else { return all };
             member.open.set(true);
             let sink = held.insert(sink);
-            if burst.has_offloads() {
-                let (put, made) = Software::put_finished(software, sink, burst, which);
-                work = made;
-                return put;
+            let accepted;
+            match (burst.has_offloads(), wait) {
+                (false, true) => return sink.offer(burst, which),
+                (false, false) => accepted = sink.put(burst, which),
+                (true, true) => {
+                    let handled;
+                    (handled, work) = Software::offer_finished(software, sink, burst, which);
+                    return handled;
+                }
+                (true, false) => (accepted, work) = Software::put_finished(software, sink, burst, which),
             }
-            sink.put(burst, which)
+            if accepted > 0 {
+                member.accepted();
+            }
+            all
         }));
         self.weight += work * member.port.weight();
         put.unwrap_or_else(|payload| {
             self.held = None;
             member.panicked(&*payload);
-            0
+            all
         })
+    }
+
+    /// Puts frames into the queue of the port with this number, their only destination. If the port has no room for them, they
+    /// and all behind them stay with the sender.
+    #[inline(always)]
+    fn put_waiting(&mut self, number: u32, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8]) {
+        let wait = self.retains && member.waits.get();
+        let behind = self.behind;
+        let handled = self.put(member, hint, burst, which, wait);
+        if handled < which.len() {
+            self.behind = behind;
+            self.leave(number, member, hint, burst, which, handled);
+        } else if wait {
+            member.accepted();
+        }
+    }
+
+    /// The frames of `which` behind the first `handled` ones found no room.
+    #[cold]
+    fn leave(&mut self, number: u32, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8], handled: usize) {
+        if handled > 0 {
+            member.accepted();
+        }
+        let (done, left) = which.split_at_checked(handled).unwrap_or((which, &[]));
+        self.behind = done.last().map_or(self.behind, |&last| self.behind.max(usize::from(last) + 1));
+        // Frames to other ports that were behind them have been delivered already and are not sent again: only those behind all
+        // of these can wait.
+        let Some(until) = member.refused(self.now) else {
+            self.put(member, hint, burst, left, false);
+            return;
+        };
+        let split = left.partition_point(|&index| usize::from(index) < self.behind);
+        let (late, waiting) = left.split_at_checked(split).unwrap_or((left, &[]));
+        if !late.is_empty() {
+            self.put(member, hint, burst, late, false);
+        }
+        if let Some(&first) = waiting.first() {
+            self.end = first.into();
+            self.waiting = Some(Wait { port: number, until });
+        }
     }
 }
 
@@ -539,8 +670,12 @@ fn put<'a, P: Port>(
     which: &[u8],
     delivery: &mut Delivery<'a, P>,
 ) {
+    let which = if delivery.end == BURST { which } else { before(which, delivery.end) };
+    if which.is_empty() {
+        return;
+    }
     if let Some(Some(member)) = ports.get(to as usize) {
-        delivery.put(member, from.number as usize + from.queue, burst, which);
+        delivery.put_waiting(to, member, from.number as usize + from.queue, burst, which);
     } else {
         spread(ports, burst, from, to, which, delivery);
     }
@@ -578,7 +713,13 @@ fn spread<'a, P: Port>(
     let which = which.get(..granted).unwrap_or_default();
     if !which.is_empty() {
         for receiver in receivers(ports, from.number, local) {
-            delivery.put(receiver, from.number as usize + from.queue, burst, which);
+            delivery.put(receiver, from.number as usize + from.queue, burst, which, false);
         }
     }
+}
+
+/// Returns the indices below `end`.
+#[cold]
+fn before(which: &[u8], end: usize) -> &[u8] {
+    which.get(..which.partition_point(|&index| usize::from(index) < end)).unwrap_or_default()
 }

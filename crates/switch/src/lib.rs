@@ -23,7 +23,7 @@ mod limits;
 mod schedule;
 
 pub use fdb::{Fdb, Learned};
-pub use forward::{Port, Switch, panic_message};
+pub use forward::{Port, Switch, Wait, panic_message};
 pub use gather::{Gather, Pauses};
 pub use limits::{Claim, Dropped, Limits};
 pub use schedule::{Poll, Schedule, Work};

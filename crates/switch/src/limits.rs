@@ -17,11 +17,21 @@ pub struct Limits {
     pub storm: u32,
     /// Forward frames to link-local addresses (IEEE 802.1Q, table 8-1) from and to this port, which bridges do not do.
     pub link_local: bool,
+    /// How long frames to this port alone wait at their sender when the port has no room for them, before they are dropped. Zero:
+    /// they are dropped at once.
+    pub wait: Duration,
 }
 
 impl Limits {
     /// Defaults for a guest.
-    pub const GUEST: Limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
+    pub const GUEST: Limits = Limits {
+        addresses: 256,
+        own: None,
+        fixed: false,
+        storm: 10_000,
+        link_local: false,
+        wait: Duration::from_millis(5),
+    };
     /// Defaults for a port with a whole network behind it.
     pub const NETWORK: Limits = Limits { addresses: 4096, ..Limits::GUEST };
 }

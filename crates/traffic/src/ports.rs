@@ -2,7 +2,7 @@
 //! configuration.
 
 use ringroad_frame::{
-    ALL, Burst, Counters, Frame, HEADROOM, Sink, Software, Source,
+    ALL, Burst, Counters, Frame, HEADROOM, Poured, Sink, Software, Source,
     offload::{Offload, Support},
 };
 use ringroad_host::{PortKind, PortSettings};
@@ -152,8 +152,17 @@ impl<K: PortKind> Source for MeasuredSource<'_, K> {
         self.mode == Mode::Switch && self.source.pours()
     }
 
-    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+    fn pour(&mut self, sink: &mut impl Sink) -> Poured {
         self.source.pour(sink)
+    }
+
+    #[inline]
+    fn retains(&self) -> bool {
+        self.mode == Mode::Switch && self.source.retains()
+    }
+
+    fn retain(&mut self, burst: &mut Burst, first: usize) {
+        self.source.retain(burst, first);
     }
 }
 
@@ -217,6 +226,12 @@ impl<K: PortKind> PortKind for Measured<K> {
     }
     fn disable_notification(&self, queue: usize) {
         self.kind.disable_notification(queue);
+    }
+    fn enable_room(&self) -> bool {
+        self.kind.enable_room()
+    }
+    fn disable_room(&self) {
+        self.kind.disable_room();
     }
     fn set(&self, settings: &PortSettings) {
         self.kind.set(settings);

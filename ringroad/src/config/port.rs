@@ -14,7 +14,7 @@ use ringroad_ring::Tuning;
 use ringroad_switch::{Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
 use serde::{Deserialize, Deserializer, de};
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 use toml::Value;
 
 /// Maximum length of a Unix socket's path, in bytes: `sun_path` less the terminating NUL.
@@ -143,6 +143,8 @@ struct Common {
     limits: Neighbours,
     #[serde(deserialize_with = "link_local")]
     link_local: Option<bool>,
+    #[serde(deserialize_with = "full")]
+    full: Option<bool>,
 }
 
 /// Keys of `limits` about a port's effect on other ports.
@@ -153,6 +155,8 @@ struct Neighbours {
     addresses: Option<u32>,
     #[serde(deserialize_with = "storm")]
     storm: Option<u32>,
+    #[serde(deserialize_with = "wait")]
+    wait: Option<Duration>,
 }
 
 #[derive(Default, Deserialize)]
@@ -191,7 +195,7 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     let guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
     let tap = [common, keys(Tap::deserialize)].concat();
     table.only(None, &[&guest[..], &tap].concat())?;
-    let (mut port, Common { kind, limits, link_local }): (Port, _) = (table.read()?, table.read()?);
+    let (mut port, Common { kind, limits, link_local, full }): (Port, _) = (table.read()?, table.read()?);
     table.require("name", NAME)?;
     table.unique(&mut taken.uses, "port", "name", &port.name)?;
     table.note(&mut taken.places);
@@ -222,7 +226,9 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
         port.kind = Kind::VhostUser(guest);
         default
     };
+    let wait = limits.wait.unwrap_or(default.wait);
     port.limits = Limits {
+        wait: if full.unwrap_or(true) { wait } else { Duration::ZERO },
         addresses: limits.addresses.unwrap_or(default.addresses),
         storm: limits.storm.unwrap_or(default.storm),
         link_local: link_local.unwrap_or(default.link_local),
@@ -255,6 +261,18 @@ fn fixed<'de, D: Deserializer<'de>>(node: D) -> Result<bool, D::Error> {
 
 fn link_local<'de, D: Deserializer<'de>>(node: D) -> Result<Option<bool>, D::Error> {
     choice(node, &[("drop", false), ("forward", true)])
+}
+
+fn full<'de, D: Deserializer<'de>>(node: D) -> Result<Option<bool>, D::Error> {
+    choice(node, &[("wait", true), ("drop", false)])
+}
+
+fn wait<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Duration>, D::Error> {
+    text(node, "\"100us\" to \"1000ms\"", |text| {
+        let time = value::amount(text, "us").map(Duration::from_micros);
+        let time = time.or(value::amount(text, "ms").map(Duration::from_millis));
+        time.filter(|time| (Duration::from_micros(100)..=Duration::from_secs(1)).contains(time))
+    })
 }
 
 /// Reads frames a second; 0 is unlimited.

@@ -30,7 +30,7 @@ features = { packed = true, in_order = false, mrg_rxbuf = true, event_idx = true
 queues = 2
 mac = "52:54:00:12:34:56"
 addresses = "fixed"
-limits = { addresses = 2, storm = 1_000 }
+limits = { addresses = 2, storm = 1_000, wait = "2ms" }
 link_local = "forward"
 mtu = 1500
 poll = "unlimited"
@@ -39,6 +39,7 @@ name = "uplink"
 kind = "tap"
 interface = "rr0"
 limits = { storm = "unlimited" }
+full = "drop"
 "#;
 
 /// A valid vhost-user port in lines 1 to 4, then `rest` from line 5 on.
@@ -75,7 +76,14 @@ fn example() {
         hairpin: true,
         mtu: Some(1500),
         poll: Some(Poll::Unlimited),
-        limits: Limits { addresses: 2, own: mac, fixed: true, storm: 1000, link_local: true },
+        limits: Limits {
+            addresses: 2,
+            own: mac,
+            fixed: true,
+            storm: 1000,
+            link_local: true,
+            wait: Duration::from_millis(2),
+        },
         queues: 2,
         kind: Kind::VhostUser(VhostUser {
             socket: "/run/ringroad/vm1.sock".into(),
@@ -93,7 +101,7 @@ fn example() {
         hairpin: false,
         mtu: None,
         poll: None,
-        limits: Limits { addresses: 4096, own: None, fixed: false, storm: 0, link_local: false },
+        limits: Limits { addresses: 4096, storm: 0, wait: Duration::ZERO, ..Limits::GUEST },
         queues: 1,
         kind: Kind::Tap("rr0".into()),
     };
@@ -111,7 +119,14 @@ fn defaults() {
         (300, 4096, 2)
     );
     let port = &config.ports[0];
-    let limits = Limits { addresses: 256, own: None, fixed: false, storm: 10_000, link_local: false };
+    let limits = Limits {
+        addresses: 256,
+        own: None,
+        fixed: false,
+        storm: 10_000,
+        link_local: false,
+        wait: Duration::from_millis(5),
+    };
     assert_eq!(port.limits, limits);
     assert_eq!((port.mode, port.hairpin, port.queues, port.mtu, port.poll), (Mode::Switch, false, 1, None, None));
     let (role, features) = (Role::Server, Features::default());
@@ -322,6 +337,9 @@ fn broken_files() {
             vm1("limits.storm = 0"),
             "5: port \"vm1\": key `limits.storm`: expected 1 to 1000000000 frames a second or \"unlimited\"",
         ),
+        (vm1("full = \"block\""), "5: port \"vm1\": key `full`: expected \"wait\" or \"drop\", found \"block\""),
+        (vm1("limits.wait = \"2s\""), "5: port \"vm1\": key `limits.wait`: expected \"100us\" to \"1000ms\", found"),
+        (vm1("limits.wait = \"50us\""), "5: port \"vm1\": key `limits.wait`: expected \"100us\" to \"1000ms\", found"),
         (vm1("limits.addresses = 0"), "5: port \"vm1\": key `limits.addresses`: expected 1 to 262144, found 0"),
         (vm1("limits.address = 9"), "5: port \"vm1\": key `limits.address`: unknown key, did you mean `addresses`?"),
         (vm1("[switch]\nmove_after = \"-1s\""), "6: key `switch.move_after`: expected \"0s\" to \"1000000s\", found"),

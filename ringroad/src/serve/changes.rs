@@ -156,9 +156,15 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         (Kind::Tap(_), Kind::VhostUser(_)) => diff.key("port.kind", Recreates, &0, &1),
     }
     if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
-        let Limits { addresses, own: _, fixed, storm, link_local } = limits;
+        let Limits { addresses, own: _, fixed, storm, link_local, wait } = limits;
         diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
         diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
+        // Both keys are in this one value.
+        let full = |limits: &Limits| limits.wait.is_zero();
+        diff.key("port.full", InPlace, &full(limits), &full(&after.limits));
+        if !full(limits) && !full(&after.limits) {
+            diff.key("port.limits.wait", InPlace, wait, &after.limits.wait);
+        }
         diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
         diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
     }
@@ -274,6 +280,8 @@ socket = "/run/v"
             ("mtu = 1500", "tuning = { prefetch = 0 }", "port vm1: key `port.tuning`: in place"),
             ("mtu = 1500", "mode = \"drop\"", "port vm1: key `port.mode`: in place"),
             ("mtu = 1500", "limits = { storm = 5 }", "port vm1: key `port.limits.storm`: in place"),
+            ("mtu = 1500", "limits = { wait = \"1ms\" }", "port vm1: key `port.limits.wait`: in place"),
+            ("mtu = 1500", "full = \"drop\"", "port vm1: key `port.full`: in place"),
             ("mtu = 1500", "limits = { addresses = 5 }", "port vm1: key `port.limits.addresses`: in place"),
             ("mtu = 1500", "limits = { connects = 5 }", "port vm1: key `port.limits`: in place"),
             ("mtu = 1500", "socket_mode = \"0660\"", "port vm1: key `port.socket_mode`: in place"),

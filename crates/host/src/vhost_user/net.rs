@@ -166,7 +166,7 @@ impl<K: PortKind> NetDevice<K> {
     }
 
     fn start_rx(&self, pair: usize, ring: Ring) -> Result<u32, String> {
-        let Ring { memory, acked, size, addresses, base, journal, inflight, .. } = ring;
+        let Ring { memory, acked, size, addresses, base, journal, inflight, kick } = ring;
         // A packed ring that is tracked publishes chain by chain, and the buffers of one frame must appear together.
         let apart = acked & bits::RING_PACKED != 0 && acked & bits::NET_F_MRG_RXBUF != 0;
         let tracked = if apart { Inflight::NONE } else { inflight };
@@ -179,8 +179,14 @@ impl<K: PortKind> NetDevice<K> {
         queue.tune(self.handle.port().settings().tuning);
         queue.limit(ethernet::longest_frame(self.config.mtu));
         let (base, takes) = (queue.base(), queue.support());
-        slot.queue = Some(queue);
+        if let Some(kick) = &kick
+            && let Err(error) = self.handle.watch_room(pair as u16, kick)
+        {
+            return Err(format!("cannot watch the kick descriptor: {error}"));
+        }
+        (slot.queue, slot.kick) = (Some(queue), kick);
         drop(slot);
+        self.handle.room();
         self.count_pairs(pair, true);
         self.set_takes(takes);
         Ok(base)
@@ -251,7 +257,14 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     fn stop(&self, index: usize) -> u32 {
         let (pair, port) = (index / 2, &self.port.0);
         if index.is_multiple_of(2) {
-            let base = port.rx.get(pair).map_or(0, |gate| stop(&mut gate.enter(), RxQueue::stop));
+            let base = port.rx.get(pair).map_or(0, |gate| {
+                let mut slot = gate.enter();
+                if let Some(kick) = slot.kick.take() {
+                    self.handle.unwatch(&kick);
+                }
+                stop(&mut slot, RxQueue::stop)
+            });
+            self.handle.room();
             if self.count_pairs(pair, false) == 0 {
                 self.set_takes(Support::empty());
             }

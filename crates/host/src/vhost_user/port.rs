@@ -10,7 +10,7 @@ use crate::{
     port::PortKind,
 };
 use parking_lot::{Mutex, MutexGuard};
-use ringroad_frame::{Burst, Counters, Sink, Source, offload::Support};
+use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
 use ringroad_mem::{Span, Table};
 use ringroad_net::{RxQueue, TxQueue};
 use ringroad_ring::{Fault, Tuning};
@@ -183,6 +183,33 @@ impl PortKind for VhostPort {
         settled
     }
 
+    fn enable_room(&self) -> bool {
+        let mut asked = false;
+        for gate in &self.0.rx {
+            // Control holds the queue: to be tried again.
+            let Some(mut slot) = gate.try_enter() else { return false };
+            let kicks = slot.kick.is_some();
+            if let Some(queue) = slot.queue.as_mut().filter(|queue| queue.is_short()) {
+                if !kicks || queue.enable_notification() {
+                    return false;
+                }
+                asked = true;
+            }
+        }
+        asked
+    }
+
+    fn disable_room(&self) {
+        for gate in &self.0.rx {
+            // Else control holds the queue, which starts without notifications.
+            if let Some(mut slot) = gate.try_enter()
+                && let Some(queue) = &mut slot.queue
+            {
+                queue.disable_notification();
+            }
+        }
+    }
+
     fn enable_notification(&self, index: usize) -> bool {
         let Some(gate) = self.0.tx.get(index) else { return true };
         // Control holds the queue. It wakes the worker if it starts the queue, but may not have stopped it yet.
@@ -344,6 +371,18 @@ impl Source for VhostSource<'_> {
         queue.done(burst);
         self.notify();
     }
+
+    #[inline]
+    fn retains(&self) -> bool {
+        true
+    }
+
+    #[cold]
+    fn retain(&mut self, burst: &mut Burst, first: usize) {
+        let Some(queue) = &mut self.slot.queue else { return };
+        queue.retain(burst, first);
+        self.notify();
+    }
 }
 
 /// Exclusive use of a guest's receive queue for one burst.
@@ -395,9 +434,21 @@ impl Sink for VhostSink<'_> {
         self.finish(result, which.len()).unwrap_or(0)
     }
 
-    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
-        let result = self.slot.queue.as_mut()?.fill(room, read);
-        self.finish(result, 0).flatten()
+    #[inline]
+    fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let Some(queue) = &mut self.slot.queue else { return which.len() };
+        let result = queue.offer(burst, which);
+        self.finish(result, which.len()).unwrap_or(which.len())
+    }
+
+    fn has_room(&mut self, frames: usize) -> bool {
+        self.slot.queue.as_mut().is_none_or(|queue| queue.has_room(frames))
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
+        let Some(queue) = &mut self.slot.queue else { return Poured::Unable };
+        let result = queue.fill(room, read);
+        self.finish(result, 0).unwrap_or(Poured::Unable)
     }
 }
 

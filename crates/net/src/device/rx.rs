@@ -3,7 +3,7 @@
 use super::FETCH;
 use crate::{features::bits, offload};
 use ringroad_frame::{
-    ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Rest,
+    ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Poured, Rest,
     offload::{Offload, Support},
 };
 use ringroad_mem::{Span, Table};
@@ -89,6 +89,10 @@ pub struct RxQueue {
     given: usize,
     /// Pieces of the chains that were used or put back during this burst.
     walked: usize,
+    /// Number of chains that there were when a frame found too few; `None` if none did since the driver was last asked to notify.
+    short: Option<usize>,
+    /// Number of entries of the ring.
+    size: usize,
     /// Length in bytes of the longest frame that the driver receives.
     limit: usize,
     mergeable: bool,
@@ -128,7 +132,20 @@ impl RxQueue {
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
         let (tuning, limit) = (Tuning::default(), MAX_FRAME);
         let support = offload::driver_takes(acked);
-        let queue = RxQueue { ring, memory, chains, given: 0, walked: 0, limit, mergeable, support, tuning, counters };
+        let queue = RxQueue {
+            ring,
+            memory,
+            chains,
+            given: 0,
+            walked: 0,
+            short: None,
+            size: size as usize,
+            limit,
+            mergeable,
+            support,
+            tuning,
+            counters,
+        };
         Ok((queue, resumed))
     }
 
@@ -145,25 +162,53 @@ impl RxQueue {
     /// frames is returned by the next call.
     #[inline]
     pub fn put(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        let (accepted, left) = self.deliver(burst, which, false)?;
+        self.counters.full.add(left as u64);
+        Ok(accepted)
+    }
+
+    /// Like `put`, but stops at the first frame for which there are too few buffers now: that frame and those behind it are
+    /// neither accepted nor counted. Returns how many of `which` were handled, that is accepted or dropped.
+    ///
+    /// # Errors
+    /// As for `put`.
+    #[inline]
+    pub fn offer(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
+        let (_, left) = self.deliver(burst, which, true)?;
+        Ok(which.len() - left)
+    }
+
+    /// Copies frames to the driver and publishes them. Returns how many, and how many are left because there are too few buffers
+    /// now: with `wait` all behind the first such frame.
+    #[inline(always)]
+    fn deliver(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
         if self.tuning.prefetch_write {
-            self.put_tuned::<true>(burst, which)
+            self.put_tuned::<true>(burst, which, wait)
         } else {
-            self.put_tuned::<false>(burst, which)
+            self.put_tuned::<false>(burst, which, wait)
         }
     }
 
     /// `WRITE`: `Tuning::prefetch_write`.
     #[inline(always)]
-    fn put_tuned<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> Result<usize, Fault> {
-        let (mut short, all) = ([0; BURST], which.len());
+    fn put_tuned<const WRITE: bool>(
+        &mut self,
+        burst: &Burst,
+        which: &[u8],
+        wait: bool,
+    ) -> Result<(usize, usize), Fault> {
+        let (mut short, all) = ([0; BURST], which);
         let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
         self.want::<WRITE>(which.len())?;
         self.walked = 0;
         let (mut used, bytes) = if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
-        let oversize = (all - which.len()) as u64;
+        let oversize = (all.len() - which.len()) as u64;
         let mut tally = Tally { frames: used as u64, bytes, oversize, ..Tally::default() };
         if used < which.len() {
-            self.place_rest::<WRITE>(burst, which, &mut used, &mut tally);
+            self.place_rest::<WRITE>(burst, which, wait, &mut used, &mut tally);
+            if wait && oversize > 0 {
+                tally.leave(all, which);
+            }
         }
         self.give(&mut used);
         // Prefetch what the next burst will write to. A fault here is reported by that burst.
@@ -179,32 +224,41 @@ impl RxQueue {
         let counters = &self.counters;
         counters.frames.add(tally.frames);
         counters.bytes.add(tally.bytes);
-        counters.full.add(tally.full);
         counters.oversize.add(tally.oversize);
         counters.stopped.add(tally.stopped);
         counters.bursts.add(1);
-        Ok(tally.frames as usize)
+        Ok((tally.frames as usize, tally.left))
     }
 
-    /// Normal path: places the frames behind the first `used` ones.
-    fn place_rest<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8], used: &mut usize, tally: &mut Tally) {
+    /// Normal path: places the frames behind the first `used` ones. `wait`: up to the first one without room, else all that fit.
+    fn place_rest<const WRITE: bool>(
+        &mut self,
+        burst: &Burst,
+        which: &[u8],
+        wait: bool,
+        used: &mut usize,
+        tally: &mut Tally,
+    ) {
         let distance = self.tuning.distance();
         for (done, &index) in which.iter().enumerate().skip(*used) {
             let Some(frame) = burst.frames().get(usize::from(index)) else { continue };
-            let left = (which.len() - done) as u64;
+            let left = which.len() - done;
             if self.walked > BURST_PIECES {
-                tally.full += left;
+                tally.left += left;
+                // Not for lack of buffers.
+                self.short = Some(0);
                 return;
             }
             if *used == self.chains.list().len() {
-                match self.more(used, left as usize) {
+                match self.more(used, left) {
                     Ok(0) => {
-                        tally.full += left;
+                        tally.left += left;
+                        self.short = Some(0);
                         return;
                     }
                     Ok(_) => {}
                     Err(fault) => {
-                        (tally.fault, tally.stopped) = (Some(fault), left);
+                        (tally.fault, tally.stopped) = (Some(fault), left as u64);
                         return;
                     }
                 }
@@ -221,10 +275,14 @@ impl RxQueue {
                     tally.frames += 1;
                     tally.bytes += frame.len() as u64;
                 }
-                Err(Refusal::Full | Refusal::Crowded) => tally.full += 1,
+                Err(Refusal::Full | Refusal::Crowded) if wait => {
+                    tally.left += left;
+                    return;
+                }
+                Err(Refusal::Full | Refusal::Crowded) => tally.left += 1,
                 Err(Refusal::Oversize) => tally.oversize += 1,
                 Err(Refusal::Fault(fault)) => {
-                    (tally.fault, tally.stopped) = (Some(fault), left);
+                    (tally.fault, tally.stopped) = (Some(fault), left as u64);
                     return;
                 }
             }
@@ -382,7 +440,10 @@ impl RxQueue {
                 match self.ring.take(&self.memory, &mut self.chains, 1) {
                     Ok(0) if first > 0 => return Err(Refusal::Crowded),
                     Ok(0) if self.chains.room() == 0 => return Err(Refusal::Oversize),
-                    Ok(0) => return Err(Refusal::Full),
+                    Ok(0) => {
+                        self.short = Some(count);
+                        return Err(Refusal::Full);
+                    }
                     Ok(_) => {}
                     Err(fault) => return Err(Refusal::Fault(fault)),
                 }
@@ -407,15 +468,11 @@ impl RxQueue {
     /// Receives up to a burst of frames straight into the driver's buffers and publishes them, for a source that cannot see a
     /// frame before reading it. `read` is called with spans of at least `room` bytes. It returns how many bytes it has written,
     /// counting a virtio-net header at the start (more than the spans hold if the frame was truncated), or `None` if
-    /// there are no more frames. Returns the number of frames, or `None` if there were no suitable buffers and nothing was read.
+    /// there are no more frames.
     ///
     /// # Errors
     /// As for `put`.
-    pub fn fill(
-        &mut self,
-        room: usize,
-        read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>,
-    ) -> Result<Option<usize>, Fault> {
+    pub fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Result<Poured, Fault> {
         self.ring.untake(&mut self.chains, 0);
         self.chains.start(&self.memory);
         let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused) = (0, 0, 0, 0, 0, 0);
@@ -460,11 +517,55 @@ impl RxQueue {
         counters.runt.add(runts);
         counters.offload.add(refused);
         counters.bursts.add(u64::from(frames > 0));
+        let nothing = frames + oversize + runts + refused == 0;
         match refusal {
             Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
-            Some(_) if frames + oversize + runts + refused == 0 => Ok(None),
-            _ => Ok(Some(frames as usize)),
+            // With most of its ring available, the driver may never have room for the longest frame: shorter ones fit.
+            Some(Refusal::Full) if nothing && self.short.is_none_or(|short| short < self.size / 2) => Ok(Poured::Full),
+            Some(_) if nothing => Ok(Poured::Unable),
+            _ => Ok(Poured::Frames(frames as usize)),
         }
+    }
+
+    /// Returns whether there are buffers for this many more frames, if each takes one, or at least half the ring.
+    pub fn has_room(&mut self, frames: usize) -> bool {
+        let wanted = frames.min(self.size / 2).min(RX_CHAINS);
+        let wants = self.want::<false>(wanted);
+        let there = self.chains.list().len();
+        if wants.is_ok() && there < wanted {
+            self.short = Some(there);
+        }
+        // The next `put` reports a fault.
+        wants.is_err() || there >= wanted
+    }
+
+    /// Returns whether a frame found too few buffers since the driver was last asked to notify.
+    pub fn is_short(&self) -> bool {
+        self.short.is_some()
+    }
+
+    /// Asks the driver to notify us of new buffers. Returns `true` if there are already more than when a frame found too few.
+    #[cold]
+    pub fn enable_notification(&mut self) -> bool {
+        let short = self.short.take().unwrap_or(0);
+        if self.chains.list().is_empty() {
+            self.chains.start(&self.memory);
+        }
+        // A fault is reported by the next `put`.
+        let taken = self.ring.take(&self.memory, &mut self.chains, RX_CHAINS);
+        if taken.is_err() || self.chains.list().len() > short {
+            return true;
+        }
+        if self.ring.enable_notification() {
+            self.ring.disable_notification();
+            return true;
+        }
+        false
+    }
+
+    /// Asks the driver not to notify us.
+    pub fn disable_notification(&mut self) {
+        self.ring.disable_notification();
     }
 
     /// Sets in up to `count` chains how many bytes a frame of `len` bytes takes of each, and writes its header. Returns the
@@ -521,10 +622,24 @@ impl RxQueue {
 struct Tally {
     frames: u64,
     bytes: u64,
-    full: u64,
+    /// Number of frames for which there were too few buffers.
+    left: usize,
     oversize: u64,
     stopped: u64,
     fault: Option<Fault>,
+}
+
+impl Tally {
+    /// The `left` last frames of `fitting` are left. Counts with them those of `all` between and behind them, which are too long:
+    /// they are dropped when their turn comes again.
+    #[cold]
+    fn leave(&mut self, all: &[u8], fitting: &[u8]) {
+        let first = fitting.len().checked_sub(self.left).and_then(|at| fitting.get(at));
+        let Some(at) = first.and_then(|first| all.iter().position(|index| index == first)) else { return };
+        let left = all.len() - at;
+        self.oversize -= (left - self.left) as u64;
+        self.left = left;
+    }
 }
 
 /// Why a frame was not placed.

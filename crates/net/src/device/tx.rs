@@ -34,6 +34,8 @@ pub struct TxQueue {
     support: Support,
     tuning: Tuning,
     counters: Arc<Counters>,
+    /// Number of chains, of those to be taken next, that were counted before they were put back.
+    counted: usize,
 }
 
 impl TxQueue {
@@ -63,7 +65,8 @@ impl TxQueue {
         let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
         let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
         let support = offload::driver_sends(acked);
-        Ok((TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, counters }, resumed))
+        let queue = TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, counters, counted: 0 };
+        Ok((queue, resumed))
     }
 
     /// Takes up to a burst of chains and reads the heads of their frames. Returns the number of chains, which [`TxQueue::done`]
@@ -107,7 +110,8 @@ impl TxQueue {
             prefetch(&self.chains, index + distance);
             match self.read_frame(burst, &chain) {
                 Ok(len) => bytes += len as u64,
-                Err(why) => dropped.add(why),
+                Err(why) if index >= self.counted => dropped.add(why),
+                Err(_) => {}
             }
         }
         if bytes > BURST_BYTES {
@@ -124,7 +128,9 @@ impl TxQueue {
         if self.tuning.fetches() {
             let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
         }
-        self.counters.frames.add(burst.frames().len() as u64);
+        let (frames, bytes) =
+            if self.counted == 0 { (burst.frames().len() as u64, bytes) } else { self.uncounted(burst) };
+        self.counters.frames.add(frames);
         self.counters.bytes.add(bytes);
         dropped.count(&self.counters);
         self.counters.bursts.add(1);
@@ -185,9 +191,20 @@ impl TxQueue {
         self.ring.untake(&mut self.chains, keep);
         self.batch = keep.max(1);
         let mut dropped = Unsuitable::default();
-        let refused = self.chains.list().iter().filter_map(|chain| self.check(burst, chain).err());
+        let uncounted = self.chains.list().iter().skip(self.counted);
+        let refused = uncounted.filter_map(|chain| self.check(burst, chain).err());
         refused.for_each(|why| dropped.add(why));
         (burst.bytes(), dropped)
+    }
+
+    /// Returns number and total length of the frames of the burst that were not counted before.
+    #[cold]
+    fn uncounted(&mut self, burst: &Burst) -> (u64, u64) {
+        let chains = self.chains.list();
+        let start = chains.get(self.counted).map_or(usize::MAX, Chain::first);
+        self.counted = self.counted.saturating_sub(chains.len());
+        let frames = burst.frames().iter().filter(|frame| burst.piece(frame) >= start);
+        frames.fold((0, 0), |(count, bytes), frame| (count + 1, bytes + frame.len() as u64))
     }
 
     /// Takes the chains that are missing for a burst of `batch` frames and prefetches their first lines. Returns a fault only if
@@ -215,6 +232,22 @@ impl TxQueue {
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
         burst.finish(self.chains.pieces_mut());
+        self.ring.give_deferred(self.chains.list());
+        self.chains.empty();
+    }
+
+    /// Like `done`, but the frames from index `first` on stay with the driver: the next burst begins with them.
+    #[cold]
+    pub fn retain(&mut self, burst: &mut Burst, first: usize) {
+        let start = burst.frames().get(first).map_or(usize::MAX, |frame| burst.piece(frame));
+        burst.finish(self.chains.pieces_mut());
+        self.ring.untake(&mut self.ahead, 0);
+        let chains = self.chains.list();
+        let keep = chains.iter().position(|chain| chain.first() >= start).unwrap_or(chains.len());
+        self.counted += chains.len() - keep;
+        self.ring.untake(&mut self.chains, keep);
+        // A successor of this process forwards them.
+        self.ring.consume();
         self.ring.give_deferred(self.chains.list());
         self.chains.empty();
     }

@@ -137,7 +137,7 @@ fn frames_longer_than_an_mtu_are_dropped_at_either_end() {
                 spans[0].write(&NOISE);
                 lens.next().map(|len| HEADER + len)
             });
-            assert_eq!(filled, Ok(Some(2)));
+            assert_eq!(filled, Ok(Poured::Frames(2)));
             assert_eq!(rx_counters.snapshot().oversize, 3);
         }
     }

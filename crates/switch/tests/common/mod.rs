@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use ringroad_frame::{
-    Burst, Sink, Source,
+    Burst, Poured, Sink, Source,
     offload::{Offload, Support},
 };
 use ringroad_mem::{Region, Span, Table};
@@ -34,6 +34,12 @@ pub struct Fake {
     pub pours: AtomicBool,
     pub poured: AtomicUsize,
     pub to_send: Mutex<VecDeque<Vec<Bytes>>>,
+    /// Whether it keeps frames that were not delivered, and the frames of its last burst.
+    pub retains: AtomicBool,
+    pub sent: Mutex<Vec<Bytes>>,
+    /// For how many frames it has room, and how many it has dropped for lack of it.
+    pub room: AtomicUsize,
+    pub full: AtomicUsize,
     pub got: Mutex<Vec<Bytes>>,
     /// Whether there is a sink, and what was meant for it while there was none.
     pub running: AtomicBool,
@@ -88,6 +94,10 @@ impl Fake {
             pours: AtomicBool::new(false),
             poured: AtomicUsize::new(0),
             to_send: Mutex::default(),
+            retains: AtomicBool::new(false),
+            sent: Mutex::default(),
+            room: AtomicUsize::new(usize::MAX),
+            full: AtomicUsize::new(0),
             got: Mutex::default(),
             running: AtomicBool::new(true),
             missed: AtomicUsize::new(0),
@@ -155,7 +165,21 @@ impl Source for FakeSource<'_> {
             self.0.memory.regions()[0].span(index * BUFFER, BUFFER).unwrap().write(&bytes);
             assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len(), offload(frame)), Ok(frame.len()));
         }
-        frames.len()
+        let taken = frames.len();
+        *self.0.sent.lock().unwrap() = frames;
+        taken
+    }
+
+    fn retains(&self) -> bool {
+        self.0.retains.load(Relaxed)
+    }
+
+    fn retain(&mut self, burst: &mut Burst, first: usize) {
+        assert!(first < burst.frames().len());
+        let kept = self.0.sent.lock().unwrap().split_off(first);
+        self.0.to_send.lock().unwrap().push_front(kept);
+        self.0.done.fetch_add(first, Relaxed);
+        burst.clear();
     }
 
     fn done(&mut self, burst: &mut Burst) {
@@ -168,18 +192,21 @@ impl Source for FakeSource<'_> {
         self.0.pours.load(Relaxed)
     }
 
-    fn pour(&mut self, sink: &mut impl Sink) -> Option<usize> {
+    fn pour(&mut self, sink: &mut impl Sink) -> Poured {
         let mut to_send = self.0.to_send.lock().unwrap();
-        let mut frames = to_send.front()?.iter();
+        let Some(first) = to_send.front() else { return Poured::Unable };
+        let mut frames = first.iter();
         let poured = sink.fill(BUFFER, &mut |spans| {
             let frame = frames.next()?;
             assert_eq!(spans[0].write(frame), frame.len());
             Some(frame.len())
-        })?;
-        to_send.pop_front();
-        self.0.poured.fetch_add(1, Relaxed);
-        self.0.done.fetch_add(poured, Relaxed);
-        Some(poured)
+        });
+        if let Poured::Frames(count) = poured {
+            to_send.pop_front();
+            self.0.poured.fetch_add(1, Relaxed);
+            self.0.done.fetch_add(count, Relaxed);
+        }
+        poured
     }
 }
 
@@ -193,7 +220,10 @@ impl Sink for FakeSink<'_> {
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
         self.0.panic_at(Panics::Put);
         assert!(!which.is_empty() && which.is_sorted_by(|a, b| a < b), "{which:?}");
-        for &index in which {
+        let accepted = which.len().min(self.0.room.load(Relaxed));
+        self.0.room.fetch_sub(accepted, Relaxed);
+        self.0.full.fetch_add(which.len() - accepted, Relaxed);
+        for &index in &which[..accepted] {
             let frame = &burst.frames()[index as usize];
             let (head, head_len) = frame.head();
             let mut bytes = head[..head_len].to_vec();
@@ -207,10 +237,22 @@ impl Sink for FakeSink<'_> {
             self.0.got.lock().unwrap().push(bytes.split_off(vnet_hdr::SIZE));
             self.0.got_offloads.lock().unwrap().push(burst.offload(index.into()));
         }
-        which.len()
+        accepted
     }
 
-    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Option<usize> {
+    fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let fits = which.len().min(self.0.room.load(Relaxed));
+        if fits == 0 { 0 } else { self.put(burst, &which[..fits]) }
+    }
+
+    fn has_room(&mut self, frames: usize) -> bool {
+        self.0.room.load(Relaxed) >= frames
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
+        if self.0.room.load(Relaxed) == 0 {
+            return Poured::Full;
+        }
         let place = self.0.memory.regions()[0].span(0, BUFFER).unwrap();
         assert!(place.len() >= room);
         let mut frames = 0;
@@ -220,7 +262,7 @@ impl Sink for FakeSink<'_> {
             self.0.got.lock().unwrap().push(bytes);
             frames += 1;
         }
-        Some(frames)
+        Poured::Frames(frames)
     }
 }
 

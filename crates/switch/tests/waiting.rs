@@ -1,0 +1,173 @@
+//! Back-pressure: frames to a port without room wait at their sender, for a limited time.
+
+mod common;
+
+use common::{Bytes, Fake, GROUP, Net, frame, mac};
+use proptest::prelude::*;
+use ringroad_switch::{Limits, Wait};
+use std::{collections::HashMap, sync::atomic::Ordering::Relaxed, time::Duration};
+
+const WAIT: Duration = Duration::from_millis(5);
+
+fn net(ports: usize) -> Net {
+    let mut net = Net::new(ports);
+    // All addresses are known.
+    for port in 0..ports {
+        net.send_one(port, GROUP, mac(port));
+    }
+    net.ports.iter().for_each(|port| port.retains.store(true, Relaxed));
+    net
+}
+
+/// Frames from port 0 to port `to`, with these numbers.
+fn frames(to: usize, numbers: std::ops::Range<usize>) -> Vec<Bytes> {
+    numbers.map(|number| frame(mac(to), mac(0), number * 37)).collect()
+}
+
+fn push(port: &Fake, frames: &[Bytes]) {
+    port.to_send.lock().unwrap().push_back(frames.to_vec());
+}
+
+/// Carries a burst of port 0 at this time; returns how many frames were done, and what the others wait for.
+fn carry(net: &mut Net, now: Duration) -> (usize, Option<Wait>) {
+    let work = net.switch.carry(0, 0, now);
+    (work.frames, net.switch.take_waiting())
+}
+
+#[test]
+fn frames_wait_for_room_and_arrive_once_and_in_order() {
+    let mut net = net(3);
+    let sent = frames(1, 0..10);
+    net.ports[1].room.store(4, Relaxed);
+    push(&net.ports[0], &sent);
+    let second = Duration::from_secs(1);
+    let wait = Some(Wait { port: 1, until: second + WAIT });
+    assert_eq!(carry(&mut net, second), (4, wait));
+    assert_eq!(net.ports[1].got(), sent[..4]);
+    // Still none: the wait began with the first look.
+    assert_eq!(carry(&mut net, second + WAIT / 2), (0, wait));
+    net.ports[1].room.store(usize::MAX, Relaxed);
+    assert_eq!(carry(&mut net, second + WAIT / 2), (6, None));
+    assert_eq!(net.ports[1].got(), sent[4..]);
+    assert_eq!(net.ports[1].full.load(Relaxed), 0);
+    assert_eq!(net.ports[0].done.load(Relaxed), 1 + 10);
+}
+
+#[test]
+fn the_wait_is_bounded_and_begins_again_only_after_a_frame_was_accepted() {
+    let mut net = net(3);
+    let start = Duration::from_secs(1);
+    net.ports[1].room.store(0, Relaxed);
+    push(&net.ports[0], &[frames(1, 0..3), frames(2, 3..5)].concat());
+    assert_eq!(carry(&mut net, start), (0, Some(Wait { port: 1, until: start + WAIT })));
+    assert!(net.ports[2].got().is_empty(), "what is behind waits, too");
+    assert_eq!(carry(&mut net, start + WAIT), (5, None));
+    assert_eq!((net.ports[1].full.load(Relaxed), net.ports[2].got().len()), (3, 2));
+    // It takes nothing: further frames do not wait.
+    push(&net.ports[0], &[frames(1, 5..6), frames(2, 6..7)].concat());
+    assert_eq!(carry(&mut net, start + WAIT), (2, None));
+    assert_eq!((net.ports[1].full.load(Relaxed), net.ports[2].got().len()), (4, 1));
+    // It takes some: they wait again.
+    net.ports[1].room.store(1, Relaxed);
+    push(&net.ports[0], &frames(1, 7..8));
+    push(&net.ports[0], &frames(1, 8..9));
+    assert_eq!(carry(&mut net, 2 * start), (1, None));
+    assert_eq!(carry(&mut net, 2 * start), (0, Some(Wait { port: 1, until: 2 * start + WAIT })));
+    // A reload to "drop" ends the wait.
+    net.switch.limit(1, Limits { wait: Duration::ZERO, ..Limits::default() });
+    assert_eq!(carry(&mut net, 2 * start), (1, None));
+    assert_eq!(net.ports[1].full.load(Relaxed), 5);
+}
+
+#[test]
+fn what_is_flooded_or_cannot_be_kept_is_dropped() {
+    let mut net = net(3);
+    net.ports[1].room.store(0, Relaxed);
+    push(&net.ports[0], &[frame(GROUP, mac(0), 7)]);
+    assert_eq!(carry(&mut net, WAIT), (1, None));
+    assert_eq!((net.ports[1].full.load(Relaxed), net.ports[2].got().len()), (1, 1));
+    net.ports[0].retains.store(false, Relaxed);
+    push(&net.ports[0], &frames(1, 0..2));
+    assert_eq!(carry(&mut net, WAIT), (2, None));
+    assert_eq!(net.ports[1].full.load(Relaxed), 3);
+    // A port that is not running refuses nothing: what is meant for it is dropped.
+    net.ports[0].retains.store(true, Relaxed);
+    net.ports[1].stop(true);
+    push(&net.ports[0], &frames(1, 0..2));
+    assert_eq!(carry(&mut net, WAIT), (2, None));
+    assert_eq!(net.ports[1].missed.load(Relaxed), 2);
+}
+
+#[test]
+fn a_source_that_pours_waits_without_limit() {
+    let mut net = net(2);
+    net.ports[0].pours.store(true, Relaxed);
+    net.ports[1].room.store(0, Relaxed);
+    push(&net.ports[0], &frames(1, 0..3));
+    for second in 1..9 {
+        let now = Duration::from_secs(second);
+        assert_eq!(carry(&mut net, now), (0, Some(Wait { port: 1, until: now + Duration::from_secs(1) })));
+    }
+    net.ports[1].room.store(9, Relaxed);
+    assert_eq!(carry(&mut net, Duration::from_secs(9)), (3, None));
+    assert_eq!(net.ports[1].full.load(Relaxed), 0);
+    // Told to drop, it reads and drops.
+    net.switch.limit(1, Limits { wait: Duration::ZERO, ..Limits::default() });
+    net.ports[1].room.store(0, Relaxed);
+    push(&net.ports[0], &frames(1, 0..3));
+    assert_eq!(carry(&mut net, Duration::from_secs(9)), (3, None));
+    assert_eq!(net.ports[1].full.load(Relaxed), 3);
+}
+
+/// One step: destinations of a burst, if the last one is done; new room of ports 1 and 2; milliseconds that pass.
+type Step = (Vec<usize>, [Option<usize>; 2], u64);
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let room = || prop::option::of(0..12usize);
+    prop::collection::vec((prop::collection::vec(1..4usize, 0..20), [room(), room()], 0..3u64), 1..40)
+}
+
+proptest! {
+    /// Whatever the mix of destinations and their room: no frame arrives twice, each arrives or is counted, those to one
+    /// destination stay in order, and those to a port that always has room all arrive.
+    #[test]
+    fn any_mix_arrives_once_and_in_order(steps in steps()) {
+        let mut net = net(4);
+        let (mut sent, mut meant) = (HashMap::<Bytes, usize>::new(), [0; 4]);
+        let mut got: [Vec<usize>; 4] = Default::default();
+        let mut now = Duration::from_secs(1);
+        net.ports[1..3].iter().for_each(|port| port.room.store(0, Relaxed));
+        for (burst, room, passed) in steps {
+            if !burst.is_empty() && net.ports[0].to_send.lock().unwrap().is_empty() {
+                let burst: Vec<Bytes> = burst
+                    .into_iter()
+                    .map(|to| {
+                        let bytes = [frame(mac(to), mac(0), 37), sent.len().to_le_bytes().to_vec()].concat();
+                        sent.insert(bytes.clone(), sent.len());
+                        meant[to] += 1;
+                        bytes
+                    })
+                    .collect();
+                push(&net.ports[0], &burst);
+            }
+            for (port, room) in net.ports[1..3].iter().zip(room) {
+                room.inspect(|&room| port.room.store(room, Relaxed));
+            }
+            now += Duration::from_millis(passed);
+            carry(&mut net, now);
+            for (port, got) in net.ports.iter().zip(&mut got) {
+                got.extend(port.got().iter().map(|bytes| sent[bytes]));
+            }
+        }
+        net.ports.iter().for_each(|port| port.room.store(usize::MAX, Relaxed));
+        while carry(&mut net, now).0 > 0 {}
+        for (port, got) in net.ports.iter().zip(&mut got) {
+            got.extend(port.got().iter().map(|bytes| sent[bytes]));
+        }
+        for to in 1..4 {
+            prop_assert!(got[to].is_sorted_by(|a, b| a < b), "{:?}", got[to]);
+            prop_assert_eq!(got[to].len() + net.ports[to].full.load(Relaxed), meant[to]);
+        }
+        prop_assert_eq!(net.ports[3].full.load(Relaxed), 0);
+    }
+}
