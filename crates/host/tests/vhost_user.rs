@@ -20,6 +20,8 @@ mod neighbours;
 mod queues;
 #[path = "vhost_user/reconnect.rs"]
 mod reconnect;
+#[path = "vhost_user/waiting.rs"]
+mod waiting;
 
 use ringroad_wire::ethernet::MacAddr;
 
