@@ -135,6 +135,16 @@ pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(OwnedFd::from(socket).into())
 }
 
+/// Connects to a socket that refused with `error`, if it looks like one that `bind` had not finished when its process was killed:
+/// such a socket has mode 0, which only its owner can change.
+fn connect_to_unfinished(path: &Path, metadata: &fs::Metadata, error: io::Error) -> io::Result<UnixStream> {
+    if error.kind() != io::ErrorKind::PermissionDenied || metadata.mode() & 0o7777 != 0 {
+        return Err(error);
+    }
+    sys::set_mode(path, 0o600).map_err(|_| error)?;
+    connect(path)
+}
+
 /// Creates a listening socket. Removes a stale one that nobody listens on.
 pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListener, Place), SocketError> {
     let (name, path) = (name.to_owned(), path.to_owned());
@@ -142,7 +152,7 @@ pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListe
         if !metadata.file_type().is_socket() {
             return Err(SocketError::NotASocket { name, path });
         }
-        match connect(&path) {
+        match connect(&path).or_else(|error| connect_to_unfinished(&path, &metadata, error)) {
             Ok(_) => return Err(SocketError::InUse { name, path }),
             // The backlog is full, so a program listens.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(SocketError::InUse { name, path }),
@@ -174,3 +184,40 @@ pub(crate) fn bind(name: &str, path: &Path, access: Access) -> Result<(UnixListe
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{os::unix::fs::PermissionsExt, thread};
+
+    /// A process that was killed between making its socket and setting the mode leaves one that nobody may connect to, not even its
+    /// owner, unless that is root.
+    #[test]
+    fn an_unfinished_socket_is_replaced() {
+        let folder = std::env::temp_dir().join(format!("ringroad-place-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir(&folder).unwrap();
+        let path = folder.join("port.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        fs::set_permissions(&path, fs::Permissions::from_mode(0)).unwrap();
+        let root = sys::user() == 0;
+        if root {
+            [&folder, &path].iter().for_each(|file| lchown(file, Some(65534), None).unwrap());
+        }
+        let path_of_thread = path.clone();
+        let bound = thread::spawn(move || {
+            if root {
+                rustix::thread::set_thread_uid(rustix::thread::Uid::from_raw(65534)).unwrap();
+                assert_eq!(connect(&path_of_thread).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+            }
+            bind("test", &path_of_thread, Access::default()).map(|(listener, place)| {
+                assert_eq!(fs::metadata(&path_of_thread).unwrap().mode() & 0o7777, 0o600);
+                assert!(connect(&path_of_thread).is_ok());
+                drop((listener, place));
+            })
+        });
+        bound.join().unwrap().unwrap();
+        assert!(!path.exists());
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
