@@ -13,6 +13,8 @@ mod curves;
 mod driver;
 mod figures;
 mod frames;
+mod guest_tcp;
+mod lab;
 mod latency;
 mod options;
 mod packed;
@@ -60,6 +62,8 @@ enum Bench {
     VsockLatency(vsock_latency::Args),
     /// Throughput of vsock connections, with direct against queued sending
     VsockStream(vsock_stream::Args),
+    /// TCP and UDP of Linux guests through ringroad, against the same guests on a TAP interface of their own
+    GuestTcp(guest_tcp::Args),
     /// Our vsock device against rust-vmm's with the same driver and host program; guest to guest against a relay program
     VsockPeer(vsock_peer::Args),
 }
@@ -79,6 +83,7 @@ pub fn run(args: Args) -> Result<(), String> {
         Bench::Driver(args) => driver::run(&args),
         Bench::VsockLatency(args) => vsock_latency::run(&args),
         Bench::VsockStream(args) => vsock_stream::run(&args),
+        Bench::GuestTcp(args) => guest_tcp::run(&args),
         Bench::VsockPeer(args) => vsock_peer::run(&args),
     }
 }

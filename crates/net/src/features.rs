@@ -113,35 +113,34 @@ impl Features {
         .union(Features::HOST_UFO)
         .union(Features::HOST_USO);
 
-    /// Returns an offload among these without the feature that it requires (5.1.3.1), and that one.
-    pub fn missing(self) -> Option<(Features, Features)> {
+    /// Returns these without the offloads that require one that is missing (5.1.3.1).
+    pub fn consistent(self) -> Features {
         let tso = Features::HOST_TSO4 | Features::HOST_TSO6;
         let guest_tso = Features::GUEST_TSO4 | Features::GUEST_TSO6;
         let checksum = tso | Features::HOST_UFO | Features::HOST_USO;
         let guest_usos = Features::GUEST_USO4 | Features::GUEST_USO6;
         let guest_checksum = guest_tso | Features::GUEST_UFO | guest_usos;
+        // In this order: what requires segmentation requires its checksums, too.
         let rules = [
             (checksum, Features::CSUM),
             (guest_checksum, Features::GUEST_CSUM),
             (Features::HOST_ECN, tso),
             (Features::GUEST_ECN, guest_tso),
         ];
-        let broken = rules.into_iter().find(|&(of, needs)| self.intersects(of) && !self.intersects(needs))?;
-        let (of, needs) = broken;
-        Some(((self & of).iter().next()?, needs.iter().next()?))
+        rules.into_iter().fold(self, |all, (of, needs)| if all.intersects(needs) { all } else { all - of })
     }
 
     /// Returns what our driver negotiates for rings of one layout: all but the offloads.
     pub fn layout(packed: bool) -> Features {
-        let all = Features::default();
+        let all = Features::all() - Features::OFFLOADS;
         if packed { all } else { all - Features::PACKED }
     }
 }
 
 impl Default for Features {
-    /// All but the offloads.
+    /// All.
     fn default() -> Features {
-        Features::all() - Features::OFFLOADS
+        Features::all()
     }
 }
 
@@ -188,11 +187,12 @@ mod tests {
         assert_eq!(Features::all().bits(), basic | offloads);
         assert_eq!(Features::OFFLOADS.bits(), offloads);
         assert_eq!(Features::layout(true).bits(), basic);
-        assert_eq!(Features::all().missing(), None);
-        let alone = Features::HOST_TSO6 | Features::GUEST_CSUM;
-        assert_eq!(alone.missing(), Some((Features::HOST_TSO6, Features::CSUM)));
-        let ecn = Features::GUEST_ECN | Features::GUEST_CSUM;
-        assert_eq!(ecn.missing(), Some((Features::GUEST_ECN, Features::GUEST_TSO4)));
+        assert_eq!(Features::all().consistent(), Features::all());
+        let receiving = Features::GUEST_CSUM | Features::GUEST_TSO4 | Features::GUEST_ECN;
+        let sending = Features::HOST_TSO6 | Features::HOST_ECN | Features::HOST_USO;
+        assert_eq!((receiving | sending).consistent(), receiving);
+        assert_eq!((sending | Features::CSUM).consistent(), sending | Features::CSUM);
+        assert_eq!((receiving - Features::GUEST_TSO4).consistent(), Features::GUEST_CSUM);
         assert_eq!(Features::REQUIRED.bits(), 1 << 32);
     }
 

@@ -13,7 +13,7 @@ use ringroad_net::Features;
 use ringroad_ring::Tuning;
 use ringroad_switch::{Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer};
 use std::{path::PathBuf, time::Duration};
 use toml::Value;
 
@@ -238,11 +238,7 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
 }
 
 fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {
-    let features = value::features(node, Features::REQUIRED)?;
-    let Some((offload, needs)) = features.missing() else { return Ok(features) };
-    let name = |feature: Features| feature.iter_names().next().map_or(String::new(), |(name, _)| name.to_lowercase());
-    let (offload, needs) = (name(offload), name(needs));
-    Err(de::Error::custom(format_args!("expected `{needs} = true` beside `{offload} = true`, found it off")))
+    Ok(value::features(node, Features::REQUIRED)?.consistent())
 }
 
 fn kind<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {

@@ -199,7 +199,7 @@ mod tests {
         fs::create_dir(&folder).unwrap();
         let path = folder.join("port.sock");
         drop(UnixListener::bind(&path).unwrap());
-        fs::set_permissions(&path, fs::Permissions::from_mode(0)).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o0)).unwrap();
         let root = sys::user() == 0;
         if root {
             [&folder, &path].iter().for_each(|file| lchown(file, Some(65534), None).unwrap());

@@ -1,0 +1,326 @@
+//! TCP and UDP of real Linux guests through ringroad, against the same guests without it: User-Mode Linux on its own vector driver,
+//! QEMU on its own tap netdev, guest to guest over a Linux bridge.
+
+use crate::{
+    figures::{RATIO, Spread, extend},
+    lab::{Lab, add_address, add_tap, command, enter, iperf3_report, round_trips, serve},
+    options::Common,
+    rig::on,
+    session::Session,
+};
+use clap::ValueEnum;
+use ringroad_text::table;
+use ringroad_traffic::child::{Folder, Program};
+use serde_json::{Value, json};
+use std::{fmt, net::SocketAddr, path::PathBuf, thread, time::Duration};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    ringroad bench guest-tcp --json guest-tcp.json          all, in about ten minutes; needs root and scripts/peers all\n  \
+    ringroad bench guest-tcp --guest uml --way out,in\n  \
+    ringroad bench guest-tcp --way round-trip --poll 50us   our switch polls for 50 µs before it sleeps")]
+pub struct Args {
+    /// Guests, as a list
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["uml", "qemu"])]
+    guest: Vec<Guest>,
+    /// What is measured, as a list
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["out", "in", "between", "udp", "round-trip"])]
+    way: Vec<Way>,
+    /// How long our switch polls before it sleeps (`workers.poll`)
+    #[arg(long, default_value = "0")]
+    poll: String,
+    /// Folder of the program `guests`
+    #[arg(long, default_value = "scripts")]
+    scripts: PathBuf,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Guest {
+    /// Linux 7 under User-Mode Linux
+    Uml,
+    /// Linux 6.1 under QEMU, without KVM
+    Qemu,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Way {
+    /// TCP from the guest to the host
+    Out,
+    /// TCP from the host to the guest
+    In,
+    /// TCP from one guest to another
+    Between,
+    /// UDP from the guest to the host, frames of 64 bytes
+    Udp,
+    /// Round trip of one byte over TCP, host to guest and back
+    RoundTrip,
+}
+
+impl Guest {
+    fn name(self) -> &'static str {
+        match self {
+            Guest::Uml => "uml",
+            Guest::Qemu => "qemu",
+        }
+    }
+
+    fn peer(self) -> &'static str {
+        match self {
+            Guest::Uml => "UML's vector TAP (depth=128, gro=1)",
+            Guest::Qemu => "QEMU's tap netdev",
+        }
+    }
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::Out => "guest to host",
+            Way::In => "host to guest",
+            Way::Between => "guest to guest",
+            Way::Udp => "UDP 64 B from the guest",
+            Way::RoundTrip => "TCP round trip, p50",
+        }
+    }
+
+    fn unit(self) -> &'static str {
+        match self {
+            Way::Out | Way::In | Way::Between => "Gb/s",
+            Way::Udp => "frames/s",
+            Way::RoundTrip => "us",
+        }
+    }
+
+    fn digits(self) -> usize {
+        match self {
+            Way::Udp => 0,
+            Way::RoundTrip => 1,
+            _ => 2,
+        }
+    }
+}
+
+/// Whose way a guest is connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    Ours,
+    Peer,
+}
+
+const SIDES: [Side; 2] = [Side::Ours, Side::Peer];
+
+impl fmt::Display for Side {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Side::Ours => "ours",
+            Side::Peer => "peer",
+        })
+    }
+}
+
+/// The result of one run.
+#[derive(Clone, Copy)]
+struct Run {
+    figure: f64,
+    /// TCP segments sent again.
+    retransmits: f64,
+}
+
+/// The guests of one kind, of both sides, and what serves ours.
+struct Bed<'a> {
+    lab: Lab,
+    guest: Guest,
+    common: &'a Common,
+    _programs: Vec<Program>,
+}
+
+/// The third part of the addresses of a side: the host's interface and one guest, or two guests.
+fn network(side: Side, pair: bool) -> String {
+    format!("10.{}.{}", 91 + usize::from(side == Side::Peer), usize::from(pair))
+}
+
+fn guest_name(side: Side, number: usize) -> String {
+    format!("{side}{number}")
+}
+
+impl<'a> Bed<'a> {
+    /// Starts our switch, the peer's interfaces, and the guests that these ways need: number 0 is connected to the host, 1 and 2 to
+    /// each other.
+    fn new(args: &'a Args, guest: Guest, folder: &Folder) -> Result<Bed<'a>, String> {
+        let common = &args.common;
+        let (host, pair) = (args.way.iter().any(|&way| way != Way::Between), args.way.contains(&Way::Between));
+        let numbers: Vec<usize> =
+            [(host, 0), (pair, 1), (pair, 2)].iter().filter(|(on, _)| *on).map(|&(_, n)| n).collect();
+        let mut lab = Lab::new(args.scripts.clone(), folder, common)?;
+        let socket = |number: usize| folder.file(&format!("{}-{number}.sock", guest.name()));
+        let port = |number: usize| {
+            let socket = socket(number);
+            format!("[[port]]\nname = \"vm{number}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\n", socket.display())
+        };
+        let workers = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, args.poll);
+        let (mut programs, interface) = (Vec::new(), format!("rr-{}", guest.name()));
+        if host {
+            let tap = format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"{interface}\"\n");
+            let config = workers.clone() + &port(0) + &tap;
+            programs.push(serve(folder, &format!("{}-host", guest.name()), &config, &[socket(0)])?);
+            add_address(&interface, &format!("{}.1/24", network(Side::Ours, false)))?;
+            let peer = format!("t0-{}", guest.name());
+            add_tap(&peer)?;
+            add_address(&peer, &format!("{}.1/24", network(Side::Peer, false)))?;
+        }
+        if pair {
+            let config = workers + &port(1) + &port(2);
+            programs.push(serve(folder, &format!("{}-pair", guest.name()), &config, &[socket(1), socket(2)])?);
+            let bridge = format!("br-{}", guest.name());
+            command("ip", &["link", "add", &bridge, "type", "bridge", "forward_delay", "0"])?;
+            command("ip", &["link", "set", &bridge, "up"])?;
+            for number in [1, 2] {
+                let tap = format!("t{number}-{}", guest.name());
+                add_tap(&tap)?;
+                command("ip", &["link", "set", &tap, "master", &bridge])?;
+            }
+        }
+        for side in SIDES {
+            for &number in &numbers {
+                let place = match side {
+                    Side::Ours => socket(number).display().to_string(),
+                    Side::Peer => format!("tap:t{number}-{}", guest.name()),
+                };
+                // One core for the guest and one for the rest; of two guests, a core each.
+                let cpu = if number == 2 { common.device_cpu } else { common.driver_cpu };
+                let address = format!("{}.{}", network(side, number > 0), 2 + number);
+                eprintln!("booting {} guest {number} ({side})", guest.name());
+                lab.boot(guest.name(), &guest_name(side, number), &place, &address, cpu)?;
+            }
+        }
+        Ok(Bed { lab, guest, common, _programs: programs })
+    }
+
+    /// Measures one way of one side.
+    fn measure(&self, way: Way, side: Side) -> Result<Run, String> {
+        // A port of its own for each test: the last one's may be in TIME_WAIT.
+        const PORT: u16 = 5201;
+        let (seconds, host) = (self.common.seconds, format!("{}.1", network(side, false)));
+        let time = format!("-t {} -O 1 -J", seconds.max(1.0).ceil());
+        let run = |guest: usize, command: &str| {
+            iperf3_report(&self.lab.run(&guest_name(side, guest), seconds + 2.0, command)?)
+        };
+        match way {
+            Way::Out | Way::In => {
+                let _server = self.lab.iperf3_server(PORT)?;
+                let reverse = if way == Way::In { "-R" } else { "" };
+                tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
+            }
+            Way::Between => {
+                let other = format!("{}.4", network(side, true));
+                self.lab.run(&guest_name(side, 2), 5.0, &format!("iperf3 -s -1 -D -p {PORT}"))?;
+                thread::sleep(Duration::from_millis(300));
+                tcp(&run(1, &format!("iperf3 -c {other} -p {PORT} {time}"))?)
+            }
+            Way::Udp => {
+                let _server = self.lab.iperf3_server(PORT)?;
+                // 14 bytes of Ethernet, 20 of IPv4, 8 of UDP, and these.
+                udp(&run(0, &format!("iperf3 -u -b 0 -l 22 -c {host} -p {PORT} {time}"))?)
+            }
+            Way::RoundTrip => {
+                let guest = guest_name(side, 0);
+                self.lab.run(&guest, 5.0, "nc -l -p 7 -e cat >/dev/null 2>&1 & sleep 0.2")?;
+                let to = format!("{}.2:7", network(side, false)).parse::<SocketAddr>();
+                let to = to.map_err(|error| error.to_string())?;
+                let times =
+                    on("--device-cpu", self.common.device_cpu, || round_trips(to, Duration::from_secs_f64(seconds)))?;
+                Ok(Run { figure: Spread::of(&times).median, retransmits: 0.0 })
+            }
+        }
+    }
+}
+
+fn number(report: &Value, path: &str) -> Result<f64, String> {
+    let missing = || format!("iperf3's report has no {path}: {report}");
+    report.pointer(path).and_then(Value::as_f64).ok_or_else(missing)
+}
+
+/// Returns the throughput that the receiver reports in Gb/s, and the sender's retransmitted segments.
+fn tcp(report: &Value) -> Result<Run, String> {
+    let figure = number(report, "/end/sum_received/bits_per_second")? / 1e9;
+    Ok(Run { figure, retransmits: number(report, "/end/sum_sent/retransmits").unwrap_or(0.0) })
+}
+
+/// Returns the received datagrams per second.
+fn udp(report: &Value) -> Result<Run, String> {
+    let sum = |key: &str| number(report, &format!("/end/sum/{key}"));
+    Ok(Run { figure: (sum("packets")? - sum("lost_packets")?) / sum("seconds")?, retransmits: 0.0 })
+}
+
+/// Measures every combination.
+pub fn run(args: &Args) -> Result<(), String> {
+    if let Some(status) = enter()? {
+        return if status.success() { Ok(()) } else { Err(format!("the bench in its network namespace: {status}")) };
+    }
+    let folder = Folder::new("guest-tcp")?;
+    let Common { pairs, seconds, .. } = args.common;
+    let mut session = Session::new("guest-tcp", &args.common, args.guest.len() * args.way.len(), false);
+    for &guest in &args.guest {
+        let bed = Bed::new(args, guest, &folder)?;
+        let mut lines = Vec::new();
+        for &way in &args.way {
+            let name = format!("{} {}", guest.name(), way.name());
+            let rounds = session.rounds(&name, &SIDES, |&side| bed.measure(way, side))?;
+            let figures = [0, 1].map(|side| rounds.of(side, |run| run.figure));
+            let [ours, peer] = [0, 1].map(|side| rounds.spread(side, |run| run.figure));
+            let again = [0, 1].map(|side| rounds.spread(side, |run| run.retransmits).median);
+            let [mine, theirs] = &figures;
+            // More is always better.
+            let ratio =
+                if way == Way::RoundTrip { Spread::of_ratios(theirs, mine) } else { Spread::of_ratios(mine, theirs) };
+            let mut row = json!({
+                "guest": bed.guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll, "peer_name": guest.peer(),
+                "retransmits": again[0], "peer_retransmits": again[1],
+            });
+            ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
+            peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
+            ratio.add_to(&mut row, RATIO);
+            extend(&mut row, json!({ "pairs": pairs }));
+            session.push(row)?;
+            let mut columns = vec![name];
+            columns.extend([ours.columns(way.digits()), peer.columns(way.digits()), ratio.columns(2)].concat());
+            columns.extend(again.map(|again| format!("{again:.0}")));
+            columns.push(way.unit().to_owned());
+            lines.push(columns);
+        }
+        let title = format!(
+            "{}, our switch polls for {}, peer: {}; {pairs} pairs of {seconds} s, median and min–max",
+            guest.name(),
+            args.poll,
+            guest.peer()
+        );
+        let header = ["", "ours", "", "peer", "", "ratio", "", "retransmits", "peer's", "unit"];
+        session.print(&title, &table(&header, &lines));
+    }
+    session.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_of_a_report() {
+        let report = json!({ "end": {
+            "sum_received": { "bits_per_second": 12.5e9 }, "sum_sent": { "retransmits": 3 },
+            "sum": { "packets": 1000, "lost_packets": 100, "seconds": 3.0 },
+        } });
+        let run = tcp(&report).unwrap();
+        assert_eq!((run.figure, run.retransmits), (12.5, 3.0));
+        assert_eq!(udp(&report).unwrap().figure, 300.0);
+        assert!(tcp(&json!({})).err().unwrap().contains("no /end/sum_received/bits_per_second"));
+    }
+
+    #[test]
+    fn guests_of_both_sides_and_both_places_have_addresses_of_their_own() {
+        let all = SIDES.map(|side| [false, true].map(|pair| network(side, pair))).concat();
+        assert_eq!(all.iter().collect::<std::collections::HashSet<_>>().len(), 4);
+    }
+}
