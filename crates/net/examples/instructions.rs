@@ -38,7 +38,7 @@ fn main() {
 fn driver_send(driver: &mut Driver, number: u32) {
     let tx = &mut driver.tx[0];
     black_box(tx.reclaim().expect("a good device"));
-    tx.prefetch(BURST, true);
+    tx.prefetch(BURST);
     tx.add(BURST, |_, place| {
         place.skip(42).write(&number.to_be_bytes());
         FRAME

@@ -93,7 +93,7 @@ impl Driver {
                 let mergeable = config.acked & bits::NET_F_MRG_RXBUF != 0;
                 rx.push(DriverRx { queue, mergeable, size: size as usize, pieces: Vec::with_capacity(size as usize) });
             } else {
-                tx.push(DriverTx { queue, under_way: 0, size: size as usize });
+                tx.push(DriverTx { queue, under_way: 0, size: size as usize, writes: true });
             }
         }
         Ok(Driver { region, file, rx, tx })
@@ -197,6 +197,8 @@ pub struct DriverTx {
     queue: Queue,
     under_way: usize,
     size: usize,
+    /// See [`DriverTx::set_writes`].
+    writes: bool,
 }
 
 impl DriverTx {
@@ -230,6 +232,8 @@ impl DriverTx {
     #[inline]
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
         let Queue { ring, buffers, .. } = &mut self.queue;
+        // No index is a whole burst ahead.
+        let ahead = if self.writes { LOOK_AHEAD } else { BURST };
         let mut added = 0;
         while added < count {
             // First all buffers, then all descriptors: stores to cache lines that must come from the device's core are then close
@@ -237,7 +241,7 @@ impl DriverTx {
             let mut lens = [0u32; BURST];
             let ids = ring.next_ids(0, BURST.min(count - added));
             for (index, (&id, len)) in ids.iter().zip(&mut lens).enumerate() {
-                if let Some(span) = ids.get(index + LOOK_AHEAD).and_then(|&id| buffers.span(id)) {
+                if let Some(span) = ids.get(index + ahead).and_then(|&id| buffers.span(id)) {
                     span.prefetch_write::<1>();
                 }
                 let Some(span) = buffers.span(id) else { break };
@@ -256,17 +260,23 @@ impl DriverTx {
         added
     }
 
-    /// Prefetches what adding the next `count` frames will write to. `write`: the frames themselves will be written, too.
+    /// Prefetches what adding the next `count` frames will write to.
     #[inline]
-    pub fn prefetch(&self, count: usize, write: bool) {
+    pub fn prefetch(&self, count: usize) {
         let Queue { ring, buffers, .. } = &self.queue;
         ring.prefetch(count);
-        if !write {
+        if !self.writes {
             return;
         }
         for span in ring.next_ids(0, count.min(LOOK_AHEAD)).iter().filter_map(|&id| buffers.span(id)) {
             span.prefetch_write::<1>();
         }
+    }
+
+    /// Sets whether frames are written before they are sent, as nearly always. If not, their buffers are not prefetched: a line
+    /// that is fetched for writing is taken from the device.
+    pub fn set_writes(&mut self, writes: bool) {
+        self.writes = writes;
     }
 
     /// Makes all added frames available to the device.
@@ -309,17 +319,19 @@ impl DriverRx {
     }
 
     /// Receives up to a burst of buffers and makes them available again; returns the number of buffers. `frame` is called with
-    /// each frame, as one span or, if the device has spread it over several buffers, as several. `read`: it reads the frame.
+    /// each frame, as one span or, if the device has spread it over several buffers, as several. `read`: it reads the frame. If not,
+    /// nothing of it is read here either, and each buffer counts as a frame.
     ///
     /// # Errors
     /// The device's [`DriverFault`].
     #[inline]
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
+        if !read {
+            self.pieces.clear();
+        }
         let Queue { ring, buffers, used, .. } = &mut self.queue;
         let count = ring.take_used(used)?;
         let (used, spans) = (used.get(..count).unwrap_or_default(), buffers.spans.list());
-        // If buffers can be merged, the header of each frame is read in any case.
-        let read = read || self.mergeable;
         let prefetch = |index: usize| {
             if read && let Some(span) = used.get(index).and_then(|used| spans.get(used.id as usize)) {
                 span.prefetch::<1>();
@@ -330,7 +342,7 @@ impl DriverRx {
             prefetch(index + LOOK_AHEAD);
             let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
-            if !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
+            if !read || !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
                 frame(&[span.skip(vnet_hdr::SIZE)]);
             } else {
                 merge(&mut self.pieces, used, self.size, spans, &mut frame);

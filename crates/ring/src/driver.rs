@@ -145,9 +145,6 @@ pub(crate) trait DriverEnd {
     /// Frees the ids of a chain.
     fn put_back(&mut self, id: u16, descriptors: u16);
 
-    /// Sets the number of chains by which to estimate how many lines to prefetch.
-    fn expect(&mut self, _chains: usize) {}
-
     /// `reclaim`, in order and with one descriptor for each chain.
     fn reclaim_in_order(&mut self, max: usize) -> Result<usize, DriverFault>;
 
@@ -261,7 +258,6 @@ where
             }
             count += 1;
         }
-        self.expect(count);
         Ok(count)
     }
 

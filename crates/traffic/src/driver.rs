@@ -76,6 +76,7 @@ impl Traffic {
     /// Creates a driver and fills the transmit buffers of the first pair of queues.
     pub fn new(settings: Settings, driver: &mut Driver) -> Traffic {
         let mut scratch = vec![0; settings.longest()];
+        driver.tx.iter_mut().for_each(|tx| tx.set_writes(settings.touch != Touch::Nothing));
         if let Some(tx) = driver.tx.first_mut() {
             tx.prepare(|id, place| {
                 let probe = Probe { flow: id % settings.flows, sequence: 0, sent_ns: 0 };
@@ -312,7 +313,7 @@ impl Traffic {
         // Reading a descriptor that the device is about to write takes the cache line from it: only if room is needed.
         while tx.free() < self.burst && tx.reclaim()? > 0 {}
         if tx.free() >= self.burst {
-            tx.prefetch(self.burst, self.settings.touch != Touch::Nothing);
+            tx.prefetch(self.burst);
         }
         let mut worked = 0;
         match self.settings.mode {

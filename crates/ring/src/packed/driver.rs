@@ -54,14 +54,12 @@ impl Held {
 pub(crate) struct DriverState {
     free_slots: u16,
     held: Held,
-    /// Number of chains taken last, as an estimate of how many lines to prefetch.
-    expected: u16,
 }
 
 impl Driver<Layout> {
     /// Starts a fresh ring.
     pub fn new(ring: Layout, features: Features) -> Self {
-        let state = DriverState { free_slots: ring.size, held: Held::default(), expected: 0 };
+        let state = DriverState { free_slots: ring.size, held: Held::default() };
         Self::at(ring, features, Position::START, state)
     }
 
@@ -203,12 +201,9 @@ impl DriverEnd for Driver<Layout> {
         self.state.held.mask = 0;
     }
 
+    /// Without a prefetch of the lines behind the first: a device that writes them one by one would lose each while it writes.
     #[inline(always)]
     fn look(&mut self, wanted: usize) -> Result<usize, DriverFault> {
-        if self.next_used().is_some() {
-            // Available descriptors will be written to these lines next.
-            self.ring.prefetch(self.next_used.slot, self.state.expected, true);
-        }
         Ok(wanted.min((self.ring.size - self.state.free_slots).into()))
     }
 
@@ -226,13 +221,6 @@ impl DriverEnd for Driver<Layout> {
     #[inline(always)]
     fn put_back(&mut self, id: u16, _descriptors: u16) {
         self.ids.put_back(id);
-    }
-
-    #[inline(always)]
-    fn expect(&mut self, chains: usize) {
-        if chains > 0 {
-            self.state.expected = chains as u16;
-        }
     }
 
     /// The last id of a batch determines how many chains it has.
