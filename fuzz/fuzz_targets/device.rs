@@ -117,7 +117,21 @@ fn one(mut input: Input<'_>, packed: bool, deaths: Deaths, memory: &Memory) {
                 let bytes = (u128::from(address) | u128::from(word) << 64).to_le_bytes();
                 region.span(offset as usize, 16).unwrap().write(&bytes);
             }
-            4 | 5 => {
+            // Frames that find no room wait at their sender.
+            4 => {
+                if tx.take(&mut burst).unwrap_or(0) > 0 {
+                    let count = burst.frames().len();
+                    match rx.offer(&burst, ALL.get(..count).unwrap()) {
+                        Ok(handled) if handled < count => {
+                            tx.retain(&mut burst, handled);
+                            let _ = rx.enable_notification();
+                        }
+                        _ => tx.done(&mut burst),
+                    }
+                }
+                burst.clear();
+            }
+            5 => {
                 if tx.take(&mut burst).unwrap_or(0) > 0 {
                     let _ = rx.put(&burst, ALL.get(..burst.frames().len()).unwrap());
                     let _ = rx.wants_notification(true);
@@ -126,7 +140,10 @@ fn one(mut input: Input<'_>, packed: bool, deaths: Deaths, memory: &Memory) {
                 burst.clear();
             }
             6 => drop(tx.enable_notification()),
-            7 => tx.disable_notification(),
+            7 => {
+                tx.disable_notification();
+                rx.disable_notification();
+            }
             8 => write(inflight, &mut input),
             // A note is never anybody else's to write, but a disk or an older version may have made anything of it.
             9 if input.byte() > 240 => write(notes, &mut input),
