@@ -7,7 +7,7 @@ use crate::{
     options::Common,
     peer::Peers,
     rig::{Device, Rings},
-    session::{Run, Session, Table},
+    session::{Rounds, Run, Session, Table},
     testpmd::{self, Testpmd},
 };
 use ringroad_net::Features;
@@ -144,9 +144,9 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Does one run.
+    /// Does one run of one of our drivers.
     fn run(&self, cell: &Cell, variant: &Variant<'_>) -> Result<Run, String> {
-        let Bench { common, folder, words, .. } = self;
+        let Bench { common, .. } = self;
         let (settings, frame) = (cell.settings(), cell.size);
         let what = format!("{} {frame} B, ring {}", cell.rings.layout, cell.rings.size);
         let connect = || {
@@ -154,46 +154,61 @@ impl Bench<'_> {
             variant.acked.store(connection.acked, Ordering::Relaxed);
             Ok::<_, String>(connection)
         };
-        let burst = match variant.driver {
-            Driver::Blast => {
-                let start = || {
-                    let mut connection = connect()?;
-                    let mut traffic = Traffic::new(settings, &mut connection.driver);
-                    Ok(move |time| traffic.run(&mut connection, time, |_| {}))
-                };
-                return common.measure(variant.device, &what, start).map(Run::from);
-            }
-            Driver::Plain => {
-                let start = || {
-                    let mut plain =
-                        Plain::new(connect()?, settings).ok_or("--driver plain needs a --queue-size above 32")?;
-                    Ok(move |time| plain.run(time, |_| {}))
-                };
-                return common.measure(variant.device, &what, start).map(Run::from);
-            }
-            Driver::Testpmd => 32,
-            Driver::Testpmd64 => 64,
+        if variant.driver == Driver::Plain {
+            let start = || {
+                let mut plain =
+                    Plain::new(connect()?, settings).ok_or("--driver plain needs a --queue-size above 32")?;
+                Ok(move |time| plain.run(time, |_| {}))
+            };
+            return common.measure(variant.device, &what, start).map(Run::from);
+        }
+        let start = || {
+            let mut connection = connect()?;
+            let mut traffic = Traffic::new(settings, &mut connection.driver);
+            Ok(move |time| traffic.run(&mut connection, time, |_| {}))
+        };
+        common.measure(variant.device, &what, start).map(Run::from)
+    }
+
+    /// Measures one driver on the devices in turn.
+    fn pairs(
+        &self,
+        session: &mut Session<'_>,
+        title: &str,
+        cell: &Cell,
+        variants: &[Variant<'_>],
+    ) -> Result<Rounds<Run>, String> {
+        let burst = match variants.first().map(|variant| variant.driver) {
+            Some(Driver::Testpmd) => 32,
+            Some(Driver::Testpmd64) => 64,
+            _ => return session.rounds(title, variants, |variant| self.run(cell, variant)),
         };
         let options = testpmd::Options {
-            words: words.as_deref().unwrap_or_default(),
-            cpu: common.driver_cpu,
+            words: self.words.as_deref().unwrap_or_default(),
+            cpu: self.common.driver_cpu,
             mode: "flowgen",
             ring: cell.rings.layout,
             queue_size: cell.rings.size,
-            size: frame,
+            size: cell.size,
             burst,
             mrg_rxbuf: false,
             in_order: true,
             vectorized: true,
         };
-        let driver = Testpmd::start(&options, folder, (variant.title, variant.device))?;
-        variant.acked.store(driver.features(), Ordering::Relaxed);
-        let run = driver.measure(common.seconds.round().max(1.0) as usize);
-        driver.end();
-        run
+        // It takes seconds to start: one on each device, of which one runs at a time.
+        let mut started = Vec::new();
+        for variant in variants {
+            let driver = Testpmd::start(&options, self.folder, (variant.title, variant.device))?;
+            variant.acked.store(driver.features(), Ordering::Relaxed);
+            started.push(driver);
+        }
+        let seconds = self.common.seconds.round().max(1.0) as usize;
+        let rounds = session.rounds(title, &started, |driver| driver.measure(seconds));
+        started.into_iter().for_each(Testpmd::end);
+        rounds
     }
 
-    /// Measures a cell with all drivers, and adds a line for each and one for the best to the table.
+    /// Measures a cell with all drivers, one after the other, and adds a line for each and one for the best to the table.
     fn measure(
         &self,
         session: &mut Session<'_>,
@@ -201,46 +216,51 @@ impl Bench<'_> {
         drivers: &[Driver],
         cell: &Cell,
     ) -> Result<(), String> {
-        let is_possible = |driver: &&Driver| match driver {
-            Driver::Testpmd | Driver::Testpmd64 => self.words.is_some() && cell.touch == Touch::Touch,
-            Driver::Blast | Driver::Plain => true,
-        };
-        let drivers: Vec<Driver> = drivers.iter().filter(is_possible).copied().collect();
-        let with = |&driver: &Driver| {
-            self.devices.iter().map(move |&(title, device)| Variant { driver, device, title, acked: AtomicU64::new(0) })
-        };
-        let variants: Vec<_> = drivers.iter().flat_map(with).collect();
-        let rounds = session.rounds(&cell.name(), &variants, |variant| self.run(cell, variant))?;
-        let ours = |driver: usize| driver * self.devices.len();
-        let peer = |driver: usize| ours(driver) + self.devices.len() - 1;
-        for (index, driver) in drivers.iter().enumerate() {
-            let [bits, peer_bits] = [ours(index), peer(index)]
-                .map(|variant| variants.get(variant).map_or(0, |variant| variant.acked.load(Ordering::Relaxed)));
+        let mut all = Vec::new();
+        for &driver in drivers {
+            let title = format!("{} {}", cell.name(), name(&driver));
+            if !self.is_possible(driver, cell) {
+                session.leave_out();
+                continue;
+            }
+            let variant = |&(title, device)| Variant { driver, device, title, acked: AtomicU64::new(0) };
+            let variants: Vec<_> = self.devices.iter().map(variant).collect();
+            let rounds = self.pairs(session, &title, cell, &variants)?;
+            let acked =
+                |variant: Option<&Variant<'_>>| variant.map_or(0, |variant| variant.acked.load(Ordering::Relaxed));
+            let [bits, peer_bits] = [variants.first(), variants.last()].map(acked);
             let mut row = cell.row();
-            extend(&mut row, json!({ "driver": name(driver), "features": features(bits) }));
-            if self.devices.len() > 1 {
+            extend(&mut row, json!({ "driver": name(&driver), "features": features(bits) }));
+            if variants.len() > 1 {
                 extend(&mut row, json!({ "peer_features": features(peer_bits) }));
             }
             let difference = if bits == peer_bits { String::new() } else { different(bits, peer_bits) };
-            let title = format!("{} {}", cell.name(), name(driver));
-            session.push(table.add(&title, row, &rounds.pair(ours(index), peer(index)), [difference]))?;
+            session.push(table.add(&title, row, &rounds, [difference]))?;
+            all.push((driver, rounds));
         }
-        let best = |variant: &dyn Fn(usize) -> usize| {
-            let median = |&driver: &usize| Spread::of(&rounds.rates(variant(driver))).median;
-            (0..drivers.len()).max_by(|a, b| median(a).total_cmp(&median(b))).unwrap_or(0)
+        let last = self.devices.len() - 1;
+        let best = |device: usize| {
+            let median = |rounds: &Rounds<Run>| Spread::of(&rounds.rates(device)).median;
+            all.iter().max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)))
         };
-        let (best_ours, best_peer) = (best(&ours), best(&peer));
-        let driver = |index: usize| drivers.get(index).map(name).unwrap_or_default();
+        let (Some((ours_driver, ours)), Some((peer_driver, peer))) = (best(0), best(last)) else { return Ok(()) };
         let mut row = cell.row();
-        extend(&mut row, json!({ "driver": "best", "ours_driver": driver(best_ours) }));
-        let mut drivers = driver(best_ours);
-        if self.devices.len() > 1 {
-            extend(&mut row, json!({ "peer_driver": driver(best_peer) }));
-            drivers = format!("{drivers}, {}", driver(best_peer));
+        extend(&mut row, json!({ "driver": "best", "ours_driver": name(ours_driver) }));
+        let mut both = name(ours_driver);
+        if last > 0 {
+            extend(&mut row, json!({ "peer_driver": name(peer_driver) }));
+            both = format!("{both}, {}", name(peer_driver));
         }
-        let pair = rounds.pair(ours(best_ours), peer(best_peer));
-        session.push(table.add(&format!("{} best", cell.name()), row, &pair, [drivers]))?;
+        session.push(table.add(&format!("{} best", cell.name()), row, &ours.beside(peer, last), [both]))?;
         self.devices.iter().try_for_each(|(_, device)| self.verify(device, cell))
+    }
+
+    /// Returns whether a driver can do the work of a cell.
+    fn is_possible(&self, driver: Driver, cell: &Cell) -> bool {
+        match driver {
+            Driver::Testpmd | Driver::Testpmd64 => self.words.is_some() && cell.touch == Touch::Touch,
+            Driver::Blast | Driver::Plain => true,
+        }
     }
 
     /// Sends frames for a short time and checks every byte of those that return.
@@ -282,7 +302,7 @@ pub fn run(args: &Args) -> Result<(), String> {
          best: each device with the driver that is best for it (ours, peer's)",
         common.runs()
     );
-    let mut session = Session::new("pvp", common, found.len() * cells.len(), true);
+    let mut session = Session::new("pvp", common, found.len() * cells.len() * drivers.len(), true);
     session.without_missing(&found)?;
     for peer in &found {
         let device = peer.start(common, &folder, 1, "macswap")?;

@@ -31,6 +31,11 @@ impl<'a> Session<'a> {
         Session { bench, common, rows: Vec::new(), start: Instant::now(), cells, done: 0, steady }
     }
 
+    /// Leaves a cell out that is not possible.
+    pub fn leave_out(&mut self) {
+        self.cells -= 1;
+    }
+
     /// Leaves a cell out: says so, and adds its row with the reason as `skipped`.
     pub fn skip(&mut self, name: &str, row: Value, reason: &str) -> Result<(), String> {
         self.cells -= 1;
@@ -213,14 +218,18 @@ impl<T> Rounds<T> {
         self.figures.get(variant)?.first()
     }
 
-    /// Returns the rounds of two of the variants alone, as pairs.
-    pub fn pair(&self, first: usize, second: usize) -> Rounds<T>
+    /// Returns the first variant of these rounds beside one of others, which were not measured at the same time.
+    pub fn beside(&self, other: &Rounds<T>, variant: usize) -> Rounds<T>
     where
         T: Copy,
     {
-        let of = |variant: usize| self.figures.get(variant).cloned().unwrap_or_default();
-        let &Rounds { count, discarded, unsteady, .. } = self;
-        Rounds { figures: vec![of(first), of(second)], lines: self.lines.clone(), count, discarded, unsteady }
+        let of = |rounds: &Rounds<T>, variant: usize| rounds.figures.get(variant).cloned().unwrap_or_default();
+        let mut figures = vec![of(self, 0)];
+        if variant > 0 {
+            figures.push(of(other, variant));
+        }
+        let lines = [&self.lines[..], &other.lines].concat();
+        Rounds { figures, lines, count: self.count, discarded: 0, unsteady: 0 }
     }
 
     /// Returns the spread of a figure of a variant.

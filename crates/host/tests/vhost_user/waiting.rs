@@ -37,18 +37,18 @@ fn receive_all(guest: &mut Guest, from: MacAddr, count: usize) -> Vec<u64> {
 
 #[test]
 fn they_go_on_at_the_kick_of_the_receiver() {
-    let rig = Rig::new("kicked");
+    let rig = Rig::new("waits-kick");
     for layout in LAYOUTS {
         let (mut a, mut b) = (rig.guest(1, layout), rig.guest(2, layout));
         exchange(&mut a, &mut b);
-        set_wait(&rig, 2, Duration::from_secs(1));
+        set_wait(&rig, 2, Duration::from_secs(4));
         for _ in 0..20 {
             let sent = fill(&rig, &mut a, b.mac, 2, 30);
             // Long enough for the worker to go to sleep.
             std::thread::sleep(Duration::from_millis(5));
             let begun = Instant::now();
             assert_eq!(receive_all(&mut b, a.mac, sent.len()), sent);
-            assert!(begun.elapsed() < Duration::from_millis(900), "not when the wait is over: {:?}", begun.elapsed());
+            assert!(begun.elapsed() < Duration::from_secs(3), "not when the wait is over: {:?}", begun.elapsed());
         }
         let report = rig.report(2).sent;
         assert_eq!((report.full, report.stopped), (0, 0));
@@ -57,12 +57,12 @@ fn they_go_on_at_the_kick_of_the_receiver() {
 
 #[test]
 fn they_wait_for_a_limited_time_and_no_other_guest_waits() {
-    let rig = Rig::new("deaf");
+    let rig = Rig::new("waits");
     for layout in LAYOUTS {
         let (mut victim, mut a, mut b) = (rig.guest(0, layout), rig.guest(1, layout), rig.guest(2, layout));
         exchange(&mut a, &mut b);
         exchange(&mut a, &mut victim);
-        set_wait(&rig, 0, Duration::from_millis(200));
+        set_wait(&rig, 0, Duration::from_secs(1));
         let before = rig.report(0).sent.full;
         fill(&rig, &mut a, victim.mac, 0, 0);
         let begun = Instant::now();
@@ -72,10 +72,10 @@ fn they_wait_for_a_limited_time_and_no_other_guest_waits() {
             let sequence = b.send_to(a.mac);
             assert!(a.receives(b.mac, sequence));
         }
-        assert!(begun.elapsed() < Duration::from_millis(150), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_millis(800), "{:?}", begun.elapsed());
         assert!(b.receives(a.mac, late[1]));
         let waited = begun.elapsed();
-        assert!((150..400).contains(&waited.as_millis()), "{waited:?}");
+        assert!((800..4000).contains(&waited.as_millis()), "{waited:?}");
         // It is known now: nothing waits for it any more.
         let begun = Instant::now();
         for _ in 0..10 {
@@ -83,7 +83,7 @@ fn they_wait_for_a_limited_time_and_no_other_guest_waits() {
             let sequence = a.send_to(b.mac);
             assert!(b.receives(a.mac, sequence));
         }
-        assert!(begun.elapsed() < Duration::from_millis(150), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_millis(800), "{:?}", begun.elapsed());
         assert!(within(PATIENCE, || rig.report(0).sent.full == before + 11), "{:?}", rig.report(0).sent);
         assert_eq!(receive_all(&mut victim, a.mac, 64).len(), 64);
     }
@@ -91,19 +91,19 @@ fn they_wait_for_a_limited_time_and_no_other_guest_waits() {
 
 #[test]
 fn they_do_not_wait_for_a_guest_that_stops() {
-    let rig = Rig::new("stops");
+    let rig = Rig::new("waits-stop");
     let mut a = rig.guest(1, LAYOUTS[0]);
     let mut b = rig.guest(2, LAYOUTS[1]);
     for _ in 0..5 {
         let mut victim = rig.guest(0, LAYOUTS[1]);
         exchange(&mut a, &mut victim);
-        set_wait(&rig, 0, Duration::from_secs(1));
+        set_wait(&rig, 0, Duration::from_secs(4));
         fill(&rig, &mut a, victim.mac, 0, 20);
         let last = a.send_to(b.mac);
         std::thread::sleep(Duration::from_millis(5));
         let begun = Instant::now();
         drop(victim);
         assert!(b.receives(a.mac, last));
-        assert!(begun.elapsed() < Duration::from_millis(900), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
     }
 }
