@@ -303,3 +303,53 @@ fn frames_of_a_receiver_that_panicked_go_to_no_other() {
     assert_eq!(accepted, 4);
     check_segments(&frames[0].0, 1448, &sink.got);
 }
+
+/// A receiver that refuses what it has no room for, and says so beforehand.
+struct Small(Recorder);
+
+impl Sink for Small {
+    fn support(&self) -> Support {
+        self.0.support
+    }
+
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        self.0.put(burst, which)
+    }
+
+    fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let fits = which.len().min(self.0.room);
+        if fits == 0 { 0 } else { self.0.put(burst, &which[..fits]) }
+    }
+
+    fn has_room(&mut self, frames: usize) -> bool {
+        self.0.room >= frames
+    }
+}
+
+/// Offered frames arrive whole or not at all: none is cut into segments of which some find no room.
+#[test]
+fn what_is_offered_waits_whole() {
+    // One frame as it is, two checksums, six segments, one as it is, three segments.
+    let frames = [
+        plain(1, 60),
+        tcp(Kind::Tcp4, false, 1, 100, 0),
+        tcp(Kind::Tcp6, true, 2, 200, 0),
+        tcp(Kind::Tcp4, false, 3, 5500, 1000),
+    ]
+    .into_iter()
+    .chain([plain(4, 90), tcp(Kind::Tcp6, false, 5, 2001, 1000)])
+    .collect::<Vec<_>>();
+    let becomes = [1, 1, 1, 6, 1, 3];
+    for ((frame, offload), count) in frames.iter().zip(becomes) {
+        assert_eq!(offload.frames(frame.len()), count);
+    }
+    let (burst, _memory) = burst(&frames);
+    let mut software = Software::new().unwrap();
+    for room in 0..=13 {
+        let mut sink = Small(Recorder { room, ..Recorder::new(Support::empty()) });
+        let (handled, work) = software.offer(&mut sink, &burst, all(&frames));
+        let expected = (0..=frames.len()).rfind(|&count| becomes[..count].iter().sum::<usize>() <= room).unwrap();
+        let made: usize = becomes[..expected].iter().sum();
+        assert_eq!((handled, sink.0.got.len(), work), (expected, made, made), "room {room}");
+    }
+}
