@@ -51,6 +51,13 @@ impl Software {
         Some(software)
     }
 
+    fn allocated(software: &mut Option<Software>) -> Option<&mut Software> {
+        if software.is_none() {
+            *software = Software::new();
+        }
+        software.as_mut()
+    }
+
     /// Puts the frames with these indices, and does before what their receiver cannot do itself, with `software`, which is
     /// allocated when it is first needed. Returns as [`Software::put`].
     #[cold]
@@ -60,14 +67,10 @@ impl Software {
         burst: &Burst,
         which: &[u8],
     ) -> (usize, usize) {
-        let support = sink.support();
-        if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
+        if takes_all(sink, burst, which) {
             return (sink.put(burst, which), which.len());
         }
-        if software.is_none() {
-            *software = Software::new();
-        }
-        software.as_mut().map_or((0, 0), |software| software.put(sink, burst, which))
+        Software::allocated(software).map_or((0, 0), |software| software.put(sink, burst, which))
     }
 
     /// Like `put_finished`, but stops at the first frame for which the receiver has no room now. Returns how many frames of `which`
@@ -79,15 +82,11 @@ impl Software {
         burst: &Burst,
         which: &[u8],
     ) -> (usize, usize) {
-        let support = sink.support();
-        if which.iter().all(|&index| support.contains(burst.offload(index.into()).needs())) {
+        if takes_all(sink, burst, which) {
             let handled = sink.offer(burst, which);
             return (handled, handled);
         }
-        if software.is_none() {
-            *software = Software::new();
-        }
-        software.as_mut().map_or((which.len(), 0), |software| software.offer(sink, burst, which))
+        Software::allocated(software).map_or((which.len(), 0), |software| software.offer(sink, burst, which))
     }
 
     /// Puts the frames with these indices, finished where the receiver requires it, in order, up to the first one for which there
@@ -224,6 +223,12 @@ impl Software {
         self.burst.start_in(&self.pool);
         self.used = 0;
     }
+}
+
+/// Returns whether a receiver takes these frames as they are.
+fn takes_all(sink: &impl Sink, burst: &Burst, which: &[u8]) -> bool {
+    let support = sink.support();
+    which.iter().all(|&index| support.contains(burst.offload(index.into()).needs()))
 }
 
 #[cfg(test)]

@@ -20,10 +20,12 @@ mod fdb;
 mod forward;
 mod gather;
 mod limits;
+mod port;
 mod schedule;
 
 pub use fdb::{Fdb, Learned};
-pub use forward::{Port, Switch, Wait, panic_message};
+pub use forward::{Switch, Wait};
 pub use gather::{Gather, Pauses};
 pub use limits::{Claim, Dropped, Limits};
+pub use port::{Port, panic_message};
 pub use schedule::{Poll, Schedule, Work};
