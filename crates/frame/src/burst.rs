@@ -88,20 +88,25 @@ impl Burst {
         std::mem::swap(&mut self.pieces, pieces);
     }
 
-    /// Adds frames of one piece each, in the order of the list of pieces, given as head and length with headroom; stops at the
-    /// first `None`. Returns the total length of the frames in bytes. The source has checked that each has at least [`HEAD`]
-    /// bytes with the headroom and is within the bound.
+    /// Adds frames of one piece each, in the order of the list of pieces, and reads their heads; stops at the first `None` or
+    /// piece shorter than [`HEAD`]. The source has checked that each is within the bound. Returns the total length of the frames
+    /// in bytes, and the bitwise or of the first 8 bytes of all heads: the source's headers.
     #[inline(always)]
-    pub fn extend(&mut self, frames: impl Iterator<Item = Option<([u8; HEAD], u32)>>) -> u64 {
-        let (mut bytes, mut count) = (0, 0);
-        for (place, frame) in self.frames.iter_mut().zip(frames) {
-            let Some((head, extent)) = frame else { break };
-            *place = Frame { head, extent, piece: count as u16, head_len: HEAD as u8, reflected: false };
-            bytes += u64::from(extent);
+    pub fn extend<'a>(&mut self, pieces: impl Iterator<Item = Option<Span<'a>>>) -> (u64, u64) {
+        let (mut bytes, mut count, mut union) = (0, 0, 0);
+        for (place, piece) in self.frames.iter_mut().zip(pieces) {
+            let Some(piece) = piece else { break };
+            let Some(head) = piece.read_once::<HEAD>() else { break };
+            let extent = piece.len();
+            if let Some(word) = head.first_chunk() {
+                union |= u64::from_le_bytes(*word);
+            }
+            *place = Frame { head, extent: extent as u32, piece: count as u16, head_len: HEAD as u8, reflected: false };
+            bytes += extent;
             count += 1;
         }
         (self.count, self.singles) = (count, count);
-        bytes - (count * HEADROOM) as u64
+        ((bytes - count * HEADROOM) as u64, union)
     }
 
     /// Checks the length of a frame, in bytes including the lead. A frame that is to be cut is as long as its longest segment.

@@ -73,18 +73,20 @@ unsafe fn unit<T>(source: *const u8, target: *mut u8, at: usize) {
     unsafe { ptr::write_unaligned(target.add(at).cast::<T>(), ptr::read_unaligned(source.add(at).cast::<T>())) }
 }
 
-/// Reads `N` bytes (a multiple of 16), each exactly once, so that the values the caller checks are the values it uses.
+/// Reads `N` bytes (16 or 32), each exactly once, so that the values the caller checks are the values it uses.
 ///
 /// # Safety
 /// `source` must be readable for `N` bytes.
 #[inline(always)]
 pub(crate) unsafe fn read_once<const N: usize>(source: *const u8) -> [u8; N] {
-    const { assert!(N.is_multiple_of(16)) };
+    const { assert!(N == 16 || N == 32) };
     let mut out = [0; N];
-    for at in (0..N).step_by(16) {
-        // SAFETY: `at + 16 <= N`, which the caller guarantees to be readable.
-        let bytes = unsafe { read_once_16(source.add(at)) };
-        out[at..at + 16].copy_from_slice(&bytes);
+    // SAFETY: the caller guarantees `N` bytes to be readable: 16, and with the second half 32.
+    unsafe {
+        out[..16].copy_from_slice(&read_once_16::<0>(source));
+        if N == 32 {
+            out[16..].copy_from_slice(&read_once_16::<16>(source));
+        }
     }
     out
 }
@@ -98,7 +100,7 @@ pub(crate) unsafe fn bytes_once(source: *const u8, target: *mut u8, len: usize) 
     let mut at = 0;
     while len - at >= 16 {
         // SAFETY: 16 bytes from `at` lie within `len`, which the caller guarantees.
-        unsafe { target.add(at).cast::<[u8; 16]>().write_unaligned(read_once_16(source.add(at))) };
+        unsafe { target.add(at).cast::<[u8; 16]>().write_unaligned(read_once_16::<0>(source.add(at))) };
         at += 16;
     }
     while at < len {
@@ -108,16 +110,18 @@ pub(crate) unsafe fn bytes_once(source: *const u8, target: *mut u8, len: usize) 
     }
 }
 
-/// Reads 16 bytes with one load and returns them for one store: a 16-byte load after two 8-byte stores would miss
+/// Reads the 16 bytes at `AT` with one load and returns them for one store: a 16-byte load after two 8-byte stores would miss
 /// store-to-load forwarding and wait for both to reach the cache.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-unsafe fn read_once_16(source: *const u8) -> [u8; 16] {
+unsafe fn read_once_16<const AT: usize>(source: *const u8) -> [u8; 16] {
     let value: std::arch::x86_64::__m128i;
     // SAFETY: loads 16 bytes of any alignment, which the caller guarantees to be readable; inline assembly executes exactly
     // once.
     unsafe {
-        std::arch::asm!("movdqu {}, [{}]", out(xmm_reg) value, in(reg) source, options(nostack, preserves_flags, readonly));
+        std::arch::asm!(
+            "movdqu {}, [{} + {}]", out(xmm_reg) value, in(reg) source, const AT, options(nostack, preserves_flags, readonly)
+        );
         std::mem::transmute(value)
     }
 }
@@ -128,13 +132,13 @@ use read_once_16_portable as read_once_16;
 /// Portable fallback. The tests compare the two.
 #[cfg(any(test, not(target_arch = "x86_64")))]
 #[inline(always)]
-unsafe fn read_once_16_portable(source: *const u8) -> [u8; 16] {
+unsafe fn read_once_16_portable<const AT: usize>(source: *const u8) -> [u8; 16] {
     #[repr(C, packed)]
     #[derive(Clone, Copy)]
     struct Unaligned([u64; 2]);
     // SAFETY: the caller guarantees 16 readable bytes; a packed type has alignment 1. Volatile, so that the compiler cannot
     // load it again later.
-    let words = unsafe { ptr::read_volatile(source.cast::<Unaligned>()) }.0;
+    let words = unsafe { ptr::read_volatile(source.add(AT).cast::<Unaligned>()) }.0;
     let value = u128::from(words[0]) | u128::from(words[1]) << 64;
     value.to_ne_bytes()
 }
@@ -192,11 +196,12 @@ mod tests {
             assert_eq!(target[..len], source[1..1 + len]);
             assert!(target[len..].iter().all(|&byte| byte == 0xee), "{len}");
         }
-        for at in 0..48 {
-            // SAFETY: 16 bytes from `at` lie within the vector.
-            let (usual, portable) =
-                unsafe { (read_once_16(source.as_ptr().add(at)), read_once_16_portable(source.as_ptr().add(at))) };
-            assert_eq!((usual.as_slice(), usual), (&source[at..at + 16], portable));
+        for at in 0..32 {
+            // SAFETY: 32 bytes from `at` lie within the vector.
+            let (usual, portable) = unsafe {
+                (read_once_16::<16>(source.as_ptr().add(at)), read_once_16_portable::<16>(source.as_ptr().add(at)))
+            };
+            assert_eq!((usual.as_slice(), usual), (&source[at + 16..at + 32], portable));
         }
     }
 }

@@ -124,7 +124,7 @@ impl<'m> Span<'m> {
         Some(bytes)
     }
 
-    /// Returns the first `N` bytes (a multiple of 16), each read exactly once; `None` if there are fewer.
+    /// Returns the first `N` bytes (16 or 32), each read exactly once; `None` if there are fewer.
     #[inline(always)]
     pub fn read_once<const N: usize>(self) -> Option<[u8; N]> {
         // SAFETY: the span has at least `N` bytes.

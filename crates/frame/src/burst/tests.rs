@@ -76,9 +76,8 @@ fn frames_of_one_piece_are_plain() {
     for at in [0, 200] {
         list.push(at, 112, &mut Hit::default()).unwrap();
     }
-    let sources: Vec<_> =
-        list.list().iter().map(|piece| Some((piece.read_once::<HEAD>()?, piece.len() as u32))).collect();
-    assert_eq!(burst.extend(sources.into_iter()), 200);
+    let heads = [bytes(0, 8), bytes(200, 8)].map(|head| u64::from_le_bytes(head.try_into().unwrap()));
+    assert_eq!(burst.extend(list.list().iter().copied().map(Some)), (200, heads[0] | heads[1]));
     burst.exchange(&mut list);
     assert_eq!(burst.plain().map(<[_]>::len), Some(2));
     for (index, at) in [0, 200].into_iter().enumerate() {
@@ -87,6 +86,21 @@ fn frames_of_one_piece_are_plain() {
     }
     burst.finish(&mut list);
     assert!(burst.frames().is_empty() && list.list().len() == 2, "the source has its list back");
+}
+
+#[test]
+fn frames_of_one_piece_end_at_one_that_is_refused_or_too_short() {
+    let memory = memory();
+    let (mut burst, mut list) = (Burst::default(), Pieces::new(16));
+    list.start(&memory);
+    burst.start(1514, HEADROOM);
+    for (at, len) in [(0, 112), (200, HEAD as u32 - 1), (400, 112)] {
+        list.push(at, len, &mut Hit::default()).unwrap();
+    }
+    assert_eq!(burst.extend(list.list().iter().copied().map(Some)).0, 100);
+    assert_eq!(burst.frames().len(), 1);
+    assert_eq!(burst.extend(std::iter::once(None)), (0, 0));
+    assert!(burst.frames().is_empty());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::FETCH;
 use crate::offload;
 use ringroad_frame::{
-    Burst, Counters, HEAD, MAX_FRAME, NotAFrame, PIECES,
+    Burst, Counters, MAX_FRAME, NotAFrame, PIECES,
     offload::{Offload, Support},
 };
 use ringroad_mem::Table;
@@ -144,19 +144,15 @@ impl TxQueue {
         let Some((chains, pieces)) = self.chains.plain() else { return 0 };
         let distance = self.tuning.distance();
         let most = (vnet_hdr::SIZE + burst.bound()) as u32;
-        // `flags` and `gso_type` of all headers: a branch for each frame would cost more.
-        let mut offloads = 0;
-        let frames = chains.iter().zip(pieces).enumerate().map(|(index, (chain, piece))| {
+        let usable = chains.iter().zip(pieces).enumerate().map(|(index, (chain, piece))| {
             if let Some(piece) = pieces.get(index + distance) {
                 piece.prefetch::<FETCH>();
             }
-            let head = piece.read_once::<HEAD>().filter(|_| chain.is_readable(most))?;
-            let [word, ..] = head.as_chunks::<8>().0 else { return None };
-            offloads |= u64::from_le_bytes(*word);
-            Some((head, piece.len() as u32))
+            chain.is_readable(most).then_some(*piece)
         });
-        let bytes = burst.extend(frames);
-        if offloads & 0xffff == 0 {
+        // `flags` and `gso_type` of all headers: a branch for each frame would cost more.
+        let (bytes, headers) = burst.extend(usable);
+        if headers & 0xffff == 0 {
             return bytes;
         }
         burst.remove_frames();
