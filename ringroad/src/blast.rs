@@ -57,7 +57,7 @@ pub struct Args {
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=32768))]
     queue_size: u32,
     /// How long to pause after a burst that was not full, while the device is the slower one: auto, off, or a time such as 8us
-    #[arg(long, default_value = "off", value_parser = gather)]
+    #[arg(long, default_value = "auto", value_parser = gather)]
     gather: Gather,
     /// Neither write nor read frame contents: measures the rings alone
     #[arg(long, conflicts_with = "verify")]

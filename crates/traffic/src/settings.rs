@@ -79,7 +79,7 @@ impl Default for Settings {
             sources: 1,
             event_driven: false,
             burst: BURST,
-            gather: Gather::Off,
+            gather: Gather::Auto,
             reconnect: None,
             stop: Arc::default(),
         }
