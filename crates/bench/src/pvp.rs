@@ -7,7 +7,7 @@ use crate::{
     options::Common,
     peer::Peers,
     rig::{Device, Rings},
-    session::{Rounds, Run, Session, Table},
+    session::{Rounds, Run, Session, Table, common_range},
     testpmd::{self, Testpmd},
 };
 use ringroad_net::Features;
@@ -133,6 +133,22 @@ struct Variant<'a> {
     acked: AtomicU64,
 }
 
+impl Variant<'_> {
+    fn driver(&self) -> String {
+        name(&self.driver)
+    }
+}
+
+/// What was measured with one driver.
+struct Measured<'a> {
+    title: String,
+    variants: Vec<Variant<'a>>,
+    rounds: Rounds<Run>,
+}
+
+/// How often drivers are measured again if their cache-line round trips differ.
+const PASSES: usize = 8;
+
 /// What all cells of a peer share.
 struct Bench<'a> {
     common: &'a Common,
@@ -218,41 +234,67 @@ impl Bench<'_> {
     ) -> Result<(), String> {
         let mut all = Vec::new();
         for &driver in drivers {
-            let title = format!("{} {}", cell.name(), name(&driver));
             if !self.is_possible(driver, cell) {
                 session.leave_out();
                 continue;
             }
             let variant = |&(title, device)| Variant { driver, device, title, acked: AtomicU64::new(0) };
             let variants: Vec<_> = self.devices.iter().map(variant).collect();
+            let title = format!("{} {}", cell.name(), name(&driver));
             let rounds = self.pairs(session, &title, cell, &variants)?;
+            all.push(Measured { title, variants, rounds });
+        }
+        self.make_comparable(session, cell, &mut all)?;
+        for Measured { title, variants, rounds } in &all {
             let acked =
                 |variant: Option<&Variant<'_>>| variant.map_or(0, |variant| variant.acked.load(Ordering::Relaxed));
             let [bits, peer_bits] = [variants.first(), variants.last()].map(acked);
             let mut row = cell.row();
-            extend(&mut row, json!({ "driver": name(&driver), "features": features(bits) }));
+            extend(&mut row, json!({ "driver": variants.first().map(Variant::driver), "features": features(bits) }));
             if variants.len() > 1 {
                 extend(&mut row, json!({ "peer_features": features(peer_bits) }));
             }
             let difference = if bits == peer_bits { String::new() } else { different(bits, peer_bits) };
-            session.push(table.add(&title, row, &rounds, [difference]))?;
-            all.push((driver, rounds));
+            session.push(table.add(title, row, rounds, [difference]))?;
         }
         let last = self.devices.len() - 1;
         let best = |device: usize| {
-            let median = |rounds: &Rounds<Run>| Spread::of(&rounds.rates(device)).median;
-            all.iter().max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)))
+            let median = |measured: &Measured<'_>| Spread::of(&measured.rounds.rates(device)).median;
+            all.iter().max_by(|a, b| median(a).total_cmp(&median(b)))
         };
-        let (Some((ours_driver, ours)), Some((peer_driver, peer))) = (best(0), best(last)) else { return Ok(()) };
+        let (Some(ours), Some(peer)) = (best(0), best(last)) else { return Ok(()) };
+        let of = |measured: &Measured<'_>| measured.variants.first().map(Variant::driver).unwrap_or_default();
         let mut row = cell.row();
-        extend(&mut row, json!({ "driver": "best", "ours_driver": name(ours_driver) }));
-        let mut both = name(ours_driver);
+        extend(&mut row, json!({ "driver": "best", "ours_driver": of(ours) }));
+        let mut both = of(ours);
         if last > 0 {
-            extend(&mut row, json!({ "peer_driver": name(peer_driver) }));
-            both = format!("{both}, {}", name(peer_driver));
+            extend(&mut row, json!({ "peer_driver": of(peer) }));
+            both = format!("{both}, {}", of(peer));
         }
-        session.push(table.add(&format!("{} best", cell.name()), row, &ours.beside(peer, last), [both]))?;
+        let pairs = ours.rounds.beside(&peer.rounds, last);
+        session.push(table.add(&format!("{} best", cell.name()), row, &pairs, [both]))?;
         self.devices.iter().try_for_each(|(_, device)| self.verify(device, cell))
+    }
+
+    /// Measures drivers again until each has enough pairs in one range of cache-line round trips, and leaves those.
+    fn make_comparable(&self, session: &mut Session<'_>, cell: &Cell, all: &mut [Measured<'_>]) -> Result<(), String> {
+        let wanted = self.common.pairs as usize;
+        for _ in 0..PASSES {
+            let lines: Vec<_> = all.iter().map(|driver| driver.rounds.medians()).collect();
+            let (range, count) = common_range(&lines);
+            if count >= wanted {
+                all.iter_mut().for_each(|driver| driver.rounds = driver.rounds.within(&range));
+                return Ok(());
+            }
+            for driver in all.iter_mut().filter(|driver| driver.rounds.within(&range).medians().len() < wanted) {
+                let title = format!("{} again", driver.title);
+                let later = self.pairs(session, &title, cell, &driver.variants)?;
+                session.repeated();
+                driver.rounds.append(later);
+            }
+        }
+        println!("{}: in no range of cache-line round trips {wanted} pairs of each driver", cell.name());
+        Ok(())
     }
 
     /// Returns whether a driver can do the work of a cell.
@@ -299,7 +341,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let ours = common.ours(&folder, "ours", "unlimited", &["mode = \"reflect\""])?;
     let title = format!(
         "PvP, Mpps each way through one device core, touch and ring 256 unless stated otherwise, {}\n\
-         best: each device with the driver that is best for it (ours, peer's)",
+         best: each device with the driver that is best for it (ours, peer's), all drivers at similar cache-line round trips",
         common.runs()
     );
     let mut session = Session::new("pvp", common, found.len() * cells.len() * drivers.len(), true);

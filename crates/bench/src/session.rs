@@ -9,7 +9,7 @@ use crate::{
 use ringroad_text::{save, table};
 use ringroad_traffic::Totals;
 use serde_json::{Value, json};
-use std::{fs, path::Path, time::Instant};
+use std::{fs, ops::RangeInclusive, path::Path, time::Instant};
 
 /// A running bench.
 pub struct Session<'a> {
@@ -34,6 +34,11 @@ impl<'a> Session<'a> {
     /// Leaves a cell out that is not possible.
     pub fn leave_out(&mut self) {
         self.cells -= 1;
+    }
+
+    /// The last cell was one that had been measured before.
+    pub fn repeated(&mut self) {
+        self.done -= 1;
     }
 
     /// Leaves a cell out: says so, and adds its row with the reason as `skipped`.
@@ -107,9 +112,7 @@ impl<'a> Session<'a> {
                 }
                 rounds.unsteady += 1;
             }
-            rounds.figures.iter_mut().zip(figures).for_each(|(all, figure)| all.push(figure));
-            rounds.lines.extend(lines);
-            rounds.count += 1;
+            rounds.push(figures, lines);
         }
         self.done += 1;
         Ok(rounds)
@@ -194,9 +197,11 @@ fn machine() -> Value {
 }
 
 /// Figures of several variants, by variant and round.
+#[derive(Clone)]
 pub struct Rounds<T> {
     figures: Vec<Vec<T>>,
-    lines: Vec<f64>,
+    /// The cache-line round trips of each round.
+    lines: Vec<Vec<f64>>,
     count: usize,
     discarded: usize,
     unsteady: usize,
@@ -206,6 +211,42 @@ impl<T> Rounds<T> {
     /// Starts from these figures, which are usually empty.
     pub fn new(figures: Vec<Vec<T>>) -> Rounds<T> {
         Rounds { figures, lines: Vec::new(), count: 0, discarded: 0, unsteady: 0 }
+    }
+
+    /// Adds a round: a figure of each variant.
+    fn push(&mut self, figures: Vec<T>, lines: Vec<f64>) {
+        self.figures.iter_mut().zip(figures).for_each(|(all, figure)| all.push(figure));
+        self.lines.push(lines);
+        self.count += 1;
+    }
+
+    /// Adds rounds of the same variants that were measured later.
+    pub fn append(&mut self, later: Rounds<T>) {
+        self.figures.iter_mut().zip(later.figures).for_each(|(all, figures)| all.extend(figures));
+        self.lines.extend(later.lines);
+        self.count += later.count;
+        self.discarded += later.discarded;
+        self.unsteady += later.unsteady;
+    }
+
+    /// Returns the median cache-line round trip of each round.
+    pub fn medians(&self) -> Vec<f64> {
+        self.lines.iter().map(|lines| Spread::of(lines).median).collect()
+    }
+
+    /// Returns the rounds whose cache-line round trip was in this range; the others count as discarded.
+    pub fn within(&self, range: &RangeInclusive<f64>) -> Rounds<T>
+    where
+        T: Copy,
+    {
+        let keep: Vec<bool> = self.medians().iter().map(|line| range.contains(line)).collect();
+        fn kept<F: Clone>(all: &[F], keep: &[bool]) -> Vec<F> {
+            all.iter().zip(keep).filter(|(_, keep)| **keep).map(|(figure, _)| figure.clone()).collect()
+        }
+        let figures = self.figures.iter().map(|figures| kept(figures, &keep)).collect();
+        let lines = kept(&self.lines, &keep);
+        let (count, discarded) = (lines.len(), self.discarded + self.count - lines.len());
+        Rounds { figures, lines, count, discarded, unsteady: self.unsteady }
     }
 
     /// Returns one figure of each round of a variant; none, if there is no such variant.
@@ -239,7 +280,7 @@ impl<T> Rounds<T> {
 
     /// Returns the cache-line round trip.
     pub fn line(&self) -> Spread {
-        Spread::of(&self.lines)
+        Spread::of(&self.lines.concat())
     }
 }
 
@@ -279,6 +320,17 @@ impl Rounds<Run> {
 fn is_steady(lines: &[f64]) -> bool {
     let spread = Spread::of(lines);
     spread.max <= STEADY * spread.min
+}
+
+/// Returns the range of cache-line round trips, no wider than [`STEADY`], in which each of several measurements has the most
+/// rounds, and how many the one with the fewest has there. They are given by the lines of their rounds.
+pub fn common_range(all: &[Vec<f64>]) -> (RangeInclusive<f64>, usize) {
+    let count = |range: &RangeInclusive<f64>| {
+        all.iter().map(|lines| lines.iter().filter(|&line| range.contains(line)).count()).min().unwrap_or(0)
+    };
+    let ranges = all.iter().flatten().map(|&line| line..=line * STEADY);
+    let counted = ranges.map(|range| (count(&range), range)).max_by_key(|(count, _)| *count);
+    counted.map_or((0.0..=f64::MAX, 0), |(count, range)| (range, count))
 }
 
 /// A table of pairs, one line per cell.
@@ -363,6 +415,23 @@ mod tests {
     }
 
     #[test]
+    fn rounds_in_a_common_range_are_compared() {
+        let all = [vec![100.0, 480.0, 110.0, 500.0], vec![470.0, 120.0, 490.0, 510.0]];
+        assert_eq!(common_range(&all), (470.0..=705.0, 2));
+        assert_eq!(common_range(&[vec![100.0], vec![480.0]]).1, 0);
+        assert_eq!(common_range(&[]).1, 0);
+        let mut rounds = Rounds::new(vec![Vec::new(), Vec::new()]);
+        for (index, &line) in all[0].iter().enumerate() {
+            rounds.push(vec![index, 10 * index], vec![line, line + 1.0]);
+        }
+        rounds.append(rounds.clone());
+        let kept = rounds.within(&(470.0..=705.0));
+        assert_eq!((kept.count, kept.discarded), (4, 4));
+        assert_eq!(kept.of(1, |&figure| figure as f64), [10.0, 30.0, 10.0, 30.0]);
+        assert_eq!(kept.medians(), [480.5, 500.5, 480.5, 500.5]);
+    }
+
+    #[test]
     fn skipped_cells_have_a_reason() {
         use clap::Parser;
         #[derive(Parser)]
@@ -383,7 +452,7 @@ mod tests {
     fn rows_contain_results_and_discarded_pairs() {
         let run = |mpps| Run { mpps, idle: Some(10.0) };
         let figures = vec![vec![run(4.0), run(6.0), run(9.0)], vec![run(2.0), run(2.0), run(3.0)]];
-        let pairs = Rounds { figures, lines: vec![100.0; 9], count: 3, discarded: 4, unsteady: 1 };
+        let pairs = Rounds { figures, lines: vec![vec![100.0; 3]; 3], count: 3, discarded: 4, unsteady: 1 };
         let mut table = Table::new(Some("other"), ["ours", "peer"], &["more"]);
         let row = table.add("cell", json!({ "ring": "split" }), &pairs, ["x".to_owned()]);
         for (key, value) in [("ours", 6.0), ("peer", 2.0), ("ratio", 3.0), ("min", 2.0), ("driver_idle", 10.0)] {
