@@ -234,6 +234,27 @@ offloads() { # GUEST: TCP goes in frames longer than the MTU both ways, whole to
   [ "${sizes[0]}" -gt 1600 ] && [ "${sizes[1]}" -gt 1600 ]
 }
 
+control() { # GUEST with a control queue: it gets frames to a group only while promiscuous, and frames to an address that it changes
+  local bits mode before after rose=()
+  bits=$(at "$1" 'cat /sys/class/net/eth0/device/features') || return
+  [ "${bits:17:1}${bits:18:1}${bits:23:1}" = 111 ] || { echo "no control queue: features $bits"; return 1; }
+  ip route replace 239.0.0.0/8 dev rr0
+  for mode in off on off; do
+    at "$1" "ip link set eth0 promisc $mode" || return
+    before=$(at "$1" 'cat /sys/class/net/eth0/statistics/rx_packets') || return
+    busybox ping -q -c 50 -i 0.01 -W 1 239.7.7.7 || true
+    after=$(at "$1" 'cat /sys/class/net/eth0/statistics/rx_packets') || return
+    rose+=($((after - before)))
+  done
+  echo "of 50 frames to a group it got ${rose[0]}, promiscuous ${rose[1]}, then ${rose[2]}"
+  [ "${rose[0]}" -lt 20 ] && [ "${rose[1]}" -ge 50 ] && [ "${rose[2]}" -lt 20 ] || return
+  at "$1" 'ip link set eth0 address 02:00:00:00:77:01' || return
+  grep -q 'the guest has changed its address to 02:00:00:00:77:01' "$state/ringroad.log" || { echo "the device does not know"; return 1; }
+  ip neigh flush dev rr0
+  pings host "$1" || return
+  figure="${rose[0]}, ${rose[1]} and ${rose[2]} of 50"
+}
+
 reboot() { # GUEST, soft|hard
   local begun=${EPOCHREALTIME//[.,]/} us soft=()
   [ "$2" = hard ] || soft=(--soft)
@@ -271,7 +292,12 @@ if check "daemon start" start_daemon; then
     case $part in
       qemu-packed) guest "$part" qemu packed --packed on; check "$part offloads" offloads qemu || true; stop qemu ;;
       qemu-split) port=plain guest "$part" qemu split --packed off; stop qemu ;;
-      uml) guest "$part" uml any; check "uml offloads" offloads uml || true; stop uml ;;
+      uml)
+        guest "$part" uml any
+        check "uml offloads" offloads uml || true
+        check "uml control queue" control uml || true
+        stop uml
+        ;;
       both)
         port=plain check "both boot qemu" boot qemu --packed on || continue
         check "both boot uml" boot uml || { stop qemu; continue; }

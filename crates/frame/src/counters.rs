@@ -76,6 +76,8 @@ counters! {
     claimed,
     /// Frames whose source address was not learned because there was no room in the forwarding table. Not drops.
     crowded,
+    /// Frames that the driver did not want, as it has chosen other addresses or VLANs. Not drops.
+    filtered,
     /// Frames dropped because the queue was not running.
     stopped,
     /// Frames dropped because control was reconfiguring the queue.

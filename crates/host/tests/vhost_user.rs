@@ -4,6 +4,8 @@
 mod common;
 #[path = "vhost_user/connections.rs"]
 mod connections;
+#[path = "vhost_user/control.rs"]
+mod control;
 #[path = "vhost_user/descriptors.rs"]
 mod descriptors;
 #[path = "vhost_user/inflight.rs"]

@@ -1,7 +1,10 @@
 //! Driver end of virtio-net (virtio 1.3, 5.1.6): each queue has fixed buffers of its own. Created by `host`, which connects it to
 //! a vhost-user device; used by the traffic tools.
 
-use crate::features::{Features, bits};
+use crate::{
+    control::DriverControl,
+    features::{Features, bits},
+};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
@@ -58,6 +61,8 @@ pub struct Driver {
     pub rx: Vec<DriverRx>,
     /// Transmit queues: vrings 1, 3, 5, …
     pub tx: Vec<DriverTx>,
+    /// The control queue, the vring behind those, if it was negotiated.
+    pub control: Option<DriverControl>,
 }
 
 impl Driver {
@@ -76,7 +81,10 @@ impl Driver {
         // An odd number of cache lines, so that the first lines of all buffers do not compete for the same few cache sets.
         let stride = ((vnet_hdr::SIZE + config.frame).div_ceil(64) | 1) * 64;
         let queue = (ring + size as usize * stride).next_multiple_of(4096);
-        let (region, file) = Region::create(2 * queue * config.queue_pairs as usize, GUEST, config.huge)?;
+        let queues = 2 * queue * config.queue_pairs as usize;
+        let controls = config.acked & bits::NET_F_CTRL_VQ != 0;
+        let bytes = queues + if controls { DriverControl::bytes(features) } else { 0 };
+        let (region, file) = Region::create(bytes, GUEST, config.huge)?;
         let memory = Arc::new(Table::default().with(region.clone())?);
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..2 * config.queue_pairs {
@@ -96,7 +104,8 @@ impl Driver {
                 tx.push(DriverTx { queue, under_way: 0, size: size as usize, writes: true });
             }
         }
-        Ok(Driver { region, file, rx, tx })
+        let control = controls.then(|| DriverControl::new(&region, queues, features)).transpose()?;
+        Ok(Driver { region, file, rx, tx, control })
     }
 }
 

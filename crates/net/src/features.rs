@@ -11,6 +11,8 @@ pub mod bits {
     pub const NET_F_CSUM: u64 = 1;
     /// The driver takes partial checksums.
     pub const NET_F_GUEST_CSUM: u64 = 1 << 1;
+    /// The driver may change which offloads it takes while it runs.
+    pub const NET_F_CTRL_GUEST_OFFLOADS: u64 = 1 << 2;
     /// The maximum MTU is in the configuration space.
     pub const NET_F_MTU: u64 = 1 << 3;
     /// The MAC address is in the configuration space.
@@ -35,6 +37,16 @@ pub mod bits {
     pub const NET_F_MRG_RXBUF: u64 = 1 << 15;
     /// The link status is in the configuration space.
     pub const NET_F_STATUS: u64 = 1 << 16;
+    /// There is a control queue.
+    pub const NET_F_CTRL_VQ: u64 = 1 << 17;
+    /// The driver chooses which addresses it receives frames to.
+    pub const NET_F_CTRL_RX: u64 = 1 << 18;
+    /// The driver chooses which VLANs it receives frames of.
+    pub const NET_F_CTRL_VLAN: u64 = 1 << 19;
+    /// The driver turns kinds of addresses on and off.
+    pub const NET_F_CTRL_RX_EXTRA: u64 = 1 << 20;
+    /// The driver may change its address.
+    pub const NET_F_CTRL_MAC_ADDR: u64 = 1 << 23;
     /// The driver takes UDP over IPv4 to be segmented.
     pub const NET_F_GUEST_USO4: u64 = 1 << 54;
     /// The driver takes UDP over IPv6 to be segmented.
@@ -85,6 +97,18 @@ bitflags! {
         const HOST_UFO = bits::NET_F_HOST_UFO;
         /// VIRTIO_NET_F_HOST_USO.
         const HOST_USO = bits::NET_F_HOST_USO;
+        /// VIRTIO_NET_F_CTRL_VQ.
+        const CTRL_VQ = bits::NET_F_CTRL_VQ;
+        /// VIRTIO_NET_F_CTRL_RX.
+        const CTRL_RX = bits::NET_F_CTRL_RX;
+        /// VIRTIO_NET_F_CTRL_RX_EXTRA.
+        const CTRL_RX_EXTRA = bits::NET_F_CTRL_RX_EXTRA;
+        /// VIRTIO_NET_F_CTRL_VLAN.
+        const CTRL_VLAN = bits::NET_F_CTRL_VLAN;
+        /// VIRTIO_NET_F_CTRL_MAC_ADDR.
+        const CTRL_MAC_ADDR = bits::NET_F_CTRL_MAC_ADDR;
+        /// VIRTIO_NET_F_CTRL_GUEST_OFFLOADS.
+        const CTRL_GUEST_OFFLOADS = bits::NET_F_CTRL_GUEST_OFFLOADS;
         /// VIRTIO_NET_F_MAC.
         const MAC = bits::NET_F_MAC;
         /// VIRTIO_NET_F_STATUS.
@@ -113,7 +137,15 @@ impl Features {
         .union(Features::HOST_UFO)
         .union(Features::HOST_USO);
 
-    /// Returns these without the offloads that require one that is missing (5.1.3.1).
+    /// The control queue and its commands.
+    pub const CONTROL: Features = Features::CTRL_VQ
+        .union(Features::CTRL_RX)
+        .union(Features::CTRL_RX_EXTRA)
+        .union(Features::CTRL_VLAN)
+        .union(Features::CTRL_MAC_ADDR)
+        .union(Features::CTRL_GUEST_OFFLOADS);
+
+    /// Returns these without the ones that require one that is missing (5.1.3.1).
     pub fn consistent(self) -> Features {
         let tso = Features::HOST_TSO4 | Features::HOST_TSO6;
         let guest_tso = Features::GUEST_TSO4 | Features::GUEST_TSO6;
@@ -126,13 +158,14 @@ impl Features {
             (guest_checksum, Features::GUEST_CSUM),
             (Features::HOST_ECN, tso),
             (Features::GUEST_ECN, guest_tso),
+            (Features::CONTROL, Features::CTRL_VQ),
         ];
         rules.into_iter().fold(self, |all, (of, needs)| if all.intersects(needs) { all } else { all - of })
     }
 
-    /// Returns what our driver negotiates for rings of one layout: all but the offloads.
+    /// Returns what our driver negotiates for rings of one layout: all but the offloads and the control queue.
     pub fn layout(packed: bool) -> Features {
-        let all = Features::all() - Features::OFFLOADS;
+        let all = Features::all() - Features::OFFLOADS - Features::CONTROL;
         if packed { all } else { all - Features::PACKED }
     }
 }
@@ -184,7 +217,9 @@ mod tests {
     fn bits_of_the_specification() {
         let basic = 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
         let offloads = 0b11 | 0xff << 7 | 0b111 << 54;
-        assert_eq!(Features::all().bits(), basic | offloads);
+        let control = 1 << 2 | 0b1111 << 17 | 1 << 23;
+        assert_eq!(Features::all().bits(), basic | offloads | control);
+        assert_eq!(Features::CONTROL.bits(), control);
         assert_eq!(Features::OFFLOADS.bits(), offloads);
         assert_eq!(Features::layout(true).bits(), basic);
         assert_eq!(Features::all().consistent(), Features::all());
@@ -193,6 +228,7 @@ mod tests {
         assert_eq!((receiving | sending).consistent(), receiving);
         assert_eq!((sending | Features::CSUM).consistent(), sending | Features::CSUM);
         assert_eq!((receiving - Features::GUEST_TSO4).consistent(), Features::GUEST_CSUM);
+        assert_eq!((Features::all() - Features::CTRL_VQ).consistent(), Features::all() - Features::CONTROL);
         assert_eq!(Features::REQUIRED.bits(), 1 << 32);
     }
 

@@ -14,11 +14,14 @@
     )
 )]
 
+pub mod control;
 mod device;
 mod driver;
 mod features;
+mod filter;
 pub mod offload;
 
 pub use device::{RxQueue, TxQueue};
 pub use driver::{Driver, DriverConfig, DriverError, DriverRx, DriverTx};
 pub use features::{Config, Features, bits};
+pub use filter::Filter;

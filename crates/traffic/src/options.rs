@@ -150,7 +150,7 @@ mod tests {
             let without = Without { without: names.iter().map(|&name| name.to_owned()).collect() };
             without.connector(Path::new("a.sock"), ring, 256, 1518).features
         };
-        assert_eq!(bits(Ring::Packed, &[]), (Features::all() - Features::OFFLOADS).bits());
+        assert_eq!(bits(Ring::Packed, &[]), (Features::all() - Features::OFFLOADS - Features::CONTROL).bits());
         assert_eq!(bits(Ring::Split, &["in_order"]), (Features::layout(false) - Features::IN_ORDER).bits());
         assert_eq!(Ring::Split.to_string(), "split");
     }

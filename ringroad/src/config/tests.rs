@@ -156,7 +156,8 @@ fn each_feature_has_its_key() {
     let rings = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"];
     let sends = ["csum", "host_tso4", "host_tso6", "host_ecn", "host_ufo", "host_uso"];
     let takes = ["guest_csum", "guest_tso4", "guest_tso6", "guest_ecn", "guest_ufo", "guest_uso4", "guest_uso6"];
-    let keys: Vec<_> = [&rings[..], &sends, &takes].concat();
+    let control = ["ctrl_vq", "ctrl_rx", "ctrl_rx_extra", "ctrl_vlan", "ctrl_mac_addr", "ctrl_guest_offloads"];
+    let keys: Vec<_> = [&rings[..], &sends, &takes, &control].concat();
     assert_eq!(keys.len() + 1, Features::all().iter().count(), "all but version_1");
     for key in &keys {
         let config = parse(&vm1(&format!("features.{key} = false")));

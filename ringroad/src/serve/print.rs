@@ -51,7 +51,7 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
         ("", &["port"][..]),
         ("from port", &["frames", "bytes"]),
         ("from port, dropped", &["total", "storm", "spoofed"]),
-        ("to port", &["frames", "bytes"]),
+        ("to port", &["frames", "bytes", "filtered"]),
         ("to port, dropped", &["no buffer", "oversize", "not running"]),
         ("events", &["faults", "panics", "claimed", "notified"]),
     ];
@@ -64,6 +64,7 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
             received.spoofed,
             sent.frames,
             sent.bytes,
+            sent.filtered,
             sent.full,
             sent.oversize,
             sent.stopped + sent.busy,

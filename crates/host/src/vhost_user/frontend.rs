@@ -4,8 +4,11 @@
 use super::{place::connect, quirks};
 use crate::sys;
 use ringroad_mem::Region;
-use ringroad_net::{Driver, DriverConfig, DriverError, bits};
-use ringroad_ring::{Addresses, Features};
+use ringroad_net::{
+    Driver, DriverConfig, DriverError, bits,
+    control::{self, Command},
+};
+use ringroad_ring::{Addresses, DriverFault, Features};
 use std::{
     fs::File,
     io,
@@ -113,6 +116,29 @@ pub enum ConnectError {
     Io(#[from] io::Error),
 }
 
+/// Why a command on the control queue failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// VIRTIO_NET_F_CTRL_VQ was not negotiated.
+    #[error("the device has no control queue")]
+    NoQueue,
+    /// The last command was not answered, or this one is too long.
+    #[error("an earlier command is in flight, or this one is longer than {} bytes", control::MAX_COMMAND)]
+    Busy,
+    /// The device answers VIRTIO_NET_ERR.
+    #[error("the device refuses the command")]
+    Refused,
+    /// The device does not answer in time.
+    #[error("the device does not answer")]
+    NoAnswer,
+    /// The device broke a rule of the ring.
+    #[error(transparent)]
+    Fault(#[from] DriverFault),
+    /// The kernel refuses to wait.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
 /// The notification descriptors of one queue.
 #[derive(Debug)]
 pub struct Notifier {
@@ -164,6 +190,8 @@ pub struct Connection {
     pub rx: Vec<Notifier>,
     /// Notifications of the transmit queues.
     pub tx: Vec<Notifier>,
+    /// Notifications of the control queue.
+    control: Option<Notifier>,
     /// The negotiated feature bits.
     pub acked: u64,
     handshake: RawConnection,
@@ -372,12 +400,14 @@ impl Connector {
         let mut driver = Driver::new(DriverConfig { acked, queue_pairs, queue_size, frame, huge })?;
         let notifiers = || (0..queue_pairs).map(|_| Notifier::new()).collect::<io::Result<Vec<_>>>();
         let (rx, tx) = (notifiers()?, notifiers()?);
-        set_up(&mut handshake, &driver, queue_size, &rx, &tx)?;
+        let control = driver.control.is_some().then(Notifier::new).transpose()?;
+        set_up(&mut handshake, &driver, queue_size, &rx, &tx, control.as_ref())?;
         driver.rx.iter_mut().for_each(|queue| {
             queue.refill();
         });
-        handshake.enable(2 * usize::from(queue_pairs))?;
-        let connection = Connection { driver, rx, tx, acked, handshake, connector: self.clone(), running: true };
+        handshake.enable(2 * usize::from(queue_pairs) + usize::from(control.is_some()))?;
+        let connector = self.clone();
+        let connection = Connection { driver, rx, tx, control, acked, handshake, connector, running: true };
         connection.kick();
         Ok(connection)
     }
@@ -391,7 +421,7 @@ impl Connector {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
             }
         }
-        RawConnection::negotiate(socket, &self.socket, features, Protocol::MQ, 2 * u64::from(self.queue_pairs))
+        RawConnection::negotiate(socket, &self.socket, features, Protocol::MQ, 2 * u64::from(self.queue_pairs) + 1)
     }
 }
 
@@ -402,8 +432,12 @@ fn set_up(
     size: u32,
     rx: &[Notifier],
     tx: &[Notifier],
+    control: Option<&Notifier>,
 ) -> Result<(), ConnectError> {
     handshake.share(&driver.region, &driver.file)?;
+    if let (Some(queue), Some(notifier)) = (&driver.control, control) {
+        handshake.ring_at(rx.len() + tx.len(), queue.size(), queue.addresses(), queue.base(), notifier)?;
+    }
     let (rx, tx) = (driver.rx.iter().zip(rx), driver.tx.iter().zip(tx));
     for (pair, ((receive, received), (transmit, sent))) in rx.zip(tx).enumerate() {
         handshake.ring_at(2 * pair, size, receive.addresses(), receive.base(), received)?;
@@ -448,8 +482,9 @@ impl Connection {
             return Err(ConnectError::Changed { offered, lacks: self.acked & !offered });
         }
         handshake.accept()?;
-        set_up(&mut handshake, &self.driver, self.connector.queue_size, &self.rx, &self.tx)?;
-        handshake.enable(self.rx.len() + self.tx.len())?;
+        let Connection { driver, rx, tx, control, .. } = &*self;
+        set_up(&mut handshake, driver, self.connector.queue_size, rx, tx, control.as_ref())?;
+        handshake.enable(rx.len() + tx.len() + usize::from(control.is_some()))?;
         self.handshake = handshake;
         self.running = true;
         self.kick();
@@ -458,17 +493,43 @@ impl Connection {
 
     /// Some devices wait for the first kick before they process a queue.
     fn kick(&self) {
-        self.rx.iter().chain(&self.tx).for_each(Notifier::kick);
+        self.rx.iter().chain(&self.tx).chain(&self.control).for_each(Notifier::kick);
+    }
+
+    /// Sends a command on the control queue and waits up to `patience` for its acknowledgement.
+    ///
+    /// # Errors
+    /// [`CommandError`]: there is no control queue, or the device refuses the command or does not answer.
+    pub fn command(&mut self, command: &Command<'_>, patience: Duration) -> Result<(), CommandError> {
+        let (Some(queue), Some(notifier)) = (&mut self.driver.control, &self.control) else {
+            return Err(CommandError::NoQueue);
+        };
+        if !queue.send(command) {
+            return Err(CommandError::Busy);
+        }
+        notifier.kick();
+        let start = Instant::now();
+        loop {
+            match queue.reply()? {
+                Some(control::OK) => return Ok(()),
+                Some(_) => return Err(CommandError::Refused),
+                None if start.elapsed() >= patience => return Err(CommandError::NoAnswer),
+                // The device notifies if it has read that we want to be; a look now and then does not depend on that.
+                None => notifier.wait(Duration::from_millis(1))?,
+            }
+        }
     }
 
     /// Stops all queues. Returns how many buffers the device took and never returned, which should be 0; `None` if it has
     /// disconnected or does not reply. Buffers that it used before it stopped can still be reclaimed and received.
     pub fn stop(&mut self) -> Option<u32> {
         self.running = false;
-        let (vrings, mut stopped, mut missing) = (self.rx.len() + self.tx.len(), 0, 0);
+        let vrings = self.rx.len() + self.tx.len() + usize::from(self.control.is_some());
+        let (mut stopped, mut missing) = (0, 0);
         for (vring, base) in self.handshake.stop(vrings) {
             stopped += 1;
             missing += match vring % 2 {
+                _ if vring / 2 == self.rx.len() => 0,
                 0 => self.driver.rx.get(vring / 2)?.missing(base),
                 _ => self.driver.tx.get(vring / 2)?.missing(base),
             };

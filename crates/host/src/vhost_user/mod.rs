@@ -25,7 +25,7 @@ mod vring;
 pub(crate) use call::Call;
 pub use descriptor::Kick;
 pub use device::{Ring, VhostDevice};
-pub use frontend::{ConnectError, Connection, Connector, Notifier, RawConnection};
+pub use frontend::{CommandError, ConnectError, Connection, Connector, Notifier, RawConnection};
 pub use limits::{Limits, Rate};
 pub use net::{Server, VhostConfig};
 pub use place::{Access, SocketError};

@@ -1,8 +1,8 @@
 //! A guest's network device behind its vhost-user socket: starts and stops the queues of a [`VhostPort`].
 
 use super::{
-    Access, Ring, SocketError, VhostDevice, Vring,
-    limits::Lines,
+    Access, QueueThread, Ring, SocketError, VhostDevice, Vring,
+    limits::{Lines, say},
     port::{Slot, VhostPort},
     server::{Role, Socket, SocketConfig},
 };
@@ -12,13 +12,18 @@ use crate::{
     port::{Port, PortKind, PortSettings},
     worker::{PortHandle, Worker},
 };
-use ringroad_frame::offload::Support;
-use ringroad_net::{Config, Features, RxQueue, TxQueue, bits};
-use ringroad_ring::Inflight;
+use ringroad_frame::{copy_some, offload::Support};
+use ringroad_net::{
+    Config, Features, RxQueue, TxQueue, bits,
+    control::{self, Change, Control},
+};
+use ringroad_ring::{Chains, Inflight};
 use ringroad_wire::ethernet;
 use std::{
     path::PathBuf,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -105,7 +110,8 @@ impl<K: PortKind> Server<K> {
             let running = Arc::new(Mutex::new(vec![false; space.queue_pairs.into()]));
             let handle = Arc::new(worker.add(Port::new(kind(vhost.clone()), settings))?);
             added = Some(handle.clone());
-            Ok(NetDevice { name: name.clone(), port: vhost, handle, offer: features, config: space, running })
+            let (name, offer, config, control) = (name.clone(), features, space, Arc::default());
+            Ok(NetDevice { name, port: vhost, handle, offer, config, running, control })
         })?;
         let none = || SocketError::Start { name: name.clone(), error: std::io::ErrorKind::NotFound.into() };
         Ok(Server { socket, handle: added.ok_or_else(none)?, lines })
@@ -135,14 +141,27 @@ struct NetDevice<K: PortKind> {
     config: Config,
     /// Which receive queues run.
     running: Arc<Mutex<Vec<bool>>>,
+    control: Arc<Mutex<Controlled>>,
 }
+
+/// The control queue.
+#[derive(Default)]
+struct Controlled {
+    /// What the driver has asked for; `None`: it has no control queue.
+    state: Option<Control>,
+    queue: Option<QueueThread>,
+}
+
+/// Least time between two bursts of commands: a driver that sends them without end does not take a CPU.
+const COMMANDS: Duration = Duration::from_millis(1);
 
 // Not derived, as that would ask for kinds that can be cloned.
 impl<K: PortKind> Clone for NetDevice<K> {
     fn clone(&self) -> Self {
-        let NetDevice { name, port, handle, offer, config, running } = self;
-        let (name, port, handle, running) = (name.clone(), port.clone(), handle.clone(), running.clone());
-        NetDevice { name, port, handle, offer: *offer, config: *config, running }
+        let NetDevice { name, port, handle, offer, config, running, control } = self;
+        let (name, port, handle) = (name.clone(), port.clone(), handle.clone());
+        let (running, control) = (running.clone(), control.clone());
+        NetDevice { name, port, handle, offer: *offer, config: *config, running, control }
     }
 }
 
@@ -178,6 +197,9 @@ impl<K: PortKind> NetDevice<K> {
         // Within the gate: whoever changes the tuning meanwhile tunes the queue afterwards.
         queue.tune(self.handle.port().settings().tuning);
         queue.limit(ethernet::longest_frame(self.config.mtu));
+        if let Some(control) = &self.controlled().state {
+            queue.control(control.filter(), control.support());
+        }
         let (base, takes) = (queue.base(), queue.support());
         if let Some(kick) = &kick
             && let Err(error) = self.handle.watch_room(pair as u16, kick)
@@ -213,6 +235,76 @@ impl<K: PortKind> NetDevice<K> {
         Ok(base)
     }
 
+    fn controlled(&self) -> MutexGuard<'_, Controlled> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn start_control(&self, index: usize, ring: Ring) -> Result<u32, String> {
+        self.controlled().state = Some(Control::new(ring.acked, self.config.mac));
+        self.apply();
+        let vring = self.port.0.vrings.get(index).ok_or_else(|| format!("no queue {index}"))?;
+        let (device, mut last) = (self.clone(), None::<Instant>);
+        let serve = move |chains: &mut Chains| {
+            thread::sleep(last.map_or(Duration::ZERO, |last| COMMANDS.saturating_sub(last.elapsed())));
+            device.serve(chains);
+            last = Some(Instant::now());
+        };
+        let (queue, base) = QueueThread::start_with(&self.port.0.lines, &self.name, index, ring, vring, serve)?;
+        self.controlled().queue = Some(queue);
+        Ok(base)
+    }
+
+    /// Carries out a burst of commands (5.1.6.5).
+    fn serve(&self, chains: &mut Chains) {
+        for index in 0..chains.list().len() {
+            let Some(&chain) = chains.list().get(index) else { return };
+            let mut bytes = vec![0; (chain.readable_len() as usize).min(control::MAX_COMMAND + 1)];
+            let len = copy_some(chains.readable(&chain).iter().copied(), 0, &mut bytes);
+            let ack = self.command(bytes.get(..len).unwrap_or_default());
+            let written = chains.writable(&chain).first().map_or(0, |span| span.write(&[ack]));
+            if let Some(chain) = chains.list_mut().get_mut(index) {
+                chain.written = written as u32;
+            }
+        }
+    }
+
+    /// Carries out a command; returns its acknowledgement.
+    fn command(&self, bytes: &[u8]) -> u8 {
+        let done = match &mut self.controlled().state {
+            Some(_) if bytes.len() > control::MAX_COMMAND => Err(control::Refused::Length { len: bytes.len() }),
+            Some(control) => control.command(bytes).map(|change| (change, control.mac())),
+            None => return control::ERR,
+        };
+        match done {
+            Ok((Change::Mac, mac)) => {
+                say!(self.port.0.lines, Info, "{}: the guest has changed its address to {mac}", self.name)
+            }
+            Ok(_) => {}
+            Err(refused) => {
+                say!(self.port.0.lines, Warn, "{}: refused a command on the control queue: {refused}", self.name);
+                return control::ERR;
+            }
+        }
+        self.apply();
+        control::OK
+    }
+
+    /// Applies what the driver has asked for to the receive queues that run.
+    fn apply(&self) {
+        let wanted = self.controlled().state.as_ref().map(|control| (control.filter().clone(), control.support()));
+        let Some((filter, support)) = wanted else { return };
+        let mut runs = false;
+        for gate in &self.port.0.rx {
+            if let Some(queue) = &mut gate.enter().queue {
+                queue.control(&filter, support);
+                runs = true;
+            }
+        }
+        if runs {
+            self.set_takes(support);
+        }
+    }
+
     fn queue<'a, Q, C: Clone>(
         &self,
         gates: &'a [Gate<Slot<Q>>],
@@ -234,7 +326,10 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     }
 
     fn offer(&self) -> u64 {
-        self.offer.bits()
+        // With no source address but its own, a guest cannot have another one.
+        let fixed = self.handle.port().settings().limits.fixed;
+        let never = if fixed { Features::CTRL_MAC_ADDR } else { Features::empty() };
+        (self.offer - never).bits()
     }
 
     fn queue_num(&self) -> u64 {
@@ -246,16 +341,26 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     }
 
     fn config(&self) -> Vec<u8> {
-        self.config.bytes().to_vec()
+        let mac = self.controlled().state.as_ref().map_or(self.config.mac, Control::mac);
+        Config { mac, ..self.config }.bytes().to_vec()
     }
 
     fn start(&self, index: usize, ring: Ring) -> Result<u32, String> {
         let pair = index / 2;
-        if index.is_multiple_of(2) { self.start_rx(pair, ring) } else { self.start_tx(pair, ring) }
+        match index % 2 {
+            _ if pair >= self.port.0.rx.len() => self.start_control(index, ring),
+            0 => self.start_rx(pair, ring),
+            _ => self.start_tx(pair, ring),
+        }
     }
 
     fn stop(&self, index: usize) -> u32 {
         let (pair, port) = (index / 2, &self.port.0);
+        if pair >= port.rx.len() {
+            // Not within the lock, for which the queue's thread may wait.
+            let queue = self.controlled().queue.take();
+            return queue.map_or(0, QueueThread::stop);
+        }
         if index.is_multiple_of(2) {
             let base = port.rx.get(pair).map_or(0, |gate| {
                 let mut slot = gate.enter();
@@ -281,6 +386,10 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
 
     fn count_fault(&self, index: Option<usize>) {
         self.port.count_fault(index);
+    }
+
+    fn reset(&self) {
+        self.controlled().state = None;
     }
 
     fn disconnected(&self) {

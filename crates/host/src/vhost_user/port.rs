@@ -49,7 +49,7 @@ impl<Q> Slot<Q> {
 #[derive(Clone, Debug)]
 pub struct VhostPort(pub(super) Arc<Guest>);
 
-/// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on.
+/// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on; the last vring is the control queue.
 pub(super) struct Guest {
     name: String,
     pub vrings: Vec<Vring>,
@@ -76,11 +76,12 @@ impl std::fmt::Debug for Guest {
 
 impl VhostPort {
     pub(super) fn new(name: &str, queue_pairs: u16, attention: EventFd, lines: Lines) -> VhostPort {
-        let vrings: Vec<Vring> = (0..2 * queue_pairs).map(|_| Vring::default()).collect();
+        let vrings: Vec<Vring> = (0..=2 * queue_pairs).map(|_| Vring::default()).collect();
+        let pairs = vrings.as_chunks::<2>().0;
         VhostPort(Arc::new(Guest {
             name: name.to_owned(),
-            rx: vrings.iter().step_by(2).map(Slot::new).collect(),
-            tx: vrings.iter().skip(1).step_by(2).map(Slot::new).collect(),
+            rx: pairs.iter().map(|[rx, _]| Slot::new(rx)).collect(),
+            tx: pairs.iter().map(|[_, tx]| Slot::new(tx)).collect(),
             vrings,
             rx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
@@ -100,7 +101,7 @@ impl VhostPort {
             let _slot = gate.map(Gate::enter);
             counters.inspect(|counters| counters.faults.add(1));
         }
-        match vring {
+        match vring.filter(|vring| vring / 2 < rx.len()) {
             Some(vring) if vring.is_multiple_of(2) => count(rx.get(vring / 2), rx_counters.get(vring / 2)),
             Some(vring) => count(tx.get(vring / 2), tx_counters.get(vring / 2)),
             None => count(tx.first(), tx_counters.first()),

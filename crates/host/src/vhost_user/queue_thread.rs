@@ -1,7 +1,10 @@
 //! A vring served by a thread of its own: all that a simple device needs ([`QueueThread`]). Used by whoever brings a
 //! [`VhostDevice`](super::VhostDevice) of their own; the devices of this crate share a worker instead.
 
-use super::{Kick, Ring, Vring};
+use super::{
+    Kick, Limits, Ring, Vring,
+    limits::{Lines, say},
+};
 use crate::sys;
 use ringroad_mem::Table;
 use ringroad_ring::{BURST, Chains, DeviceRing, Fault};
@@ -36,13 +39,26 @@ impl QueueThread {
         vring: &Vring,
         serve: impl FnMut(&mut Chains) + Send + 'static,
     ) -> Result<(QueueThread, u32), String> {
+        Self::start_with(&Lines::new(name, Limits::default().lines), name, index, ring, vring, serve)
+    }
+
+    /// As `start`, with limits on what is logged.
+    pub(super) fn start_with(
+        lines: &Lines,
+        name: &str,
+        index: usize,
+        ring: Ring,
+        vring: &Vring,
+        serve: impl FnMut(&mut Chains) + Send + 'static,
+    ) -> Result<(QueueThread, u32), String> {
         let kick = ring.kick.clone().ok_or("expected a frontend that kicks, found one that asks for polling")?;
         let memory = ring.memory.clone();
         let (ring, base) = ring.resume(name, index).map_err(|error| error.to_string())?;
         let failed = |error: io::Error| error.to_string();
         let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
         let stops = stop.try_clone().map_err(failed)?;
-        let mut queue = Queue { name: name.to_owned(), index, ring, memory, kick, stops, vring: vring.clone(), serve };
+        let (name, lines, vring) = (name.to_owned(), lines.clone(), vring.clone());
+        let mut queue = Queue { name: name.clone(), lines, index, ring, memory, kick, stops, vring, serve };
         let thread = thread::Builder::new().name(format!("{name} {index}")).spawn(move || queue.run());
         Ok((QueueThread { stop, thread: thread.map_err(failed)? }, base))
     }
@@ -56,6 +72,7 @@ impl QueueThread {
 
 struct Queue<F> {
     name: String,
+    lines: Lines,
     index: usize,
     ring: DeviceRing,
     memory: Arc<Table>,
@@ -68,8 +85,8 @@ struct Queue<F> {
 impl<F: FnMut(&mut Chains)> Queue<F> {
     fn run(&mut self) -> u32 {
         if let Err(fault) = self.try_run() {
-            let Queue { name, index, .. } = self;
-            log::error!("{name} queue {index}: {fault}; queue stopped, reset the device to continue");
+            let Queue { name, lines, index, .. } = self;
+            say!(lines, Error, "{name} queue {index}: {fault}; queue stopped, reset the device to continue");
             let base = self.ring.base();
             self.vring.fail(Some(base));
         }

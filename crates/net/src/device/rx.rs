@@ -1,9 +1,9 @@
 //! Receive queues: we put, the driver receives.
 
 use super::FETCH;
-use crate::{features::bits, offload};
+use crate::{features::bits, filter::Filter, offload};
 use ringroad_frame::{
-    ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Poured, Rest,
+    ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, Poured, Rest, copy_some,
     offload::{Offload, Support},
 };
 use ringroad_mem::{Span, Table};
@@ -98,6 +98,8 @@ pub struct RxQueue {
     mergeable: bool,
     /// The offloads that the driver takes.
     support: Support,
+    /// Which frames it receives; `None`: all.
+    filter: Option<Arc<Filter>>,
     tuning: Tuning,
     counters: Arc<Counters>,
 }
@@ -143,6 +145,7 @@ impl RxQueue {
             limit,
             mergeable,
             support,
+            filter: None,
             tuning,
             counters,
         };
@@ -152,6 +155,12 @@ impl RxQueue {
     /// Returns the offloads that frames put here may have.
     pub fn support(&self) -> Support {
         self.support
+    }
+
+    /// Applies what the driver has asked for on the control queue: which frames it receives, and the offloads it takes.
+    pub fn control(&mut self, filter: &Arc<Filter>, support: Support) {
+        self.filter = (!filter.passes_all()).then(|| filter.clone());
+        self.support = support;
     }
 
     /// Copies the frames with these indices to the driver and publishes them; returns how many. Frames that do not fit are
@@ -182,6 +191,37 @@ impl RxQueue {
     /// now: with `wait` all behind the first such frame.
     #[inline(always)]
     fn deliver(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
+        if self.filter.is_some() {
+            return self.deliver_passing(burst, which, wait);
+        }
+        self.deliver_all(burst, which, wait)
+    }
+
+    /// As `deliver`, of the frames that the driver's filter lets pass; the others are dropped and counted.
+    #[inline(never)]
+    fn deliver_passing(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
+        let frames = burst.frames();
+        let passes = |index: u8| match (&self.filter, frames.get(usize::from(index))) {
+            (Some(filter), Some(frame)) => filter.passes(frame.head().0.get(HEADROOM..).unwrap_or_default()),
+            _ => true,
+        };
+        let (mut passing, mut count) = ([0; BURST], 0);
+        for (place, &index) in passing.iter_mut().zip(which.iter().filter(|&&index| passes(index))) {
+            *place = index;
+            count += 1;
+        }
+        let passing = passing.get(..count).unwrap_or_default();
+        let (accepted, left) = if count == 0 { (0, 0) } else { self.deliver_all(burst, passing, wait)? };
+        // With `wait`, frames behind the first one left are dropped when their turn comes again.
+        let first = if wait { passing.get(count - left..).and_then(<[u8]>::first) } else { None };
+        let handled = first.and_then(|first| which.iter().position(|index| index == first)).unwrap_or(which.len());
+        let delivered = if wait { count - left } else { count };
+        self.counters.filtered.add((handled - delivered) as u64);
+        Ok((accepted, if wait { which.len() - handled } else { left }))
+    }
+
+    #[inline(always)]
+    fn deliver_all(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
         if self.tuning.prefetch_write {
             self.put_tuned::<true>(burst, which, wait)
         } else {
@@ -475,7 +515,8 @@ impl RxQueue {
     pub fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Result<Poured, Fault> {
         self.ring.untake(&mut self.chains, 0);
         self.chains.start(&self.memory);
-        let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused) = (0, 0, 0, 0, 0, 0);
+        let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused, mut filtered) =
+            (0, 0, 0, 0, 0, 0, 0);
         let mut refusal = None;
         for _ in 0..BURST {
             let count = match self.reserve(used, room) {
@@ -488,6 +529,10 @@ impl RxQueue {
             let Some(len) = read(self.chains.writable_range(used, count)) else { break };
             if len < vnet_hdr::SIZE + ethernet::HEADER {
                 runts += 1;
+                continue;
+            }
+            if !self.passes(used, count) {
+                filtered += 1;
                 continue;
             }
             // Written by the kernel to the driver's memory, which it may change meanwhile: it deceives itself at most.
@@ -516,8 +561,9 @@ impl RxQueue {
         counters.oversize.add(oversize);
         counters.runt.add(runts);
         counters.offload.add(refused);
+        counters.filtered.add(filtered);
         counters.bursts.add(u64::from(frames > 0));
-        let nothing = frames + oversize + runts + refused == 0;
+        let nothing = frames + oversize + runts + refused + filtered == 0;
         match refusal {
             Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
             // With most of its ring available, the driver may never have room for the longest frame: shorter ones fit.
@@ -525,6 +571,15 @@ impl RxQueue {
             Some(_) if nothing => Ok(Poured::Unable),
             _ => Ok(Poured::Frames(frames as usize)),
         }
+    }
+
+    /// Returns whether the driver's filter lets a frame pass that lies in these buffers.
+    fn passes(&self, first: usize, count: usize) -> bool {
+        let Some(filter) = &self.filter else { return true };
+        let mut head = [0; HEAD - HEADROOM];
+        let pieces = self.chains.writable_range(first, count).iter().copied();
+        let len = copy_some(pieces, vnet_hdr::SIZE, &mut head);
+        filter.passes(head.get(..len).unwrap_or_default())
     }
 
     /// Returns whether there are buffers for this many more frames, if each takes one, or at least half the ring.

@@ -1,0 +1,126 @@
+//! Commands on the control queue: what the guest receives afterwards, and what the device refuses.
+
+use crate::{LAYOUTS, NOBODY, common::*};
+use ringroad_frame::offload::Support;
+use ringroad_host::{
+    PortKind,
+    vhost_user::{CommandError, Connection, Connector},
+};
+use ringroad_net::{Features, bits, control::Command};
+use ringroad_wire::ethernet::MacAddr;
+use std::time::Duration;
+
+const OURS: MacAddr = MacAddr([2, 0, 0, 0, 0, 0x77]);
+const GROUP: MacAddr = MacAddr([0x33, 0x33, 0, 0, 0, 7]);
+
+fn connect(rig: &Rig, features: u64) -> Connection {
+    let connector = Connector {
+        socket: rig.socket(0),
+        listen: false,
+        patience: PATIENCE,
+        features,
+        queue_pairs: 1,
+        queue_size: 64,
+        frame: 1518,
+        huge: false,
+    };
+    connector.connect().unwrap()
+}
+
+fn command(connection: &mut Connection, command: Command<'_>) {
+    connection.command(&command, PATIENCE).unwrap_or_else(|error| panic!("{command:?}: {error}"));
+}
+
+/// Receives frames until nothing is expected any more: frames that were sent before one to OURS, which is received, too. Returns to
+/// which addresses they were sent.
+fn received(connection: &mut Connection, from: &mut Guest) -> Vec<MacAddr> {
+    from.send_to(OURS);
+    let mut all = Vec::new();
+    assert!(within(PATIENCE, || {
+        let receive = connection.driver.rx[0].receive(true, |frame| all.push(MacAddr(frame[0].array(0).unwrap())));
+        receive.unwrap();
+        connection.rx[0].kick();
+        all.last() == Some(&OURS)
+    }));
+    all.pop();
+    all
+}
+
+#[test]
+fn the_guest_receives_what_it_has_asked_for() {
+    let all = [NOBODY, MacAddr::BROADCAST, GROUP];
+    for layout in LAYOUTS {
+        let rig = Rig::new(&format!("control{layout:x}"));
+        let mut other = rig.guest(1, SPLIT);
+        let mut connection = connect(&rig, layout | Features::CONTROL.bits());
+        assert_eq!(connection.acked & Features::CONTROL.bits(), Features::CONTROL.bits());
+        let mut passing = |connection: &mut Connection| {
+            for to in all {
+                other.send_to(to);
+            }
+            received(connection, &mut other)
+        };
+        assert_eq!(passing(&mut connection), all, "no command yet");
+        command(&mut connection, Command::Address(OURS));
+        command(&mut connection, Command::Promiscuous(false));
+        assert_eq!(passing(&mut connection), [MacAddr::BROADCAST]);
+        assert_eq!(rig.report(0).sent.filtered, 2);
+        command(&mut connection, Command::Addresses(&[NOBODY], &[GROUP]));
+        assert_eq!(passing(&mut connection), all);
+        command(&mut connection, Command::NoBroadcast(true));
+        assert_eq!(passing(&mut connection), [NOBODY, GROUP]);
+        command(&mut connection, Command::Promiscuous(true));
+        assert_eq!(passing(&mut connection), all);
+        // The next driver starts over.
+        command(&mut connection, Command::Promiscuous(false));
+        drop(connection);
+        let mut connection = connect(&rig, layout | Features::CONTROL.bits());
+        assert_eq!(passing(&mut connection), all);
+        assert_eq!((rig.faults(), rig.report(0).sent.dropped()), (0, 0));
+    }
+}
+
+#[test]
+fn offloads_change_while_it_runs() {
+    let rig = Rig::new("control-offloads");
+    let offloads = bits::NET_F_GUEST_CSUM | bits::NET_F_GUEST_TSO4;
+    let mut connection = connect(&rig, PACKED | Features::CONTROL.bits() | offloads);
+    let takes = || rig.servers[0].handle().port().kind().takes();
+    assert_eq!(takes(), Support::CHECKSUM | Support::VALID | Support::TCP4);
+    command(&mut connection, Command::Offloads(0));
+    assert_eq!(takes(), Support::empty());
+    command(&mut connection, Command::Offloads(bits::NET_F_GUEST_CSUM));
+    assert_eq!(takes(), Support::CHECKSUM | Support::VALID);
+    let refused = connection.command(&Command::Offloads(bits::NET_F_GUEST_UFO), PATIENCE);
+    assert!(matches!(refused, Err(CommandError::Refused)), "{refused:?}");
+    assert_eq!(takes(), Support::CHECKSUM | Support::VALID);
+    logged(&rig.victim(), &["refused a command on the control queue", "value 0x400"]);
+    assert_eq!(connection.stop(), Some(0));
+    assert_eq!(takes(), Support::empty());
+}
+
+#[test]
+fn commands_that_are_refused_or_come_too_fast() {
+    let rig = Rig::new("control-refused");
+    let mut connection = connect(&rig, SPLIT | bits::NET_F_CTRL_VQ | bits::NET_F_CTRL_MAC_ADDR);
+    for wrong in [Command::Promiscuous(true), Command::AddVlan(1), Command::Address(GROUP)] {
+        let refused = connection.command(&wrong, PATIENCE);
+        assert!(matches!(refused, Err(CommandError::Refused)), "{wrong:?}: {refused:?}");
+    }
+    let many = vec![OURS; 3000];
+    let long = connection.command(&Command::Addresses(&many, &[]), PATIENCE);
+    assert!(matches!(long, Err(CommandError::Busy)), "longer than a command may be");
+    // Two hundred in a row take at least the time of the pauses in between, and harm nobody.
+    let (start, mut others) = (std::time::Instant::now(), rig.others());
+    for _ in 0..200 {
+        command(&mut connection, Command::Address(OURS));
+    }
+    assert!(start.elapsed() > Duration::from_millis(150), "{:?}", start.elapsed());
+    others.work();
+    let mut without = {
+        drop(connection);
+        connect(&rig, SPLIT)
+    };
+    assert!(matches!(without.command(&Command::Address(OURS), PATIENCE), Err(CommandError::NoQueue)));
+    assert_eq!(rig.faults(), 0);
+}

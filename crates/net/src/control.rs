@@ -1,0 +1,285 @@
+//! The control queue (virtio 1.3, 5.1.6.5): what a driver asks of its device besides sending and receiving. The device end
+//! ([`Control`]) carries commands out on its own state, from which the caller takes what concerns the receive queues; the driver
+//! end ([`DriverControl`]) writes them down ([`Command`]). Threads and notifications are the caller's.
+
+mod driver;
+
+pub use driver::DriverControl;
+
+use crate::{features::bits, filter::Filter, offload};
+use ringroad_frame::offload::Support;
+use ringroad_wire::ethernet::MacAddr;
+use std::sync::Arc;
+
+/// Acknowledgement of a command that was carried out (VIRTIO_NET_OK).
+pub const OK: u8 = 0;
+/// Acknowledgement of a command that was refused and changed nothing (VIRTIO_NET_ERR).
+pub const ERR: u8 = 1;
+
+/// Maximum length of a command in bytes: both MAC tables with over a thousand entries each. Longer ones are refused.
+pub const MAX_COMMAND: usize = 16 << 10;
+
+/// Classes and commands by their names in the specification.
+mod codes {
+    pub const RX: u8 = 0;
+    pub const RX_PROMISC: u8 = 0;
+    pub const RX_ALLMULTI: u8 = 1;
+    pub const RX_ALLUNI: u8 = 2;
+    pub const RX_NOMULTI: u8 = 3;
+    pub const RX_NOUNI: u8 = 4;
+    pub const RX_NOBCAST: u8 = 5;
+    pub const MAC: u8 = 1;
+    pub const MAC_TABLE_SET: u8 = 0;
+    pub const MAC_ADDR_SET: u8 = 1;
+    pub const VLAN: u8 = 2;
+    pub const VLAN_ADD: u8 = 0;
+    pub const VLAN_DEL: u8 = 1;
+    pub const GUEST_OFFLOADS: u8 = 5;
+    pub const GUEST_OFFLOADS_SET: u8 = 0;
+}
+use codes::*;
+
+/// The offload bits that a driver that negotiated them can change (5.1.6.5.6).
+const GUEST_OFFLOAD_BITS: u64 = bits::NET_F_GUEST_CSUM
+    | bits::NET_F_GUEST_TSO4
+    | bits::NET_F_GUEST_TSO6
+    | bits::NET_F_GUEST_ECN
+    | bits::NET_F_GUEST_UFO
+    | bits::NET_F_GUEST_USO4
+    | bits::NET_F_GUEST_USO6;
+
+/// What a command has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Which frames the driver receives: [`Control::filter`].
+    Filter,
+    /// The driver's address, with it [`Control::filter`].
+    Mac,
+    /// Which offloads it takes: [`Control::support`].
+    Offloads,
+}
+
+/// Why a command was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// There is no such command, or its feature was not negotiated.
+    #[error("command {command} of class {class} is unknown, or its feature was not negotiated")]
+    Unknown {
+        /// Its class.
+        class: u8,
+        /// Its number in that class.
+        command: u8,
+    },
+    /// It has too few or too many bytes, or a table in it claims more entries than there are.
+    #[error("a command of {len} bytes, which does not match its contents")]
+    Length {
+        /// Its length.
+        len: usize,
+    },
+    /// A value is not allowed.
+    #[error("value {value:#x} is not allowed in command {command} of class {class}")]
+    Value {
+        /// The command's class.
+        class: u8,
+        /// Its number in that class.
+        command: u8,
+        /// The value.
+        value: u64,
+    },
+}
+
+/// Device end: the state that a driver controls. Created when the driver starts over.
+#[derive(Clone, Debug)]
+pub struct Control {
+    acked: u64,
+    mac: MacAddr,
+    filter: Arc<Filter>,
+    support: Support,
+}
+
+impl Control {
+    /// The state before the first command, for a driver that acknowledged these feature bits: it receives every frame, so that one
+    /// that never sends a command misses nothing, and takes all offloads that it negotiated.
+    pub fn new(acked: u64, mac: MacAddr) -> Control {
+        Control { acked, mac, filter: Arc::new(Filter::everything(mac)), support: offload::driver_takes(acked) }
+    }
+
+    /// Returns which frames the driver receives.
+    pub fn filter(&self) -> &Arc<Filter> {
+        &self.filter
+    }
+
+    /// Returns the offloads that the driver takes now.
+    pub fn support(&self) -> Support {
+        self.support
+    }
+
+    /// Returns the driver's address.
+    pub fn mac(&self) -> MacAddr {
+        self.mac
+    }
+
+    /// Carries a command out, given as the driver wrote it: class, command and their data, read once. Returns what has changed.
+    ///
+    /// # Errors
+    /// [`Refused`], to be acknowledged with [`ERR`]; nothing has changed.
+    pub fn command(&mut self, bytes: &[u8]) -> Result<Change, Refused> {
+        let &[class, command, ref data @ ..] = bytes else { return Err(Refused::Length { len: bytes.len() }) };
+        let code = Code { class, command, len: bytes.len() };
+        if self.acked & code.feature() == 0 {
+            return Err(Refused::Unknown { class, command });
+        }
+        match (class, command) {
+            (RX, _) => self.receive_mode(code, data),
+            (MAC, MAC_TABLE_SET) => {
+                let (unicast, rest) = table(data).ok_or(code.length())?;
+                let (multicast, rest) = table(rest).ok_or(code.length())?;
+                if !rest.is_empty() {
+                    return Err(code.length());
+                }
+                Arc::make_mut(&mut self.filter).set_addresses(unicast, multicast);
+                Ok(Change::Filter)
+            }
+            (MAC, MAC_ADDR_SET) => {
+                let mac = MacAddr(data.try_into().map_err(|_| code.length())?);
+                if mac.is_multicast() || mac.is_zero() {
+                    return Err(code.value(mac.to_u64()));
+                }
+                self.mac = mac;
+                Arc::make_mut(&mut self.filter).set_own(mac);
+                Ok(Change::Mac)
+            }
+            (VLAN, _) => {
+                let id = u16::from_le_bytes(data.try_into().map_err(|_| code.length())?);
+                if !Arc::make_mut(&mut self.filter).set_vlan(id, command == VLAN_ADD) {
+                    return Err(code.value(id.into()));
+                }
+                Ok(Change::Filter)
+            }
+            _ => {
+                let offloads = u64::from_le_bytes(data.try_into().map_err(|_| code.length())?);
+                if offloads & !(self.acked & GUEST_OFFLOAD_BITS) != 0 {
+                    return Err(code.value(offloads));
+                }
+                self.support = offload::driver_takes(offloads);
+                Ok(Change::Offloads)
+            }
+        }
+    }
+
+    fn receive_mode(&mut self, code: Code, data: &[u8]) -> Result<Change, Refused> {
+        let on = match data {
+            [0] => false,
+            [1] => true,
+            &[value] => return Err(code.value(value.into())),
+            _ => return Err(code.length()),
+        };
+        let filter = Arc::make_mut(&mut self.filter);
+        let mode = match code.command {
+            RX_PROMISC => &mut filter.promiscuous,
+            RX_ALLMULTI => &mut filter.all_multicast,
+            RX_ALLUNI => &mut filter.all_unicast,
+            RX_NOMULTI => &mut filter.no_multicast,
+            RX_NOUNI => &mut filter.no_unicast,
+            _ => &mut filter.no_broadcast,
+        };
+        *mode = on;
+        Ok(Change::Filter)
+    }
+}
+
+/// A command's name, and its length for errors.
+#[derive(Clone, Copy)]
+struct Code {
+    class: u8,
+    command: u8,
+    len: usize,
+}
+
+impl Code {
+    /// Returns the feature bit that the command requires; 0 if there is no such command.
+    fn feature(self) -> u64 {
+        match (self.class, self.command) {
+            (RX, RX_PROMISC | RX_ALLMULTI) => bits::NET_F_CTRL_RX,
+            (RX, RX_ALLUNI | RX_NOMULTI | RX_NOUNI | RX_NOBCAST) => bits::NET_F_CTRL_RX_EXTRA,
+            (MAC, MAC_TABLE_SET) => bits::NET_F_CTRL_RX,
+            (MAC, MAC_ADDR_SET) => bits::NET_F_CTRL_MAC_ADDR,
+            (VLAN, VLAN_ADD | VLAN_DEL) => bits::NET_F_CTRL_VLAN,
+            (GUEST_OFFLOADS, GUEST_OFFLOADS_SET) => bits::NET_F_CTRL_GUEST_OFFLOADS,
+            _ => 0,
+        }
+    }
+
+    fn length(self) -> Refused {
+        Refused::Length { len: self.len }
+    }
+
+    fn value(self, value: u64) -> Refused {
+        Refused::Value { class: self.class, command: self.command, value }
+    }
+}
+
+/// Reads a table of addresses behind their number; also returns what follows it.
+fn table(data: &[u8]) -> Option<(impl ExactSizeIterator<Item = MacAddr>, &[u8])> {
+    let (count, data) = data.split_first_chunk::<4>()?;
+    let len = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;
+    let (entries, rest) = data.split_at_checked(len)?;
+    Some((entries.as_chunks::<6>().0.iter().map(|&entry| MacAddr(entry)), rest))
+}
+
+/// Driver end: a command to be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command<'a> {
+    /// Receive every frame, or not.
+    Promiscuous(bool),
+    /// Receive all multicast frames.
+    AllMulticast(bool),
+    /// Receive all unicast frames.
+    AllUnicast(bool),
+    /// Receive no multicast frame, other than broadcast.
+    NoMulticast(bool),
+    /// Receive no unicast frame.
+    NoUnicast(bool),
+    /// Receive no broadcast frame.
+    NoBroadcast(bool),
+    /// Receive frames to these unicast and these multicast addresses, in addition to the driver's own.
+    Addresses(&'a [MacAddr], &'a [MacAddr]),
+    /// Change the driver's own address.
+    Address(MacAddr),
+    /// Receive frames of a VLAN.
+    AddVlan(u16),
+    /// Receive them no more.
+    RemoveVlan(u16),
+    /// Take these offloads, as bits of the features GUEST_*.
+    Offloads(u64),
+}
+
+impl Command<'_> {
+    /// Returns the command as the device reads it.
+    pub fn bytes(&self) -> Vec<u8> {
+        let switch = |command, on| vec![RX, command, u8::from(on)];
+        match *self {
+            Command::Promiscuous(on) => switch(RX_PROMISC, on),
+            Command::AllMulticast(on) => switch(RX_ALLMULTI, on),
+            Command::AllUnicast(on) => switch(RX_ALLUNI, on),
+            Command::NoMulticast(on) => switch(RX_NOMULTI, on),
+            Command::NoUnicast(on) => switch(RX_NOUNI, on),
+            Command::NoBroadcast(on) => switch(RX_NOBCAST, on),
+            Command::Addresses(unicast, multicast) => {
+                let mut bytes = vec![MAC, MAC_TABLE_SET];
+                for table in [unicast, multicast] {
+                    bytes.extend((table.len() as u32).to_le_bytes());
+                    table.iter().for_each(|address| bytes.extend(address.0));
+                }
+                bytes
+            }
+            Command::Address(address) => [&[MAC, MAC_ADDR_SET][..], &address.0].concat(),
+            Command::AddVlan(id) => [&[VLAN, VLAN_ADD][..], &id.to_le_bytes()].concat(),
+            Command::RemoveVlan(id) => [&[VLAN, VLAN_DEL][..], &id.to_le_bytes()].concat(),
+            Command::Offloads(bits) => [&[GUEST_OFFLOADS, GUEST_OFFLOADS_SET][..], &bits.to_le_bytes()].concat(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,85 @@
+//! Driver end of the control queue: one command at a time. Created by `driver.rs` with the other queues.
+
+use super::{Command, MAX_COMMAND};
+use ringroad_mem::Region;
+use ringroad_ring::{Addresses, Buffer, DriverFault, DriverRing, Features, SetupError};
+use std::sync::Arc;
+
+/// Entries of the ring: there is never more than one command in flight, in two descriptors.
+const SIZE: u32 = 4;
+
+/// A control queue.
+#[derive(Debug)]
+pub struct DriverControl {
+    ring: DriverRing,
+    addresses: Addresses,
+    region: Arc<Region>,
+    /// Offset in the region of the command's bytes, which the acknowledgement follows.
+    buffer: usize,
+    in_flight: bool,
+}
+
+impl DriverControl {
+    /// Bytes of memory that it takes.
+    pub(crate) fn bytes(features: Features) -> usize {
+        (DriverRing::bytes(features, SIZE) + MAX_COMMAND + 1).next_multiple_of(4096)
+    }
+
+    /// Lays it out at an offset in the driver's memory.
+    pub(crate) fn new(region: &Arc<Region>, offset: usize, features: Features) -> Result<DriverControl, SetupError> {
+        let (ring, addresses) = DriverRing::start(region, offset, features, SIZE)?;
+        let buffer = offset + DriverRing::bytes(features, SIZE);
+        Ok(DriverControl { ring, addresses, region: region.clone(), buffer, in_flight: false })
+    }
+
+    /// Returns the number of entries of its ring.
+    pub fn size(&self) -> u32 {
+        SIZE
+    }
+
+    /// Returns the addresses of the ring's areas.
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// Returns where a device without state of its own must resume, in the format of SET_VRING_BASE.
+    pub fn base(&self) -> u32 {
+        self.ring.base()
+    }
+
+    /// Makes a command available to the device, which is to be notified. Returns `false` if one is in flight, or if it is longer
+    /// than [`MAX_COMMAND`].
+    pub fn send(&mut self, command: &Command<'_>) -> bool {
+        let bytes = command.bytes();
+        let place = |offset: usize, len: usize| {
+            let span = self.region.span(offset, len)?;
+            Some((span, Buffer { address: self.region.guest() + offset as u64, len: len as u32 }))
+        };
+        let (Some((readable, sent)), Some((writable, ack))) =
+            (place(self.buffer, bytes.len()), place(self.buffer + MAX_COMMAND, 1))
+        else {
+            return false;
+        };
+        if self.in_flight || bytes.len() > MAX_COMMAND {
+            return false;
+        }
+        readable.write(&bytes);
+        writable.write(&[super::ERR]);
+        self.in_flight = self.ring.add(&[sent], &[ack]).is_ok();
+        self.ring.publish();
+        self.in_flight
+    }
+
+    /// Returns the acknowledgement of the command in flight, [`OK`](super::OK) or [`ERR`](super::ERR); `None` if there is none yet.
+    ///
+    /// # Errors
+    /// The device's [`DriverFault`].
+    pub fn reply(&mut self) -> Result<Option<u8>, DriverFault> {
+        if self.ring.reclaim(1)? == 0 {
+            return Ok(None);
+        }
+        self.in_flight = false;
+        let ack = self.region.span(self.buffer + MAX_COMMAND, 1).and_then(|span| span.array::<1>(0));
+        Ok(ack.map(|[ack]| ack))
+    }
+}
