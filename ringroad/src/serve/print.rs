@@ -51,9 +51,9 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
         ("", &["port"][..]),
         ("from port", &["frames", "bytes"]),
         ("from port, dropped", &["total", "storm", "spoofed"]),
-        ("to port", &["frames", "bytes", "filtered"]),
+        ("to port", &["frames", "bytes"]),
         ("to port, dropped", &["no buffer", "oversize", "not running"]),
-        ("events", &["faults", "panics", "claimed", "notified"]),
+        ("events", &["faults", "panics", "claimed", "notified", "filtered"]),
     ];
     let rows = ports.map(|PortReport { name, received, sent }| {
         let numbers = [
@@ -64,7 +64,6 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
             received.spoofed,
             sent.frames,
             sent.bytes,
-            sent.filtered,
             sent.full,
             sent.oversize,
             sent.stopped + sent.busy,
@@ -72,6 +71,7 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
             received.panics,
             received.claimed,
             received.notifications + sent.notifications,
+            sent.filtered,
         ];
         (name, numbers.to_vec())
     });

@@ -152,8 +152,9 @@ struct Controlled {
     queue: Option<QueueThread>,
 }
 
-/// Least time between two bursts of commands: a driver that sends them without end does not take a CPU.
-const COMMANDS: Duration = Duration::from_millis(1);
+/// Least time between two bursts of commands; and how many times as long as the last burst took. So a driver that sends them without
+/// end takes no more than a tenth of a CPU.
+const COMMANDS: (Duration, u32) = (Duration::from_millis(1), 9);
 
 // Not derived, as that would ask for kinds that can be cloned.
 impl<K: PortKind> Clone for NetDevice<K> {
@@ -243,11 +244,13 @@ impl<K: PortKind> NetDevice<K> {
         self.controlled().state = Some(Control::new(ring.acked, self.config.mac));
         self.apply();
         let vring = self.port.0.vrings.get(index).ok_or_else(|| format!("no queue {index}"))?;
-        let (device, mut last) = (self.clone(), None::<Instant>);
+        let (device, mut next) = (self.clone(), Instant::now());
         let serve = move |chains: &mut Chains| {
-            thread::sleep(last.map_or(Duration::ZERO, |last| COMMANDS.saturating_sub(last.elapsed())));
+            thread::sleep(next.saturating_duration_since(Instant::now()));
+            let start = Instant::now();
             device.serve(chains);
-            last = Some(Instant::now());
+            let took = start.elapsed();
+            next = start + took + COMMANDS.0.max(took * COMMANDS.1);
         };
         let (queue, base) = QueueThread::start_with(&self.port.0.lines, &self.name, index, ring, vring, serve)?;
         self.controlled().queue = Some(queue);
