@@ -22,8 +22,6 @@ use ringroad_wire::ethernet;
 use std::{
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
-    thread,
-    time::{Duration, Instant},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -152,10 +150,6 @@ struct Controlled {
     queue: Option<QueueThread>,
 }
 
-/// Least time between two bursts of commands; and how many times as long as the last burst took. So a driver that sends them without
-/// end takes no more than a tenth of a CPU.
-const COMMANDS: (Duration, u32) = (Duration::from_millis(1), 9);
-
 // Not derived, as that would ask for kinds that can be cloned.
 impl<K: PortKind> Clone for NetDevice<K> {
     fn clone(&self) -> Self {
@@ -244,23 +238,18 @@ impl<K: PortKind> NetDevice<K> {
         self.controlled().state = Some(Control::new(ring.acked, self.config.mac));
         self.apply();
         let vring = self.port.0.vrings.get(index).ok_or_else(|| format!("no queue {index}"))?;
-        let (device, mut next) = (self.clone(), Instant::now());
-        let serve = move |chains: &mut Chains| {
-            thread::sleep(next.saturating_duration_since(Instant::now()));
-            let start = Instant::now();
-            device.serve(chains);
-            let took = start.elapsed();
-            next = start + took + COMMANDS.0.max(took * COMMANDS.1);
-        };
-        let (queue, base) = QueueThread::start_with(&self.port.0.lines, &self.name, index, ring, vring, serve)?;
+        let (device, lines) = (self.clone(), &self.port.0.lines);
+        let serve = move |chains: &mut Chains| device.serve(chains);
+        let (queue, base) = QueueThread::start_limited(&self.name, index, ring, vring, lines, serve)?;
         self.controlled().queue = Some(queue);
         Ok(base)
     }
 
-    /// Carries out a burst of commands (5.1.6.5).
+    /// Carries out a burst of commands (5.1.6.5). They take effect before they are acknowledged, and together: a change of the
+    /// offloads concerns the worker and every other port.
     fn serve(&self, chains: &mut Chains) {
         for index in 0..chains.list().len() {
-            let Some(&chain) = chains.list().get(index) else { return };
+            let Some(&chain) = chains.list().get(index) else { break };
             let mut bytes = vec![0; (chain.readable_len() as usize).min(control::MAX_COMMAND + 1)];
             let len = copy_some(chains.readable(&chain).iter().copied(), 0, &mut bytes);
             let ack = self.command(bytes.get(..len).unwrap_or_default());
@@ -269,6 +258,7 @@ impl<K: PortKind> NetDevice<K> {
                 chain.written = written as u32;
             }
         }
+        self.apply();
     }
 
     /// Carries out a command; returns its acknowledgement.
@@ -288,7 +278,6 @@ impl<K: PortKind> NetDevice<K> {
                 return control::ERR;
             }
         }
-        self.apply();
         control::OK
     }
 

@@ -1,5 +1,5 @@
 //! A vring served by a thread of its own: all that a simple device needs ([`QueueThread`]). Used by whoever brings a
-//! [`VhostDevice`](super::VhostDevice) of their own; the devices of this crate share a worker instead.
+//! [`VhostDevice`](super::VhostDevice) of their own, and by `net.rs` for the control queue.
 
 use super::{
     Kick, Limits, Ring, Vring,
@@ -10,14 +10,24 @@ use ringroad_mem::Table;
 use ringroad_ring::{BURST, Chains, DeviceRing, Fault};
 use std::{
     io,
-    os::fd::AsFd,
+    os::fd::AsRawFd,
     sync::Arc,
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
+};
 
 /// Pieces that the chains of a burst can have.
 const PIECES: u16 = 512;
+
+/// How a thread rests that must not take a CPU, whatever its driver does: between two looks at the ring at least this long, and
+/// this many times as long as the last one took, up to the limit.
+const REST: Duration = Duration::from_millis(1);
+const REST_SHARE: u32 = 9;
+const LONGEST_REST: Duration = Duration::from_millis(100);
 
 /// A running vring. Event driven: the thread sleeps until the driver kicks.
 #[derive(Debug)]
@@ -39,28 +49,21 @@ impl QueueThread {
         vring: &Vring,
         serve: impl FnMut(&mut Chains) + Send + 'static,
     ) -> Result<(QueueThread, u32), String> {
-        Self::start_with(&Lines::new(name, Limits::default().lines), name, index, ring, vring, serve)
+        let lines = Lines::new(name, Limits::default().lines);
+        Queue::start((name, index), ring, vring, lines, false, serve)
     }
 
-    /// As `start`, with limits on what is logged.
-    pub(super) fn start_with(
-        lines: &Lines,
+    /// As `start`, for a driver that nothing is expected of but a command now and then: it gets a tenth of a CPU at most, and no more
+    /// than these lines in the log.
+    pub(super) fn start_limited(
         name: &str,
         index: usize,
         ring: Ring,
         vring: &Vring,
+        lines: &Lines,
         serve: impl FnMut(&mut Chains) + Send + 'static,
     ) -> Result<(QueueThread, u32), String> {
-        let kick = ring.kick.clone().ok_or("expected a frontend that kicks, found one that asks for polling")?;
-        let memory = ring.memory.clone();
-        let (ring, base) = ring.resume(name, index).map_err(|error| error.to_string())?;
-        let failed = |error: io::Error| error.to_string();
-        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
-        let stops = stop.try_clone().map_err(failed)?;
-        let (name, lines, vring) = (name.to_owned(), lines.clone(), vring.clone());
-        let mut queue = Queue { name: name.clone(), lines, index, ring, memory, kick, stops, vring, serve };
-        let thread = thread::Builder::new().name(format!("{name} {index}")).spawn(move || queue.run());
-        Ok((QueueThread { stop, thread: thread.map_err(failed)? }, base))
+        Queue::start((name, index), ring, vring, lines.clone(), true, serve)
     }
 
     /// Stops it and returns the base at which it can resume.
@@ -76,13 +79,43 @@ struct Queue<F> {
     index: usize,
     ring: DeviceRing,
     memory: Arc<Table>,
-    kick: Kick,
+    /// Wakes when the driver kicks or the thread is to end. Edge-triggered: a kick need not be read, which would clear only a part of
+    /// a semaphore.
+    events: Epoll,
     stops: EventFd,
+    /// Watched as long as the thread runs.
+    _kick: Kick,
     vring: Vring,
+    rests: bool,
     serve: F,
 }
 
-impl<F: FnMut(&mut Chains)> Queue<F> {
+impl<F: FnMut(&mut Chains) + Send + 'static> Queue<F> {
+    fn start(
+        (name, index): (&str, usize),
+        ring: Ring,
+        vring: &Vring,
+        lines: Lines,
+        rests: bool,
+        serve: F,
+    ) -> Result<(QueueThread, u32), String> {
+        let kick = ring.kick.clone().ok_or("expected a frontend that kicks, found one that asks for polling")?;
+        let memory = ring.memory.clone();
+        let (ring, base) = ring.resume(name, index).map_err(|error| error.to_string())?;
+        let failed = |error: io::Error| error.to_string();
+        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
+        let (stops, events) = (stop.try_clone().map_err(failed)?, Epoll::new().map_err(failed)?);
+        for fd in [kick.as_raw_fd(), stops.as_raw_fd()] {
+            let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, 0);
+            events.ctl(ControlOperation::Add, fd, event).map_err(failed)?;
+        }
+        let (name, vring) = (name.to_owned(), vring.clone());
+        let builder = thread::Builder::new().name(format!("{name} {index}"));
+        let mut queue = Queue { name, lines, index, ring, memory, events, stops, _kick: kick, vring, rests, serve };
+        let thread = builder.spawn(move || queue.run());
+        Ok((QueueThread { stop, thread: thread.map_err(failed)? }, base))
+    }
+
     fn run(&mut self) -> u32 {
         if let Err(fault) = self.try_run() {
             let Queue { name, lines, index, .. } = self;
@@ -95,26 +128,40 @@ impl<F: FnMut(&mut Chains)> Queue<F> {
 
     fn try_run(&mut self) -> Result<(), Fault> {
         let mut chains = Chains::new(BURST, PIECES);
-        loop {
+        let mut next = Instant::now();
+        while !self.ends_before(next) {
+            let start = Instant::now();
             chains.start(&self.memory);
             // A frontend that truncates the memory has no chains any more.
             let lost = self.memory.is_lost();
-            if !lost && self.ring.take(&self.memory, &mut chains, BURST)? > 0 {
+            let taken = if lost { 0 } else { self.ring.take(&self.memory, &mut chains, BURST)? };
+            if taken > 0 {
                 (self.serve)(&mut chains);
                 self.ring.give(chains.list());
                 if self.ring.wants_notification(true) {
                     self.vring.notify();
                 }
-            } else if lost || !self.ring.enable_notification() {
+            }
+            let sleeps = taken == 0 && (lost || !self.ring.enable_notification());
+            if self.rests {
+                let rest = (start.elapsed() * REST_SHARE).clamp(REST, LONGEST_REST);
+                next = Instant::now() + rest;
+            }
+            if sleeps {
                 chains.clear();
-                match sys::wait_readable([Some(sys::borrow(&self.stops)), Some(self.kick.as_fd())], None) {
-                    Ok([false, _]) => self.kick.clear(),
-                    Ok([true, _]) | Err(_) => return Ok(()),
+                match self.events.wait(-1, &mut [EpollEvent::default()]) {
+                    Err(error) if error.kind() != io::ErrorKind::Interrupted => return Ok(()),
+                    _ => {}
                 }
             }
-            if matches!(self.stops.read(), Ok(1..)) {
-                return Ok(());
-            }
         }
+        Ok(())
+    }
+
+    /// Waits until this time, unless the thread is to end; returns whether it is.
+    fn ends_before(&self, next: Instant) -> bool {
+        // Rounded up to milliseconds, as the kernel rounds down.
+        let left = next.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000) as u64;
+        !matches!(sys::wait_readable([Some(sys::borrow(&self.stops))], Some(Duration::from_millis(left))), Ok([false]))
     }
 }
