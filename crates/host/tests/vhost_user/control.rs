@@ -4,7 +4,7 @@ use crate::{LAYOUTS, NOBODY, common::*};
 use ringroad_frame::offload::Support;
 use ringroad_host::{
     PortKind,
-    vhost_user::{CommandError, Connection, Connector},
+    vhost_user::{CommandError, Connection},
 };
 use ringroad_net::{Features, bits, control::Command};
 use ringroad_wire::ethernet::MacAddr;
@@ -12,20 +12,6 @@ use std::time::Duration;
 
 const OURS: MacAddr = MacAddr([2, 0, 0, 0, 0, 0x77]);
 const GROUP: MacAddr = MacAddr([0x33, 0x33, 0, 0, 0, 7]);
-
-fn connect(rig: &Rig, features: u64) -> Connection {
-    let connector = Connector {
-        socket: rig.socket(0),
-        listen: false,
-        patience: PATIENCE,
-        features,
-        queue_pairs: 1,
-        queue_size: 64,
-        frame: 1518,
-        huge: false,
-    };
-    connector.connect().unwrap()
-}
 
 fn command(connection: &mut Connection, command: Command<'_>) {
     connection.command(&command, PATIENCE).unwrap_or_else(|error| panic!("{command:?}: {error}"));
@@ -52,7 +38,7 @@ fn the_guest_receives_what_it_has_asked_for() {
     for layout in LAYOUTS {
         let rig = Rig::new(&format!("control{layout:x}"));
         let mut other = rig.guest(1, SPLIT);
-        let mut connection = connect(&rig, layout | Features::CONTROL.bits());
+        let mut connection = rig.connector(layout | Features::CONTROL.bits()).connect().unwrap();
         assert_eq!(connection.acked & Features::CONTROL.bits(), Features::CONTROL.bits());
         let mut passing = |connection: &mut Connection| {
             for to in all {
@@ -74,7 +60,7 @@ fn the_guest_receives_what_it_has_asked_for() {
         // The next driver starts over.
         command(&mut connection, Command::Promiscuous(false));
         drop(connection);
-        let mut connection = connect(&rig, layout | Features::CONTROL.bits());
+        let mut connection = rig.connector(layout | Features::CONTROL.bits()).connect().unwrap();
         assert_eq!(passing(&mut connection), all);
         assert_eq!((rig.faults(), rig.report(0).sent.dropped()), (0, 0));
     }
@@ -84,7 +70,7 @@ fn the_guest_receives_what_it_has_asked_for() {
 fn offloads_change_while_it_runs() {
     let rig = Rig::new("control-offloads");
     let offloads = bits::NET_F_GUEST_CSUM | bits::NET_F_GUEST_TSO4;
-    let mut connection = connect(&rig, PACKED | Features::CONTROL.bits() | offloads);
+    let mut connection = rig.connector(PACKED | Features::CONTROL.bits() | offloads).connect().unwrap();
     let takes = || rig.servers[0].handle().port().kind().takes();
     assert_eq!(takes(), Support::CHECKSUM | Support::VALID | Support::TCP4);
     command(&mut connection, Command::Offloads(0));
@@ -102,7 +88,7 @@ fn offloads_change_while_it_runs() {
 #[test]
 fn commands_that_are_refused_or_come_too_fast() {
     let rig = Rig::new("control-refused");
-    let mut connection = connect(&rig, SPLIT | bits::NET_F_CTRL_VQ | bits::NET_F_CTRL_MAC_ADDR);
+    let mut connection = rig.connector(SPLIT | bits::NET_F_CTRL_VQ | bits::NET_F_CTRL_MAC_ADDR).connect().unwrap();
     for wrong in [Command::Promiscuous(true), Command::AddVlan(1), Command::Address(GROUP)] {
         let refused = connection.command(&wrong, PATIENCE);
         assert!(matches!(refused, Err(CommandError::Refused)), "{wrong:?}: {refused:?}");
@@ -119,7 +105,7 @@ fn commands_that_are_refused_or_come_too_fast() {
     others.work();
     let mut without = {
         drop(connection);
-        connect(&rig, SPLIT)
+        rig.connector(SPLIT).connect().unwrap()
     };
     assert!(matches!(without.command(&Command::Address(OURS), PATIENCE), Err(CommandError::NoQueue)));
     assert_eq!(rig.faults(), 0);

@@ -11,7 +11,7 @@ use ringroad_wire::ethernet::MacAddr;
 use std::time::{Duration, Instant};
 
 impl Rig {
-    fn connector(&self, features: u64) -> Connector {
+    pub fn connector(&self, features: u64) -> Connector {
         Connector {
             socket: self.socket(0),
             listen: false,
