@@ -15,9 +15,15 @@ use common::acked;
 use proptest::prelude::*;
 use ringroad_frame::{Burst, Counters, MAX_FRAME, Poured, Snapshot};
 use ringroad_mem::{Region, Table};
-use ringroad_net::{RxQueue, TxQueue, bits};
+use ringroad_net::{
+    RxQueue, TxQueue, bits,
+    control::{Command, Control},
+};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverRing, Fault, Features, IndirectTables, Tuning, Used};
-use ringroad_wire::vnet_hdr::{self, F_NEEDS_CSUM};
+use ringroad_wire::{
+    ethernet::MacAddr,
+    vnet_hdr::{self, F_NEEDS_CSUM},
+};
 use std::{collections::VecDeque, fs::File, sync::Arc};
 
 const GUEST: u64 = 0x1_0000_0000;

@@ -1,17 +1,17 @@
 //! Receive queues: we put, the driver receives.
 
+mod fill;
+mod room;
+
 use super::FETCH;
 use crate::{features::bits, filter::Filter, offload};
-use ringroad_frame::{
-    ALL, Burst, Counters, Frame, HEAD, HEADROOM, MAX_FRAME, Poured, Rest, copy_some,
-    offload::{Offload, Support},
-};
+use ringroad_frame::{ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Rest, offload::Support};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
     Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
     SetupError, Tuning,
 };
-use ringroad_wire::{ethernet, vnet_hdr};
+use ringroad_wire::vnet_hdr;
 use std::{ops::Range, sync::Arc};
 
 /// Returns a virtio-net header without offloads (5.1.6).
@@ -191,37 +191,6 @@ impl RxQueue {
     /// now: with `wait` all behind the first such frame.
     #[inline(always)]
     fn deliver(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
-        if self.filter.is_some() {
-            return self.deliver_passing(burst, which, wait);
-        }
-        self.deliver_all(burst, which, wait)
-    }
-
-    /// As `deliver`, of the frames that the driver's filter lets pass; the others are dropped and counted.
-    #[inline(never)]
-    fn deliver_passing(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
-        let frames = burst.frames();
-        let passes = |index: u8| match (&self.filter, frames.get(usize::from(index))) {
-            (Some(filter), Some(frame)) => filter.passes(frame.head().0.get(HEADROOM..).unwrap_or_default()),
-            _ => true,
-        };
-        let (mut passing, mut count) = ([0; BURST], 0);
-        for (place, &index) in passing.iter_mut().zip(which.iter().filter(|&&index| passes(index))) {
-            *place = index;
-            count += 1;
-        }
-        let passing = passing.get(..count).unwrap_or_default();
-        let (accepted, left) = if count == 0 { (0, 0) } else { self.deliver_all(burst, passing, wait)? };
-        // With `wait`, frames behind the first one left are dropped when their turn comes again.
-        let first = if wait { passing.get(count - left..).and_then(<[u8]>::first) } else { None };
-        let handled = first.and_then(|first| which.iter().position(|index| index == first)).unwrap_or(which.len());
-        let delivered = if wait { count - left } else { count };
-        self.counters.filtered.add((handled - delivered) as u64);
-        Ok((accepted, if wait { which.len() - handled } else { left }))
-    }
-
-    #[inline(always)]
-    fn deliver_all(&mut self, burst: &Burst, which: &[u8], wait: bool) -> Result<(usize, usize), Fault> {
         if self.tuning.prefetch_write {
             self.put_tuned::<true>(burst, which, wait)
         } else {
@@ -238,17 +207,17 @@ impl RxQueue {
         wait: bool,
     ) -> Result<(usize, usize), Fault> {
         let (mut short, all) = ([0; BURST], which);
-        let which = if burst.bound() > self.limit { self.fitting(burst, which, &mut short) } else { which };
+        let picks = burst.bound() > self.limit || self.filter.is_some();
+        let which = if picks { self.suitable(burst, which, &mut short) } else { which };
         self.want::<WRITE>(which.len())?;
         self.walked = 0;
         let (mut used, bytes) = if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
-        let oversize = (all.len() - which.len()) as u64;
-        let mut tally = Tally { frames: used as u64, bytes, oversize, ..Tally::default() };
+        let mut tally = Tally { frames: used as u64, bytes, ..Tally::default() };
         if used < which.len() {
             self.place_rest::<WRITE>(burst, which, wait, &mut used, &mut tally);
-            if wait && oversize > 0 {
-                tally.leave(all, which);
-            }
+        }
+        if which.len() < all.len() {
+            self.drop_others(burst, all, which, wait, &mut tally);
         }
         self.give(&mut used);
         // Prefetch what the next burst will write to. A fault here is reported by that burst.
@@ -265,6 +234,7 @@ impl RxQueue {
         counters.frames.add(tally.frames);
         counters.bytes.add(tally.bytes);
         counters.oversize.add(tally.oversize);
+        counters.filtered.add(tally.filtered);
         counters.stopped.add(tally.stopped);
         counters.bursts.add(1);
         Ok((tally.frames as usize, tally.left))
@@ -329,16 +299,40 @@ impl RxQueue {
         }
     }
 
-    /// Returns the frames that are not too long.
-    #[cold]
-    fn fitting<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
-        let fits = |index: u8| burst.link_len(index.into()) <= self.limit;
+    /// Returns the frames that are not too long and that the driver wants.
+    fn suitable<'s>(&self, burst: &Burst, which: &[u8], short: &'s mut [u8; BURST]) -> &'s [u8] {
+        let suits = |index: u8| self.fits(burst, index) && self.is_wanted(burst, index);
         let mut count = 0;
-        for (place, &index) in short.iter_mut().zip(which.iter().filter(|&&index| fits(index))) {
+        for (place, &index) in short.iter_mut().zip(which.iter().filter(|&&index| suits(index))) {
             *place = index;
             count += 1;
         }
         short.get(..count).unwrap_or_default()
+    }
+
+    fn fits(&self, burst: &Burst, index: u8) -> bool {
+        burst.link_len(index.into()) <= self.limit
+    }
+
+    fn is_wanted(&self, burst: &Burst, index: u8) -> bool {
+        match (&self.filter, burst.frames().get(usize::from(index))) {
+            (Some(filter), Some(frame)) => filter.passes(frame.head().0.get(HEADROOM..).unwrap_or_default()),
+            _ => true,
+        }
+    }
+
+    /// Counts the frames of `all` that are not `suitable`, as dropped. With `wait`, those behind the first frame that is left are left
+    /// with it, to be dropped when their turn comes again.
+    fn drop_others(&self, burst: &Burst, all: &[u8], suitable: &[u8], wait: bool, tally: &mut Tally) {
+        let left = suitable.len().checked_sub(tally.left).filter(|_| wait).and_then(|at| suitable.get(at));
+        let handled = left.and_then(|left| all.iter().position(|index| index == left)).unwrap_or(all.len());
+        if wait {
+            tally.left = all.len() - handled;
+        }
+        let others = all.get(..handled).unwrap_or_default().iter().filter(|index| !suitable.contains(index));
+        for &index in others {
+            if self.fits(burst, index) { tally.filtered += 1 } else { tally.oversize += 1 }
+        }
     }
 
     /// Takes chains until there are `count`, if the driver has made that many available.
@@ -505,146 +499,6 @@ impl RxQueue {
         Ok(count)
     }
 
-    /// Receives up to a burst of frames straight into the driver's buffers and publishes them, for a source that cannot see a
-    /// frame before reading it. `read` is called with spans of at least `room` bytes. It returns how many bytes it has written,
-    /// counting a virtio-net header at the start (more than the spans hold if the frame was truncated), or `None` if
-    /// there are no more frames.
-    ///
-    /// # Errors
-    /// As for `put`.
-    pub fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Result<Poured, Fault> {
-        self.ring.untake(&mut self.chains, 0);
-        self.chains.start(&self.memory);
-        let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused, mut filtered) =
-            (0, 0, 0, 0, 0, 0, 0);
-        let mut refusal = None;
-        for _ in 0..BURST {
-            let count = match self.reserve(used, room) {
-                Ok(count) => count,
-                Err(found) => {
-                    refusal = Some(found);
-                    break;
-                }
-            };
-            let Some(len) = read(self.chains.writable_range(used, count)) else { break };
-            if len < vnet_hdr::SIZE + ethernet::HEADER {
-                runts += 1;
-                continue;
-            }
-            if !self.passes(used, count) {
-                filtered += 1;
-                continue;
-            }
-            // Written by the kernel to the driver's memory, which it may change meanwhile: it deceives itself at most.
-            let Ok(offload) = offload::read_pieces(self.chains.writable_range(used, count), len, self.support) else {
-                refused += 1;
-                continue;
-            };
-            if offload.longest(len - vnet_hdr::SIZE) > self.limit {
-                oversize += 1;
-                continue;
-            }
-            match self.divide(used, count, len, offload) {
-                Some(count) => {
-                    used += count;
-                    frames += 1;
-                    bytes += len - vnet_hdr::SIZE;
-                }
-                None => oversize += 1,
-            }
-        }
-        self.give(&mut used);
-        self.chains.clear();
-        let counters = &self.counters;
-        counters.frames.add(frames);
-        counters.bytes.add(bytes as u64);
-        counters.oversize.add(oversize);
-        counters.runt.add(runts);
-        counters.offload.add(refused);
-        counters.filtered.add(filtered);
-        counters.bursts.add(u64::from(frames > 0));
-        let nothing = frames + oversize + runts + refused + filtered == 0;
-        match refusal {
-            Some(Refusal::Fault(fault)) if frames == 0 => Err(fault),
-            // With most of its ring available, the driver may never have room for the longest frame: shorter ones fit.
-            Some(Refusal::Full) if nothing && self.short.is_none_or(|short| short < self.size / 2) => Ok(Poured::Full),
-            Some(_) if nothing => Ok(Poured::Unable),
-            _ => Ok(Poured::Frames(frames as usize)),
-        }
-    }
-
-    /// Returns whether the driver's filter lets a frame pass that lies in these buffers.
-    fn passes(&self, first: usize, count: usize) -> bool {
-        let Some(filter) = &self.filter else { return true };
-        let mut head = [0; HEAD - HEADROOM];
-        let pieces = self.chains.writable_range(first, count).iter().copied();
-        let len = copy_some(pieces, vnet_hdr::SIZE, &mut head);
-        filter.passes(head.get(..len).unwrap_or_default())
-    }
-
-    /// Returns whether there are buffers for this many more frames, if each takes one, or at least half the ring.
-    pub fn has_room(&mut self, frames: usize) -> bool {
-        let wanted = frames.min(self.size / 2).min(RX_CHAINS);
-        let wants = self.want::<false>(wanted);
-        let there = self.chains.list().len();
-        if wants.is_ok() && there < wanted {
-            self.short = Some(there);
-        }
-        // The next `put` reports a fault.
-        wants.is_err() || there >= wanted
-    }
-
-    /// Returns whether a frame found too few buffers since the driver was last asked to notify.
-    pub fn is_short(&self) -> bool {
-        self.short.is_some()
-    }
-
-    /// Asks the driver to notify us of new buffers. Returns `true` if there are already more than when a frame found too few.
-    #[cold]
-    pub fn enable_notification(&mut self) -> bool {
-        let short = self.short.take().unwrap_or(0);
-        if self.chains.list().is_empty() {
-            self.chains.start(&self.memory);
-        }
-        // A fault is reported by the next `put`.
-        let taken = self.ring.take(&self.memory, &mut self.chains, RX_CHAINS);
-        if taken.is_err() || self.chains.list().len() > short {
-            return true;
-        }
-        if self.ring.enable_notification() {
-            self.ring.disable_notification();
-            return true;
-        }
-        false
-    }
-
-    /// Asks the driver not to notify us.
-    pub fn disable_notification(&mut self) {
-        self.ring.disable_notification();
-    }
-
-    /// Sets in up to `count` chains how many bytes a frame of `len` bytes takes of each, and writes its header. Returns the
-    /// number of chains that it takes, or `None` if it is longer than all of them.
-    fn divide(&mut self, first: usize, count: usize, len: usize, offload: Offload) -> Option<usize> {
-        let mut left = len;
-        let mut taken = 0;
-        while left > 0 && taken < count {
-            let chain = self.chains.list_mut().get_mut(first + taken)?;
-            chain.written = chain.writable_len().min(left as u32);
-            left -= chain.written as usize;
-            taken += 1;
-        }
-        if left > 0 {
-            return None;
-        }
-        let header = offload::bytes(offload, self.support, taken as u16);
-        let mut header = &header[..];
-        for piece in self.chains.writable_range(first, 1) {
-            header = header.get(piece.write(header)..).unwrap_or_default();
-        }
-        Some(taken)
-    }
-
     /// Returns whether the driver wants to be notified of published frames. Unless `sure`, `false` is not final, and the caller
     /// must check again before going idle.
     #[inline]
@@ -680,21 +534,9 @@ struct Tally {
     /// Number of frames for which there were too few buffers.
     left: usize,
     oversize: u64,
+    filtered: u64,
     stopped: u64,
     fault: Option<Fault>,
-}
-
-impl Tally {
-    /// The `left` last frames of `fitting` are left. Counts with them those of `all` between and behind them, which are too long:
-    /// they are dropped when their turn comes again.
-    #[cold]
-    fn leave(&mut self, all: &[u8], fitting: &[u8]) {
-        let first = fitting.len().checked_sub(self.left).and_then(|at| fitting.get(at));
-        let Some(at) = first.and_then(|first| all.iter().position(|index| index == first)) else { return };
-        let left = all.len() - at;
-        self.oversize -= (left - self.left) as u64;
-        self.left = left;
-    }
 }
 
 /// Why a frame was not placed.

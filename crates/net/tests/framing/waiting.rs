@@ -5,19 +5,27 @@ use super::*;
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Frames that wait arrive once and in order, and are counted once, as is what is no frame or too long.
+    /// Frames that wait arrive once and in order, and are counted once, as is what is no frame, too long, or not wanted.
     #[test]
     fn what_waits_arrives_once_and_in_order(
         [sender, receiver] in [any_acked(), any_acked()],
         lens in prop::collection::vec(prop_oneof![0..40usize, 60..3000usize], 1..150),
         rooms in prop::collection::vec((0..9usize, 60..2500usize), 1..20),
         pieces in 1..4usize,
+        unicast_only in any::<bool>(),
     ) {
         const LIMIT: usize = 2500;
         let mut from = Guest::new(sender, 512, 8, 1 << 20, None);
         let mut to = Guest::new(receiver, 64, 8, 8 << 20, None);
         let ((mut tx, sent), (mut rx, got)) = (from.tx(), to.rx());
         rx.limit(LIMIT);
+        if unicast_only {
+            let mut control = Control::new(bits::NET_F_CTRL_RX | bits::NET_F_CTRL_RX_EXTRA, MacAddr::local(1));
+            for command in [Command::Promiscuous(false), Command::AllUnicast(true)] {
+                control.command(&command.bytes()).unwrap();
+            }
+            rx.control(control.filter(), rx.support());
+        }
         for (seed, &len) in lens.iter().enumerate() {
             let bytes = [&NOISE[..], &frame(seed, len)].concat();
             let buffers = from.buffers(&cut(bytes.len(), &[bytes.len().div_ceil(pieces)], 3), &bytes);
@@ -26,7 +34,10 @@ proptest! {
         from.ring.publish();
         let merge = receiver & bits::NET_F_MRG_RXBUF != 0;
         let fits = |len: usize| (14..=LIMIT).contains(&len);
-        let mut expected = lens.iter().enumerate().filter(|(_, len)| fits(**len)).map(|(seed, &len)| frame(seed, len));
+        // The first byte of a frame is its number.
+        let wanted = |seed: usize| !unicast_only || seed.is_multiple_of(2);
+        let arrives = |(seed, len): &(usize, &usize)| fits(**len) && wanted(*seed);
+        let mut expected = lens.iter().enumerate().filter(arrives).map(|(seed, &len)| frame(seed, len));
         let (mut burst, mut offered, mut idle) = (Burst::default(), VecDeque::new(), 0);
         for (count, size) in rooms.into_iter().chain([(3, 1000)]).cycle() {
             for _ in 0..count {
@@ -72,7 +83,10 @@ proptest! {
         prop_assert_eq!((sent.frames, sent.bytes), (frames.len() as u64, frames.iter().sum::<usize>() as u64));
         prop_assert_eq!(sent.runt, (lens.len() - frames.len()) as u64);
         let long = frames.iter().filter(|&&len| len > LIMIT).count();
-        prop_assert_eq!((got.frames, got.oversize, got.full), ((frames.len() - long) as u64, long as u64, 0));
+        let unwanted = lens.iter().enumerate().filter(|&(seed, &len)| fits(len) && !wanted(seed)).count();
+        let delivered = (frames.len() - long - unwanted) as u64;
+        prop_assert_eq!((got.frames, got.oversize, got.filtered), (delivered, long as u64, unwanted as u64));
+        prop_assert_eq!(got.full, 0);
         let mut used = vec![Used::default(); 512];
         prop_assert_eq!(from.ring.take_used(&mut used).unwrap(), lens.len());
     }
