@@ -133,14 +133,9 @@ struct Variant<'a> {
     acked: AtomicU64,
 }
 
-impl Variant<'_> {
-    fn driver(&self) -> String {
-        name(&self.driver)
-    }
-}
-
 /// What was measured with one driver.
 struct Measured<'a> {
+    driver: Driver,
     title: String,
     variants: Vec<Variant<'a>>,
     rounds: Rounds<Run>,
@@ -242,15 +237,15 @@ impl Bench<'_> {
             let variants: Vec<_> = self.devices.iter().map(variant).collect();
             let title = format!("{} {}", cell.name(), name(&driver));
             let rounds = self.pairs(session, &title, cell, &variants)?;
-            all.push(Measured { title, variants, rounds });
+            all.push(Measured { driver, title, variants, rounds });
         }
         self.make_comparable(session, cell, &mut all)?;
-        for Measured { title, variants, rounds } in &all {
+        for Measured { driver, title, variants, rounds } in &all {
             let acked =
                 |variant: Option<&Variant<'_>>| variant.map_or(0, |variant| variant.acked.load(Ordering::Relaxed));
             let [bits, peer_bits] = [variants.first(), variants.last()].map(acked);
             let mut row = cell.row();
-            extend(&mut row, json!({ "driver": variants.first().map(Variant::driver), "features": features(bits) }));
+            extend(&mut row, json!({ "driver": name(driver), "features": features(bits) }));
             if variants.len() > 1 {
                 extend(&mut row, json!({ "peer_features": features(peer_bits) }));
             }
@@ -263,13 +258,12 @@ impl Bench<'_> {
             all.iter().max_by(|a, b| median(a).total_cmp(&median(b)))
         };
         let (Some(ours), Some(peer)) = (best(0), best(last)) else { return Ok(()) };
-        let of = |measured: &Measured<'_>| measured.variants.first().map(Variant::driver).unwrap_or_default();
         let mut row = cell.row();
-        extend(&mut row, json!({ "driver": "best", "ours_driver": of(ours) }));
-        let mut both = of(ours);
+        let mut both = name(&ours.driver);
+        extend(&mut row, json!({ "driver": "best", "ours_driver": both }));
         if last > 0 {
-            extend(&mut row, json!({ "peer_driver": of(peer) }));
-            both = format!("{both}, {}", of(peer));
+            extend(&mut row, json!({ "peer_driver": name(&peer.driver) }));
+            both = format!("{both}, {}", name(&peer.driver));
         }
         let pairs = ours.rounds.beside(&peer.rounds, last);
         session.push(table.add(&format!("{} best", cell.name()), row, &pairs, [both]))?;
