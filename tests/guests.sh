@@ -255,6 +255,30 @@ control() { # GUEST with a control queue: it gets frames to a group only while p
   figure="${rose[0]}, ${rose[1]} and ${rose[2]} of 50"
 }
 
+interrupts() { # GUEST: its interrupts for received frames come as often as it asks for
+  local bits before after begun us rate sender
+  bits=$(at "$1" 'cat /sys/class/net/eth0/device/features') || return
+  [ "${bits:52:2}" = 11 ] || { echo "interrupts cannot be moderated: features $bits"; return 1; }
+  at "$1" 'ethtool -C eth0 rx-usecs 10000 rx-frames 10000 && ethtool -c eth0' >"$state/ethtool" || return
+  grep -qE '^rx-usecs:[[:space:]]*10000$' "$state/ethtool" && grep -qE '^rx-frames:[[:space:]]*10000$' "$state/ethtool" || return
+  at "$1" 'nc -u -l -p 9 >/dev/null 2>&1 &' || return
+  # A frame every third of a millisecond.
+  { exec 3<>"/dev/udp/${!1}/9" 4<> <(:); while :; do echo >&3; read -rt 0.0002 <&4; done; } 2>/dev/null &
+  sender=$!
+  count() { at "$1" "awk '/virtio/ { sum += \$2 } END { print sum }' /proc/interrupts"; }
+  sleep 0.3
+  before=$(count "$1") begun=${EPOCHREALTIME//[.,]/}
+  sleep 4
+  after=$(count "$1") us=$((${EPOCHREALTIME//[.,]/} - begun))
+  kill $sender
+  wait $sender || true
+  rate=$(((after - before) * 1000000 / us))
+  figure="$rate a second, asked for 100"
+  echo "$figure"
+  [ $rate -ge 90 ] && [ $rate -le 110 ] || return
+  at "$1" 'ethtool -C eth0 rx-usecs 0 rx-frames 0'
+}
+
 reboot() { # GUEST, soft|hard
   local begun=${EPOCHREALTIME//[.,]/} us soft=()
   [ "$2" = hard ] || soft=(--soft)
@@ -296,6 +320,7 @@ if check "daemon start" start_daemon; then
         guest "$part" uml any
         check "uml offloads" offloads uml || true
         check "uml control queue" control uml || true
+        check "uml interrupts" interrupts uml || true
         stop uml
         ;;
       both)

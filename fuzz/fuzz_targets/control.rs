@@ -3,8 +3,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use ringroad_net::{Features, control::Control};
+use ringroad_net::{
+    Features,
+    control::{Change, Control, Interrupts},
+};
 use ringroad_wire::ethernet::MacAddr;
+use std::time::Duration;
 
 fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
     let (acked, commands, frame) = input;
@@ -12,10 +16,17 @@ fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
     let mut control = Control::new(acked, MacAddr::local(1));
     for command in &commands {
         let before = control.clone();
-        if control.command(command).is_err() {
-            assert_eq!(control.filter(), before.filter());
-            assert_eq!((control.support(), control.mac()), (before.support(), before.mac()));
+        let interrupts = |control: &Control| std::array::from_fn::<_, 8, _>(|queue| control.interrupts(queue as u16));
+        match control.command(command, |queue| queue < 4) {
+            Err(_) | Ok(Change::Reply(_)) => {
+                assert_eq!(control.filter(), before.filter());
+                assert_eq!((control.support(), control.mac()), (before.support(), before.mac()));
+                assert_eq!(interrupts(&control), interrupts(&before));
+            }
+            Ok(_) => {}
         }
+        let limits = interrupts(&control).into_iter().flatten().map(Interrupts::limits);
+        assert!({ limits }.all(|limits| limits.delay <= Duration::from_secs(1)));
         let all = Control::new(acked, MacAddr::local(1)).support();
         assert!(all.contains(control.support()), "an offload that was not negotiated");
         assert!(!control.mac().is_multicast() && !control.mac().is_zero());

@@ -29,6 +29,9 @@ pub struct Args {
     /// How long our switch polls before it sleeps (`workers.poll`)
     #[arg(long, default_value = "0")]
     poll: String,
+    /// How long the interrupt for sent frames may wait (`port.interrupt_delay`)
+    #[arg(long, default_value = "300us")]
+    interrupt_delay: String,
     /// Folder of the program `guests`
     #[arg(long, default_value = "scripts")]
     scripts: PathBuf,
@@ -157,7 +160,9 @@ impl<'a> Bed<'a> {
         let socket = |number: usize| folder.file(&format!("{}-{number}.sock", guest.name()));
         let port = |number: usize| {
             let socket = socket(number);
-            format!("[[port]]\nname = \"vm{number}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\n", socket.display())
+            let common =
+                format!("[[port]]\nname = \"vm{number}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\n", socket.display());
+            common + &format!("interrupt_delay = \"{}\"\n", args.interrupt_delay)
         };
         let workers = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, args.poll);
         let (mut programs, interface) = (Vec::new(), format!("rr-{}", guest.name()));
@@ -276,7 +281,8 @@ pub fn run(args: &Args) -> Result<(), String> {
             let ratio =
                 if way == Way::RoundTrip { Spread::of_ratios(theirs, mine) } else { Spread::of_ratios(mine, theirs) };
             let mut row = json!({
-                "guest": bed.guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll, "peer_name": guest.peer(),
+                "guest": bed.guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
+                "interrupt_delay": args.interrupt_delay, "peer_name": guest.peer(),
                 "retransmits": again[0], "peer_retransmits": again[1],
             });
             ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);

@@ -23,6 +23,8 @@ pub struct Burst {
     offloads: [Offload; BURST],
     /// Whether there are any.
     has_offloads: bool,
+    /// Whether frames are added reflected; see [`Burst::reflect`].
+    reflects: bool,
     count: usize,
     /// Number of frames at the start that have one piece each.
     singles: usize,
@@ -42,6 +44,7 @@ impl Default for Burst {
             ends: [0; BURST],
             offloads: [Offload::NONE; BURST],
             has_offloads: false,
+            reflects: false,
             count: 0,
             singles: 0,
             lead: 0,
@@ -82,6 +85,13 @@ impl Burst {
         self.pieces.start(memory);
     }
 
+    /// From now on, in this burst and those that follow, the frames that are added are forwarded with their MAC addresses swapped,
+    /// or not.
+    #[inline]
+    pub fn reflect(&mut self, on: bool) {
+        self.reflects = on;
+    }
+
     /// Swaps the burst's list of pieces with the source's, which holds the pieces of its frames.
     #[inline]
     pub fn exchange(&mut self, pieces: &mut Pieces) {
@@ -93,6 +103,12 @@ impl Burst {
     /// in bytes, and the bitwise or of the first 8 bytes of all heads: the source's headers.
     #[inline(always)]
     pub fn extend<'a>(&mut self, pieces: impl Iterator<Item = Option<Span<'a>>>) -> (u64, u64) {
+        // The loop has no register left for it.
+        if self.reflects { self.extend_with::<true>(pieces) } else { self.extend_with::<false>(pieces) }
+    }
+
+    #[inline(always)]
+    fn extend_with<'a, const REFLECTED: bool>(&mut self, pieces: impl Iterator<Item = Option<Span<'a>>>) -> (u64, u64) {
         let (mut bytes, mut count, mut union) = (0, 0, 0);
         for (place, piece) in self.frames.iter_mut().zip(pieces) {
             let Some(piece) = piece else { break };
@@ -101,7 +117,8 @@ impl Burst {
             if let Some(word) = head.first_chunk() {
                 union |= u64::from_le_bytes(*word);
             }
-            *place = Frame { head, extent: extent as u32, piece: count as u16, head_len: HEAD as u8, reflected: false };
+            *place =
+                Frame { head, extent: extent as u32, piece: count as u16, head_len: HEAD as u8, reflected: REFLECTED };
             bytes += extent;
             count += 1;
         }
@@ -138,7 +155,7 @@ impl Burst {
     ) -> Result<usize, NotAFrame> {
         self.check(total, offload)?;
         let len = total - self.lead;
-        let frame = read(pieces, first, self.lead, len);
+        let frame = read(pieces, first, self.lead, len, self.reflects);
         self.add(frame, first + pieces.len(), len, offload)
     }
 
@@ -153,7 +170,7 @@ impl Burst {
         placed.map_err(|_| NotAFrame::Oversize)?;
         let pieces = self.pieces.list().get(first..).unwrap_or_default();
         let len = total - self.lead;
-        let (frame, end) = (read(pieces, first, self.lead, len), first + pieces.len());
+        let (frame, end) = (read(pieces, first, self.lead, len, self.reflects), first + pieces.len());
         self.add(frame, end, len, offload)
     }
 
@@ -221,12 +238,6 @@ impl Burst {
     #[inline(always)]
     pub fn frames(&self) -> &[Frame] {
         self.frames.get(..self.count).unwrap_or_default()
-    }
-
-    /// Returns the frames, to change how they are forwarded.
-    #[inline(always)]
-    pub fn frames_mut(&mut self) -> &mut [Frame] {
-        self.frames.get_mut(..self.count).unwrap_or_default()
     }
 
     /// Returns whether any frame has an offload.
@@ -312,11 +323,11 @@ impl Burst {
 
 /// Reads the head of a frame of `len` bytes that consists of these pieces.
 #[inline(always)]
-fn read(pieces: &[Span<'_>], first: usize, lead: usize, len: usize) -> Frame {
+fn read(pieces: &[Span<'_>], first: usize, lead: usize, len: usize, reflected: bool) -> Frame {
     let whole = pieces.first().filter(|_| lead == HEADROOM).and_then(|piece| piece.read_once::<HEAD>());
     let (head, head_len) = whole.map_or_else(|| gather(pieces, lead, len), |head| (head, HEAD));
     let extent = (HEADROOM + len) as u32;
-    Frame { head, extent, piece: first as u16, head_len: head_len as u8, reflected: false }
+    Frame { head, extent, piece: first as u16, head_len: head_len as u8, reflected }
 }
 
 /// Reads a head that is spread over several pieces, or that is shorter than [`HEAD`]; also returns its length with the headroom.
@@ -370,6 +381,11 @@ pub fn copy_some<'a>(pieces: impl IntoIterator<Item = Span<'a>>, mut skip: usize
         }
     }
     done
+}
+
+/// Writes bytes to pieces, one after the other, as far as there is room; returns how many.
+pub fn write_some<'a>(pieces: impl IntoIterator<Item = Span<'a>>, bytes: &[u8]) -> usize {
+    pieces.into_iter().fold(0, |done, piece| done + piece.write(bytes.get(done..).unwrap_or_default()))
 }
 
 #[cfg(test)]

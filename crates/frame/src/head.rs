@@ -28,6 +28,8 @@ pub struct Frame {
     pub(crate) piece: u16,
     /// Bytes of the head in use, including the headroom; and [`OFFLOADED`].
     pub(crate) head_len: u8,
+    /// Its addresses are forwarded swapped. Not in the head itself: a wide load of the head soon after a store to a part of it
+    /// would stall.
     pub(crate) reflected: bool,
 }
 
@@ -78,13 +80,6 @@ impl Frame {
         let &[_, b, c, _] = self.head.as_chunks::<8>().0 else { return (0, 0) };
         let (b, c) = (u64::from_le_bytes(b), u64::from_le_bytes(c));
         (b >> 32 | c << 32, (c >> 32) as u32)
-    }
-
-    /// Swaps the MAC addresses of the forwarded frame.
-    #[inline(always)]
-    pub fn reflect(&mut self) {
-        // Not in the head itself: a wide load of the head soon after a store to a part of it would stall.
-        self.reflected = !self.reflected;
     }
 
     /// Returns headroom and head as forwarded, with zeros in the headroom, and their length in bytes.

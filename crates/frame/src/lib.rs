@@ -23,7 +23,7 @@ pub mod offload;
 mod port;
 mod software;
 
-pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some};
+pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some, write_some};
 pub use counters::{Counter, Counters, Snapshot};
 pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;

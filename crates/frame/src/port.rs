@@ -56,8 +56,8 @@ pub trait Sink {
         Support::empty()
     }
 
-    /// Copies the frames with these indices to the receiver and notifies it if requested. Returns how many were accepted; the
-    /// sink drops and counts the rest.
+    /// Copies the frames with these indices, which ascend, to the receiver and notifies it if requested. Returns how many were
+    /// accepted; the sink drops and counts the rest.
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize;
 
     /// Like `put`, but stops at the first frame for which there is no room now: that frame and those behind it are neither

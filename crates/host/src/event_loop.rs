@@ -118,9 +118,7 @@ impl<C> EventLoop<C> {
 
     /// Waits for events up to `timeout`; `None`: without a limit. A signal ends the wait without events.
     pub(crate) fn wait(&self, timeout: Option<Duration>, events: &mut Events) {
-        // Rounded up: otherwise it would wake just before a deadline, repeatedly.
-        let milliseconds = |left: Duration| left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
-        events.count = self.epoll.wait(timeout.map_or(-1, milliseconds), &mut events.list).unwrap_or(0);
+        events.count = sys::epoll_wait(&self.epoll, timeout, &mut events.list);
     }
 }
 
@@ -206,6 +204,23 @@ mod tests {
         assert_eq!(deadlines.take(start), None);
         let later = start + Duration::from_secs(5);
         assert_eq!([deadlines.take(later), deadlines.take(later), deadlines.take(later)], [Some(1), Some(2), None]);
+    }
+
+    /// Rounded to milliseconds, the interrupts of guests would come late.
+    #[test]
+    fn waits_are_exact() {
+        let (events, mut list) = (EventLoop::<()>::new().unwrap(), Events::default());
+        let time = Duration::from_micros(200);
+        let shortest = (0..50).map(|_| {
+            let start = Instant::now();
+            events.wait(Some(time), &mut list);
+            start.elapsed()
+        });
+        let shortest = shortest.min().unwrap();
+        assert!((time..Duration::from_micros(900)).contains(&shortest), "{shortest:?}");
+        events.wake.write(1).unwrap();
+        events.wait(Some(Duration::from_secs(60)), &mut list);
+        assert_eq!((list.count, list.tokens().count()), (1, 0), "the mailbox");
     }
 
     #[test]

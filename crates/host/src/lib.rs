@@ -21,7 +21,7 @@ pub mod vhost_user;
 pub mod vsock;
 mod worker;
 
-pub use port::{Port, PortKind, PortReport, PortSettings};
+pub use port::{INTERRUPT_DELAY, Port, PortKind, PortReport, PortSettings};
 pub use quota::Quota;
 pub use sys::{
     Signal, cpu_time, group_id, is_writable, keep_freed_memory, pin_current_thread, raise_file_limit, signal, user_id,
@@ -35,6 +35,5 @@ pub mod embed {
     pub use crate::{PortKind, PortSettings};
     pub use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
     pub use ringroad_mem::Span;
-    pub use ringroad_ring::Tuning;
-    pub use std::{os::fd::BorrowedFd, sync::Arc};
+    pub use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 }

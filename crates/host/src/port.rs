@@ -12,6 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 /// What a port is made of: queues that frames come from and queues that they go to. The worker calls it, never two calls for
@@ -58,9 +59,10 @@ pub trait PortKind: Send + Sync + 'static {
         true
     }
 
-    /// Sends notifications that were left open for lack of certainty. Returns `false` to be called again.
-    fn settle(&self) -> bool {
-        true
+    /// Sends notifications that were left open: for lack of certainty, or because they may wait. Returns when to be called again,
+    /// in terms of `now`; zero: at once; `None`: only after another burst.
+    fn settle(&self, _now: Duration) -> Option<Duration> {
+        None
     }
 
     /// Returns what a frame costs, in units of a copy between two guests.
@@ -97,8 +99,8 @@ pub trait PortKind: Send + Sync + 'static {
     /// Applies changed settings, between two bursts.
     fn set(&self, _settings: &PortSettings) {}
 
-    /// Applies a changed tuning to queues that run; called by control, which may wait for them.
-    fn tune(&self, _tuning: Tuning) {}
+    /// Applies changed settings to queues that run; called by control, which may wait for them.
+    fn tune(&self, _settings: &PortSettings) {}
 
     /// Stops the port if its memory is lost. Returns `false` if it could not check, to be called again.
     fn check_memory(&self) -> bool {
@@ -121,6 +123,9 @@ pub trait PortKind: Send + Sync + 'static {
     fn abandon(&self) {}
 }
 
+/// The default of [`PortSettings::interrupt_delay`].
+pub const INTERRUPT_DELAY: Duration = Duration::from_micros(300);
+
 /// How a port behaves: what can be changed while it runs, without its guest noticing. See [`crate::PortHandle::set`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortSettings {
@@ -132,6 +137,8 @@ pub struct PortSettings {
     pub tuning: Tuning,
     /// What it may do to other ports.
     pub limits: Limits,
+    /// How long a guest's interrupt for sent frames may wait for more of them, unless its driver sets that; zero: not at all.
+    pub interrupt_delay: Duration,
 }
 
 impl Default for PortSettings {
@@ -139,9 +146,10 @@ impl Default for PortSettings {
     fn default() -> PortSettings {
         PortSettings {
             hairpin: false,
-            poll: Poll::For(std::time::Duration::ZERO),
+            poll: Poll::For(Duration::ZERO),
             tuning: Tuning::default(),
             limits: Limits::GUEST,
+            interrupt_delay: INTERRUPT_DELAY,
         }
     }
 }
@@ -241,8 +249,8 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
         self.kind.sink(hint, frames)
     }
 
-    fn settle(&self) -> bool {
-        self.kind.settle()
+    fn settle(&self, now: Duration) -> Option<Duration> {
+        self.kind.settle(now)
     }
 
     #[inline]
@@ -365,7 +373,7 @@ macro_rules! ports {
 
         const _: () = {
             use $crate::embed::{
-                Arc, BorrowedFd, Burst, Counters, PortKind, PortSettings, Poured, Sink, Source, Span, Support, Tuning,
+                Arc, BorrowedFd, Burst, Counters, Duration, PortKind, PortSettings, Poured, Sink, Source, Span, Support,
             };
 
             impl<$($variant: Source),+> Source for $name<$($variant),+> {
@@ -452,8 +460,8 @@ macro_rules! ports {
                 fn is_flooded(&self) -> bool {
                     match self { $($name::$variant(kind) => kind.is_flooded()),+ }
                 }
-                fn settle(&self) -> bool {
-                    match self { $($name::$variant(kind) => kind.settle()),+ }
+                fn settle(&self, now: Duration) -> Option<Duration> {
+                    match self { $($name::$variant(kind) => kind.settle(now)),+ }
                 }
                 #[inline]
                 fn weight(&self) -> usize {
@@ -477,8 +485,8 @@ macro_rules! ports {
                 fn set(&self, settings: &PortSettings) {
                     match self { $($name::$variant(kind) => kind.set(settings)),+ }
                 }
-                fn tune(&self, tuning: Tuning) {
-                    match self { $($name::$variant(kind) => kind.tune(tuning)),+ }
+                fn tune(&self, settings: &PortSettings) {
+                    match self { $($name::$variant(kind) => kind.tune(settings)),+ }
                 }
                 fn check_memory(&self) -> bool {
                     match self { $($name::$variant(kind) => kind.check_memory()),+ }

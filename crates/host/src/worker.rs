@@ -75,6 +75,7 @@ enum Command<K> {
     Stop(Key),
     Room,
     Forget(u32),
+    Settle(u32),
     Offloads,
     End,
 }
@@ -160,8 +161,9 @@ impl<K: PortKind> PortHandle<K> {
     pub fn set(&self, settings: PortSettings) {
         let before = self.port.settings();
         let _ = self.events.ask(|reply| Command::Set(self.number, settings, reply));
-        if settings.tuning != before.tuning {
-            self.port.kind().tune(settings.tuning);
+        if (settings.tuning, settings.interrupt_delay) != (before.tuning, before.interrupt_delay) {
+            self.port.kind().tune(&settings);
+            self.settle();
         }
     }
 
@@ -210,6 +212,11 @@ impl<K: PortKind> PortHandle<K> {
     /// The offloads that the port takes have changed: tells the other ports.
     pub fn offloads_changed(&self) {
         self.events.send(Command::Offloads);
+    }
+
+    /// How long interrupts may wait has changed, which may be less than they have waited.
+    pub fn settle(&self) {
+        self.events.send(Command::Settle(self.number));
     }
 
     /// Forgets the addresses learned from the port: its guest has disconnected, and may turn up at another port.
@@ -302,12 +309,16 @@ impl<'a, K: PortKind> Loop<'a, K> {
         let mut events = Events::default();
         let (mut rounds, mut limit) = (0, ROUNDS);
         let mut looked = Duration::ZERO;
-        let mut settled = true;
+        // When notifications that wait are due.
+        let mut again = None;
         loop {
-            if self.control.is_pending() && !self.obey() {
-                return;
+            if self.control.is_pending() {
+                if !self.obey() {
+                    return;
+                }
+                again = Some(Duration::ZERO);
             }
-            let idle = self.schedule.is_empty() && settled;
+            let idle = self.schedule.is_empty() && again.is_none_or(|due| due > looked);
             if idle || rounds == 0 {
                 // Before sleeping: a fault of the last round is not left until the next event.
                 if ringroad_mem::faults() != self.faults {
@@ -318,7 +329,8 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 if idle || self.schedule.len() < self.known.len() {
                     // Not while memory has yet to be checked: control held a queue, which takes a moment.
                     let sleeps = idle && ringroad_mem::faults() == self.faults;
-                    let until = || self.blocked.until().map(|until| until.saturating_sub(self.start.elapsed()));
+                    let until = self.blocked.until().into_iter().chain(again).min();
+                    let until = || until.map(|until| until.saturating_sub(self.start.elapsed()));
                     self.control.wait(if sleeps { until() } else { Some(Duration::ZERO) }, &mut events);
                     events.tokens().for_each(|token| self.wake(Key::from_token(token)));
                 }
@@ -337,7 +349,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
             rounds = (rounds + 1) % limit;
             let any = self.round(looked);
             if !any || rounds == 0 {
-                settled = self.switch.settle();
+                again = self.switch.settle(looked);
                 std::hint::spin_loop();
             }
         }
@@ -457,6 +469,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 Command::Room => {}
                 Command::Offloads => self.tell_offloads(),
                 Command::Forget(number) => self.switch.forget(number),
+                Command::Settle(number) => self.switch.reopen(number),
                 Command::Stop(key) => {
                     self.schedule.forget(|other| other == key);
                     self.known.retain(|&other| other != key);

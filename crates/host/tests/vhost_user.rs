@@ -10,6 +10,8 @@ mod control;
 mod descriptors;
 #[path = "vhost_user/inflight.rs"]
 mod inflight;
+#[path = "vhost_user/interrupts.rs"]
+mod interrupts;
 #[path = "vhost_user/limits.rs"]
 mod limits;
 #[path = "vhost_user/memory.rs"]

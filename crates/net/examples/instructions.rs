@@ -4,7 +4,7 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use ringroad_frame::{ALL, Burst, Frame};
+use ringroad_frame::{ALL, Burst};
 use ringroad_net::{Driver, RxQueue, TxQueue, bits};
 use ringroad_ring::BURST;
 use std::hint::black_box;
@@ -49,8 +49,8 @@ fn driver_send(driver: &mut Driver, number: u32) {
 /// Takes a burst, swaps the addresses, puts it into receive buffers, and gives both kinds of buffers back.
 #[inline(never)]
 fn device(tx: &mut TxQueue, rx: &mut RxQueue, burst: &mut Burst) {
+    burst.reflect(true);
     let taken = tx.take(burst).expect("a good driver");
-    burst.frames_mut().iter_mut().for_each(Frame::reflect);
     rx.put(burst, &ALL[..taken]).expect("a good driver");
     tx.done(burst);
 }

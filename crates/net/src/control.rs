@@ -3,10 +3,13 @@
 //! end ([`DriverControl`]) writes them down ([`Command`]). Threads and notifications are the caller's.
 
 mod driver;
+mod interrupts;
 
 pub use driver::DriverControl;
+pub use interrupts::Interrupts;
 
 use crate::{features::bits, filter::Filter, offload};
+use interrupts::Moderated;
 use ringroad_frame::offload::Support;
 use ringroad_wire::ethernet::MacAddr;
 use std::sync::Arc;
@@ -36,10 +39,15 @@ mod codes {
     pub const VLAN_DEL: u8 = 1;
     pub const GUEST_OFFLOADS: u8 = 5;
     pub const GUEST_OFFLOADS_SET: u8 = 0;
+    pub const NOTF_COAL: u8 = 6;
+    pub const NOTF_COAL_TX_SET: u8 = 0;
+    pub const NOTF_COAL_RX_SET: u8 = 1;
+    pub const NOTF_COAL_VQ_SET: u8 = 2;
+    pub const NOTF_COAL_VQ_GET: u8 = 3;
 }
 use codes::*;
 
-/// The offload bits that a driver that negotiated them can change (5.1.6.5.6).
+/// The offload bits that a driver that negotiated them can change (5.1.6.5.8).
 const GUEST_OFFLOAD_BITS: u64 = bits::NET_F_GUEST_CSUM
     | bits::NET_F_GUEST_TSO4
     | bits::NET_F_GUEST_TSO6
@@ -57,6 +65,10 @@ pub enum Change {
     Mac,
     /// Which offloads it takes: [`Control::support`].
     Offloads,
+    /// How long its interrupts may wait: [`Control::interrupts`].
+    Interrupts,
+    /// Nothing: the driver has asked for these parameters.
+    Reply([u8; Interrupts::LEN]),
 }
 
 /// Why a command was refused.
@@ -75,6 +87,12 @@ pub enum Refused {
     Length {
         /// Its length.
         len: usize,
+    },
+    /// The queue of that index does not run, or is the control queue.
+    #[error("queue {index} is not a receive or transmit queue that runs")]
+    Queue {
+        /// Its index.
+        index: u16,
     },
     /// A value is not allowed.
     #[error("value {value:#x} is not allowed in command {command} of class {class}")]
@@ -95,13 +113,15 @@ pub struct Control {
     mac: MacAddr,
     filter: Arc<Filter>,
     support: Support,
+    interrupts: Moderated,
 }
 
 impl Control {
     /// The state before the first command, for a driver that acknowledged these feature bits: it receives every frame, so that one
     /// that never sends a command misses nothing, and takes all offloads that it negotiated.
     pub fn new(acked: u64, mac: MacAddr) -> Control {
-        Control { acked, mac, filter: Arc::new(Filter::everything(mac)), support: offload::driver_takes(acked) }
+        let (filter, support) = (Arc::new(Filter::everything(mac)), offload::driver_takes(acked));
+        Control { acked, mac, filter, support, interrupts: Moderated::default() }
     }
 
     /// Returns which frames the driver receives.
@@ -119,11 +139,22 @@ impl Control {
         self.mac
     }
 
-    /// Carries a command out, given as the driver wrote it: class, command and their data, read once. Returns what has changed.
+    /// Returns how long interrupts of a queue may wait; `None`: the driver has not said.
+    pub fn interrupts(&self, queue: u16) -> Option<Interrupts> {
+        self.interrupts.of(queue)
+    }
+
+    /// A queue has stopped: what was set for it alone does not count when it starts again.
+    pub fn stopped(&mut self, queue: u16) {
+        self.interrupts.queues.remove(&queue);
+    }
+
+    /// Carries a command out, given as the driver wrote it: class, command and their data, read once. `runs`: whether the receive
+    /// or transmit queue of that index runs. Returns what has changed.
     ///
     /// # Errors
     /// [`Refused`], to be acknowledged with [`ERR`]; nothing has changed.
-    pub fn command(&mut self, bytes: &[u8]) -> Result<Change, Refused> {
+    pub fn command(&mut self, bytes: &[u8], runs: impl Fn(u16) -> bool) -> Result<Change, Refused> {
         let &[class, command, ref data @ ..] = bytes else { return Err(Refused::Length { len: bytes.len() }) };
         let code = Code { class, command, len: bytes.len() };
         if self.acked & code.feature() == 0 {
@@ -156,6 +187,7 @@ impl Control {
                 }
                 Ok(Change::Filter)
             }
+            (NOTF_COAL, _) => self.moderate(code, data, runs),
             _ => {
                 let offloads = u64::from_le_bytes(data.try_into().map_err(|_| code.length())?);
                 if offloads & !(self.acked & GUEST_OFFLOAD_BITS) != 0 {
@@ -165,6 +197,31 @@ impl Control {
                 Ok(Change::Offloads)
             }
         }
+    }
+
+    fn moderate(&mut self, code: Code, data: &[u8], runs: impl Fn(u16) -> bool) -> Result<Change, Refused> {
+        let queue = |&[low, high, _, _]: &[u8; 4]| {
+            let index = u16::from_le_bytes([low, high]);
+            if runs(index) { Ok(index) } else { Err(Refused::Queue { index }) }
+        };
+        let limits = |data: &[u8]| {
+            let limits = Interrupts::from_bytes(data.try_into().map_err(|_| code.length())?);
+            let fits = limits.micros <= Interrupts::LONGEST;
+            if fits { Ok(limits) } else { Err(code.value(limits.micros.into())) }
+        };
+        match code.command {
+            NOTF_COAL_VQ_GET => {
+                let index = queue(data.try_into().map_err(|_| code.length())?)?;
+                return Ok(Change::Reply(self.interrupts(index).unwrap_or_default().bytes()));
+            }
+            NOTF_COAL_VQ_SET => {
+                let (index, data) = data.split_first_chunk().ok_or(code.length())?;
+                let limits = limits(data)?;
+                self.interrupts.queues.insert(queue(index)?, limits);
+            }
+            command => self.interrupts.set_all(command == NOTF_COAL_TX_SET, limits(data)?),
+        }
+        Ok(Change::Interrupts)
     }
 
     fn receive_mode(&mut self, code: Code, data: &[u8]) -> Result<Change, Refused> {
@@ -206,6 +263,8 @@ impl Code {
             (MAC, MAC_ADDR_SET) => bits::NET_F_CTRL_MAC_ADDR,
             (VLAN, VLAN_ADD | VLAN_DEL) => bits::NET_F_CTRL_VLAN,
             (GUEST_OFFLOADS, GUEST_OFFLOADS_SET) => bits::NET_F_CTRL_GUEST_OFFLOADS,
+            (NOTF_COAL, NOTF_COAL_TX_SET | NOTF_COAL_RX_SET) => bits::NET_F_NOTF_COAL,
+            (NOTF_COAL, NOTF_COAL_VQ_SET | NOTF_COAL_VQ_GET) => bits::NET_F_VQ_NOTF_COAL,
             _ => 0,
         }
     }
@@ -252,9 +311,22 @@ pub enum Command<'a> {
     RemoveVlan(u16),
     /// Take these offloads, as bits of the features GUEST_*.
     Offloads(u64),
+    /// Delay interrupts of all transmit queues.
+    TransmitInterrupts(Interrupts),
+    /// Delay interrupts of all receive queues.
+    ReceiveInterrupts(Interrupts),
+    /// Delay interrupts of the queue with this index.
+    QueueInterrupts(u16, Interrupts),
+    /// Return how long those may wait, as [`Interrupts::from_bytes`] reads it.
+    AskInterrupts(u16),
 }
 
 impl Command<'_> {
+    /// Returns the length of the reply in bytes, with the acknowledgement.
+    pub fn reply_len(&self) -> usize {
+        if matches!(self, Command::AskInterrupts(_)) { 1 + Interrupts::LEN } else { 1 }
+    }
+
     /// Returns the command as the device reads it.
     pub fn bytes(&self) -> Vec<u8> {
         let switch = |command, on| vec![RX, command, u8::from(on)];
@@ -276,6 +348,14 @@ impl Command<'_> {
             Command::Address(address) => [&[MAC, MAC_ADDR_SET][..], &address.0].concat(),
             Command::AddVlan(id) => [&[VLAN, VLAN_ADD][..], &id.to_le_bytes()].concat(),
             Command::RemoveVlan(id) => [&[VLAN, VLAN_DEL][..], &id.to_le_bytes()].concat(),
+            Command::TransmitInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_TX_SET][..], &limits.bytes()].concat(),
+            Command::ReceiveInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_RX_SET][..], &limits.bytes()].concat(),
+            Command::QueueInterrupts(index, limits) => {
+                [&[NOTF_COAL, NOTF_COAL_VQ_SET][..], &index.to_le_bytes(), &[0; 2], &limits.bytes()].concat()
+            }
+            Command::AskInterrupts(index) => {
+                [&[NOTF_COAL, NOTF_COAL_VQ_GET][..], &index.to_le_bytes(), &[0; 2]].concat()
+            }
             Command::Offloads(bits) => [&[GUEST_OFFLOADS, GUEST_OFFLOADS_SET][..], &bits.to_le_bytes()].concat(),
         }
     }

@@ -34,6 +34,16 @@ macro_rules! queue_calls {
             self.limit = frame;
         }
 
+        /// Sets how long used buffers may wait for their notification if the driver has not said; without, not at all.
+        pub fn moderate(&mut self, limits: Coalesce) {
+            self.moderation.set_default(limits);
+        }
+
+        /// Sets for how long the driver wants them to wait. [`Self::settle`] is to be called then.
+        pub fn interrupts(&mut self, limits: Option<Interrupts>) {
+            self.moderation.ask(limits.map(Interrupts::limits));
+        }
+
         /// Sets which optimisations are used.
         pub fn tune(&mut self, tuning: Tuning) {
             self.tuning = tuning;

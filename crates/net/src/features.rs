@@ -47,6 +47,10 @@ pub mod bits {
     pub const NET_F_CTRL_RX_EXTRA: u64 = 1 << 20;
     /// The driver may change its address.
     pub const NET_F_CTRL_MAC_ADDR: u64 = 1 << 23;
+    /// The driver sets for how long interrupts of one queue may wait.
+    pub const NET_F_VQ_NOTF_COAL: u64 = 1 << 52;
+    /// The driver sets for how long interrupts of all receive or transmit queues may wait.
+    pub const NET_F_NOTF_COAL: u64 = 1 << 53;
     /// The driver takes UDP over IPv4 to be segmented.
     pub const NET_F_GUEST_USO4: u64 = 1 << 54;
     /// The driver takes UDP over IPv6 to be segmented.
@@ -109,6 +113,10 @@ bitflags! {
         const CTRL_MAC_ADDR = bits::NET_F_CTRL_MAC_ADDR;
         /// VIRTIO_NET_F_CTRL_GUEST_OFFLOADS.
         const CTRL_GUEST_OFFLOADS = bits::NET_F_CTRL_GUEST_OFFLOADS;
+        /// VIRTIO_NET_F_VQ_NOTF_COAL.
+        const VQ_NOTF_COAL = bits::NET_F_VQ_NOTF_COAL;
+        /// VIRTIO_NET_F_NOTF_COAL.
+        const NOTF_COAL = bits::NET_F_NOTF_COAL;
         /// VIRTIO_NET_F_MAC.
         const MAC = bits::NET_F_MAC;
         /// VIRTIO_NET_F_STATUS.
@@ -143,7 +151,9 @@ impl Features {
         .union(Features::CTRL_RX_EXTRA)
         .union(Features::CTRL_VLAN)
         .union(Features::CTRL_MAC_ADDR)
-        .union(Features::CTRL_GUEST_OFFLOADS);
+        .union(Features::CTRL_GUEST_OFFLOADS)
+        .union(Features::VQ_NOTF_COAL)
+        .union(Features::NOTF_COAL);
 
     /// Returns these without the ones that require one that is missing (5.1.3.1).
     pub fn consistent(self) -> Features {
@@ -217,7 +227,7 @@ mod tests {
     fn bits_of_the_specification() {
         let basic = 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
         let offloads = 0b11 | 0xff << 7 | 0b111 << 54;
-        let control = 1 << 2 | 0b1111 << 17 | 1 << 23;
+        let control = 1 << 2 | 0b1111 << 17 | 1 << 23 | 0b11 << 52;
         assert_eq!(Features::all().bits(), basic | offloads | control);
         assert_eq!(Features::CONTROL.bits(), control);
         assert_eq!(Features::OFFLOADS.bits(), offloads);

@@ -19,9 +19,11 @@ mod device;
 mod driver;
 mod features;
 mod filter;
+mod moderation;
 pub mod offload;
 
 pub use device::{RxQueue, TxQueue};
 pub use driver::{Driver, DriverConfig, DriverError, DriverRx, DriverTx};
 pub use features::{Config, Features, bits};
 pub use filter::Filter;
+pub use moderation::{Coalesce, Notice};

@@ -6,7 +6,7 @@ use allocation_counter::measure;
 use ringroad_frame::Burst;
 use ringroad_net::bits;
 use ringroad_ring::BURST;
-use std::hint::black_box;
+use std::{hint::black_box, time::Duration};
 
 const BURSTS: u64 = 10_000;
 
@@ -29,7 +29,7 @@ fn carry(acked: u64, frame: usize, len: usize) -> (u64, u64, u64) {
         let taken = tx.take(&mut burst).unwrap();
         rx.put(&burst, &all[..taken]).unwrap();
         tx.done(&mut burst);
-        rx.wants_notification(true);
+        rx.settle(Duration::ZERO);
         assert_eq!(tx.take(&mut burst), Ok(0));
         let mut receive = || {
             let count = to.rx[0].receive(true, |parts| {

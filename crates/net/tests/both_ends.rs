@@ -6,10 +6,10 @@ mod common;
 use proptest::prelude::*;
 use ringroad_frame::{Burst, Counters, MAX_FRAME, Snapshot};
 use ringroad_mem::Span;
-use ringroad_net::{Driver, DriverConfig, DriverError, RxQueue, TxQueue, bits};
+use ringroad_net::{Driver, DriverConfig, DriverError, Notice, RxQueue, TxQueue, bits};
 use ringroad_ring::{BURST, SetupError};
 use ringroad_wire::{ethernet, vnet_hdr};
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 /// The most receive buffers that a frame may be spread over.
 const MERGED: usize = 256;
@@ -290,7 +290,8 @@ impl Wire {
             }
             let expected = self.expect(which.iter().map(|&index| frames[index as usize]));
             assert_eq!(self.rx.put(&self.burst, &which).unwrap(), expected);
-            if self.rx.wants_notification(true) && !self.receiver_awake {
+            let notice = self.rx.settle(Duration::ZERO);
+            if notice == Notice::Now && !self.receiver_awake {
                 self.receiver_awake = true;
                 self.receiver.rx[0].disable_notification();
             }

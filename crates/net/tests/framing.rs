@@ -24,7 +24,7 @@ use ringroad_wire::{
     ethernet::MacAddr,
     vnet_hdr::{self, F_NEEDS_CSUM},
 };
-use std::{collections::VecDeque, fs::File, sync::Arc};
+use std::{collections::VecDeque, fs::File, sync::Arc, time::Duration};
 
 const GUEST: u64 = 0x1_0000_0000;
 const HEADER: usize = vnet_hdr::SIZE;
@@ -333,7 +333,7 @@ proptest! {
             prop_assert_eq!(rx.put(&burst, &all).unwrap() as u64, placed);
             tx.done(&mut burst);
             // Shows the driver what it would keep back else.
-            tx.wants_notification(true);
+            tx.settle(Duration::ZERO);
             prop_assert_eq!(from.ring.take_used(&mut [Used::default(); BURST]).unwrap(), taken);
 
             while let Some((chains, bytes)) = filled.pop_front() {

@@ -254,12 +254,16 @@ where
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         let unused = chains.list().get(keep..).unwrap_or_default();
         let fresh = self.resubmits.untake(unused.len());
-        // Newest first, so that a crash leaves the oldest in the record, which come first in the ring.
-        for chain in unused.iter().rev().take(fresh) {
-            if self.track.is_some() {
+        let unused = unused.iter().rev().take(fresh);
+        if self.track.is_some() {
+            // Newest first, so that a crash leaves the oldest in the record, which come first in the ring.
+            for chain in unused {
                 self.forget(chain.id);
+                self.back(chain.slots());
             }
-            self.back(chain.slots());
+        } else {
+            // Together they have at most as many slots as the ring.
+            self.back(unused.fold(0, |slots, chain| slots.wrapping_add(chain.slots())));
         }
         chains.truncate(keep);
     }

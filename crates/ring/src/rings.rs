@@ -90,6 +90,12 @@ impl DeviceRing {
         either!(&mut self.0, ring => ring.flush())
     }
 
+    /// Returns how many published descriptors or elements the driver has not been notified of yet, nor does not want to be.
+    #[inline]
+    pub fn unsignalled(&self) -> u32 {
+        either!(&self.0, ring => ring.unsignalled)
+    }
+
     /// Returns whether the driver wants to be notified of chains published since the last `true`, or the last `sure` answer.
     ///
     /// A sure answer costs a full fence. Without the fence `true` is reliable, but `false` may miss a request that the driver

@@ -47,8 +47,8 @@ struct Member<P: Port> {
     notices: Cell<Notices>,
     /// The port's code has panicked.
     broken: Cell<bool>,
-    /// Notifications may be pending; see [`Port::settle`].
-    open: Cell<bool>,
+    /// Notifications may be pending: when to look; see [`Port::settle`].
+    open: Cell<Option<Duration>>,
     /// Whether frames wait at their sender when the port has no room: it may be told to, and takes frames now and then.
     waits: Cell<bool>,
     /// When the port was first found to have no room, without having accepted a frame since.
@@ -66,7 +66,7 @@ impl<P: Port> Member<P> {
     }
 
     /// Keeps a lease for the next burst.
-    #[inline]
+    #[inline(always)]
     fn keep(&self, queue: usize, lease: P::Lease) {
         let mut leases = self.leases.borrow_mut();
         if leases.len() <= queue {
@@ -81,7 +81,7 @@ impl<P: Port> Member<P> {
     #[cold]
     fn panicked(&self, payload: &(dyn Any + Send)) {
         self.broken.set(true);
-        self.open.set(false);
+        self.open.set(None);
         // Its code may panic again here.
         let _ = catch_unwind(AssertUnwindSafe(|| {
             if let Ok(mut leases) = self.leases.try_borrow_mut() {
@@ -118,6 +118,9 @@ impl<P: Port> Member<P> {
 }
 
 type Members<P> = [Option<Member<P>>];
+
+/// A time that has passed.
+const AT_ONCE: Option<Duration> = Some(Duration::ZERO);
 
 /// Carries bursts between ports. Each worker has one.
 pub struct Switch<P: Port> {
@@ -174,7 +177,7 @@ impl<P: Port> Switch<P> {
                 storm: Cell::default(),
                 notices: Cell::new(Notices::new()),
                 broken: Cell::new(false),
-                open: Cell::new(false),
+                open: Cell::new(None),
                 waits: Cell::new(false),
                 full: Cell::new(None),
                 leases: RefCell::default(),
@@ -239,6 +242,8 @@ impl<P: Port> Switch<P> {
     /// Returns why frames stayed with their sender, if they did, when a queue was carried last; once.
     #[inline]
     pub fn take_waiting(&mut self) -> Option<Wait> {
+        // Looked at first: a load of all of it soon after a store to a part of it would stall.
+        self.waiting.as_ref()?;
         self.waiting.take()
     }
 
@@ -255,18 +260,33 @@ impl<P: Port> Switch<P> {
         (alone && link_local && plain(from) && plain(other)).then_some((number, other))
     }
 
-    /// Releases all leases, and sends pending notifications that are wanted. To be called now and then under load, and before the
-    /// worker sleeps. Returns `false` if it must be repeated soon.
-    pub fn settle(&self) -> bool {
+    /// Releases all leases, and sends pending notifications that are wanted and due. To be called now and then under load, and
+    /// before the worker sleeps. Returns when it must be repeated, in terms of `now`; zero: at once; `None`: only after a burst.
+    /// `now`: time since the switch was created; it need not be exact.
+    pub fn settle(&self, now: Duration) -> Option<Duration> {
         self.release_leases();
-        let open = self.ports.iter().flatten().filter(|member| member.open.get());
-        open.fold(true, |settled, member| {
-            match catch_unwind(AssertUnwindSafe(|| member.port.settle())) {
-                Ok(done) => member.open.set(!done),
+        let members = self.ports.iter().flatten();
+        members.filter_map(|member| self.settle_port(member, now)).min()
+    }
+
+    /// The next [`Switch::settle`] asks this port, whether its notifications are due or not.
+    pub fn reopen(&self, number: u32) {
+        if let Some(Some(member)) = self.ports.get(number as usize)
+            && !member.broken.get()
+        {
+            member.open.set(AT_ONCE);
+        }
+    }
+
+    /// Sends a port's pending notifications, if it is time. Returns when to do that again.
+    fn settle_port(&self, member: &Member<P>, now: Duration) -> Option<Duration> {
+        if member.open.get()? <= now {
+            match catch_unwind(AssertUnwindSafe(|| member.port.settle(now))) {
+                Ok(again) => member.open.set(again),
                 Err(payload) => member.panicked(&*payload),
             }
-            settled && !member.open.get()
-        })
+        }
+        member.open.get()
     }
 
     /// Carries one burst from a port's queue to its destinations. Returns how many buffers were taken, 0 if the queue is empty,
@@ -306,13 +326,13 @@ impl<P: Port> Switch<P> {
         {
             match source.pour(&mut sink) {
                 Poured::Frames(frames) => {
-                    only.open.set(true);
+                    only.open.set(AT_ONCE);
                     self.poured |= frames > 0;
                     return Work { frames, heavy: true };
                 }
                 // No other traffic is behind these frames: what they come from has its own limit.
                 Poured::Full if !only.limits.wait.is_zero() => {
-                    only.open.set(true);
+                    only.open.set(AT_ONCE);
                     self.waiting = Some(Wait { port: number, until: now + POUR_AGAIN });
                     return NONE;
                 }
@@ -346,8 +366,9 @@ impl<P: Port> Switch<P> {
         } else {
             source.done(&mut self.burst);
         }
-        drop((delivery, source));
-        member.open.set(true);
+        drop(delivery);
+        drop(source);
+        member.open.set(AT_ONCE);
         member.keep(queue, lease);
         Work { frames, heavy }
     }
@@ -401,7 +422,7 @@ impl<'a, P: Port> Delivery<'a, P> {
         let mut work = all;
         let put = catch_unwind(AssertUnwindSafe(|| {
             let Some(sink) = member.port.sink(hint, all) else { return all };
-            member.open.set(true);
+            member.open.set(AT_ONCE);
             let sink = held.insert(sink);
             let accepted;
             match (burst.has_offloads(), wait) {

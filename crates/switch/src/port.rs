@@ -3,7 +3,7 @@
 use crate::{Claim, Dropped, Limits};
 use ringroad_frame::{Sink, Source};
 use ringroad_wire::ethernet::MacAddr;
-use std::any::Any;
+use std::{any::Any, time::Duration};
 
 /// A port of the switch, shared by its worker and by control, which starts and stops its queues. Neither blocks the other: a
 /// queue that control holds neither has nor accepts frames.
@@ -32,10 +32,10 @@ pub trait Port: Send + Sync {
     /// several queues. `frames`: number of frames to be counted as dropped if there is none.
     fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
 
-    /// Sends the notifications that recent bursts left pending because checking whether they are wanted was too expensive.
-    /// Returns `false` if that must be repeated.
-    fn settle(&self) -> bool {
-        true
+    /// Sends the notifications that recent bursts left pending, because checking whether they are wanted was too expensive or
+    /// because they may wait. Returns when it must be called again, without another burst, in terms of `now`; `None`: it need not be.
+    fn settle(&self, _now: Duration) -> Option<Duration> {
+        None
     }
 
     /// Returns whether flooded frames go here: broadcast, multicast, and those to unknown addresses.

@@ -6,7 +6,10 @@ use common::*;
 use ringroad_ring::BURST;
 use ringroad_switch::Claim;
 use ringroad_wire::ethernet::MacAddr;
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 #[test]
 fn learns_by_source_and_follows_moves() {
@@ -151,7 +154,7 @@ fn a_burst_takes_one_lock_and_its_source_is_kept() {
     assert_eq!(net.carry(0, 0), 0);
     assert!(!held(&net));
     net.send(0, &frames);
-    net.switch.settle();
+    net.switch.settle(Duration::ZERO);
     assert!(!held(&net));
     net.send(0, &frames);
     net.switch.release();
@@ -189,19 +192,39 @@ fn what_was_learned_of_a_port_can_be_forgotten() {
 fn ports_of_a_burst_are_settled_once() {
     let mut net = Net::new(3);
     let settled = |net: &Net| net.ports.iter().map(|port| port.settled.load(Relaxed)).collect::<Vec<_>>();
-    assert!(net.switch.settle());
+    let now = Duration::ZERO;
+    assert_eq!(net.switch.settle(now), None);
     assert_eq!(settled(&net), [0, 0, 0], "nothing has happened");
     net.send_one(1, MacAddr::BROADCAST, mac(1));
     net.send_one(0, mac(1), mac(0));
-    assert!(net.switch.settle() && net.switch.settle());
+    assert_eq!([net.switch.settle(now), net.switch.settle(now)], [None; 2]);
     assert_eq!(settled(&net), [1, 1, 1]);
     // Where it came from and where it went to; again, until it can be done.
     net.send_one(0, mac(1), mac(0));
     net.ports[1].stop(true);
-    assert!(!net.switch.settle() && !net.switch.settle());
+    assert_eq!([net.switch.settle(now), net.switch.settle(now)], [Some(now); 2]);
     net.ports[1].stop(false);
-    assert!(net.switch.settle());
+    assert_eq!(net.switch.settle(now), None);
     assert_eq!(settled(&net), [2, 4, 1]);
+}
+
+#[test]
+fn notifications_wait_until_they_are_due_and_longer_ones_do_not_keep_shorter_ones() {
+    let mut net = Net::new(3);
+    let settled = |net: &Net| net.ports.iter().map(|port| port.settled.load(Relaxed)).collect::<Vec<_>>();
+    let at = Duration::from_millis;
+    net.ports[0].due.store(20, Relaxed);
+    net.ports[1].due.store(10, Relaxed);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    assert_eq!(net.switch.settle(at(1)), Some(at(10)));
+    assert_eq!(net.switch.settle(at(9)), Some(at(10)));
+    assert_eq!(settled(&net), [1, 1, 1], "not asked before it is time");
+    assert_eq!(net.switch.settle(at(10)), Some(at(20)));
+    assert_eq!(settled(&net), [1, 2, 1]);
+    // Frames that come meanwhile do not postpone it.
+    net.send_one(0, mac(1), mac(0));
+    assert_eq!(net.switch.settle(at(15)), Some(at(20)));
+    assert_eq!(net.switch.settle(at(21)), None);
 }
 
 #[test]

@@ -147,7 +147,7 @@ fn a_panic_of_a_port_is_that_ports_end() {
     {
         let mut net = Net::new(4);
         (0..4).for_each(|port| drop(net.send_one(port, MacAddr::BROADCAST, mac(port))));
-        net.switch.settle();
+        net.switch.settle(Duration::ZERO);
         *net.ports[3].panics.lock().unwrap() = Some(place);
         // It sends and is sent to; the others do not notice.
         let done = net.ports[0].done.load(Relaxed);
@@ -155,12 +155,12 @@ fn a_panic_of_a_port_is_that_ports_end() {
             net.ports[3].to_send.lock().unwrap().push_back(vec![frame(mac(0), mac(3), round)]);
             net.carry(3, 0);
             net.ports[0].got();
-            net.switch.settle();
+            net.switch.settle(Duration::ZERO);
             assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
             let mut flooded = net.send_one(0, MacAddr::BROADCAST, mac(0));
             flooded.retain(|&port| port < 3);
             assert_eq!(flooded, [1, 2]);
-            net.switch.settle();
+            net.switch.settle(Duration::ZERO);
         }
         assert_eq!(net.ports[0].done.load(Relaxed) - done, 20, "who sent to it has its buffers back");
         let fell = std::mem::take(&mut *net.ports[3].fell.lock().unwrap());

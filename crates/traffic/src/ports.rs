@@ -2,12 +2,11 @@
 //! configuration.
 
 use ringroad_frame::{
-    ALL, Burst, Counters, Frame, HEADROOM, Poured, Sink, Software, Source,
+    ALL, Burst, Counters, HEADROOM, Poured, Sink, Software, Source,
     offload::{Offload, Support},
 };
 use ringroad_host::{PortKind, PortSettings};
 use ringroad_mem::{Region, Table};
-use ringroad_ring::Tuning;
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     os::fd::BorrowedFd,
@@ -15,6 +14,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU8, Ordering},
     },
+    time::Duration,
 };
 
 /// What happens to the frames that come from a port.
@@ -112,13 +112,12 @@ impl<K: PortKind> MeasuredSource<'_, K> {
     }
 
     /// What happens to a burst that is not forwarded. Returns how much work it was, in frames.
-    #[cold]
+    #[inline(never)]
     fn consume(&mut self, burst: &mut Burst, taken: usize) -> usize {
         match self.mode {
             Mode::Switch => {}
             Mode::Drop => burst.remove_frames(),
             Mode::Reflect => {
-                burst.frames_mut().iter_mut().for_each(Frame::reflect);
                 self.put(burst);
                 burst.remove_frames();
             }
@@ -136,8 +135,13 @@ impl<K: PortKind> MeasuredSource<'_, K> {
 impl<K: PortKind> Source for MeasuredSource<'_, K> {
     #[inline]
     fn take(&mut self, burst: &mut Burst) -> usize {
+        if self.mode == Mode::Switch {
+            return self.source.take(burst);
+        }
+        burst.reflect(self.mode == Mode::Reflect);
         let taken = self.source.take(burst);
-        if self.mode == Mode::Switch { taken } else { self.consume(burst, taken) }
+        burst.reflect(false);
+        if taken == 0 && self.mode != Mode::Generate { 0 } else { self.consume(burst, taken) }
     }
 
     #[inline]
@@ -211,8 +215,8 @@ impl<K: PortKind> PortKind for Measured<K> {
     fn others_take(&self, support: Support) {
         self.kind.others_take(support);
     }
-    fn settle(&self) -> bool {
-        self.kind.settle()
+    fn settle(&self, now: Duration) -> Option<Duration> {
+        self.kind.settle(now)
     }
     #[inline]
     fn weight(&self) -> usize {
@@ -236,8 +240,8 @@ impl<K: PortKind> PortKind for Measured<K> {
     fn set(&self, settings: &PortSettings) {
         self.kind.set(settings);
     }
-    fn tune(&self, tuning: Tuning) {
-        self.kind.tune(tuning);
+    fn tune(&self, settings: &PortSettings) {
+        self.kind.tune(settings);
     }
     fn check_memory(&self) -> bool {
         self.kind.check_memory()

@@ -8,7 +8,7 @@ use super::{
     value::{self, NAME, choice, int, text, wrong},
 };
 use crate::ports::Mode;
-use ringroad_host::vhost_user::Role;
+use ringroad_host::{INTERRUPT_DELAY, vhost_user::Role};
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
 use ringroad_switch::{Limits, Poll};
@@ -64,7 +64,7 @@ pub enum Kind {
 }
 
 /// Settings of a guest's port.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 #[serde(default)]
 pub struct VhostUser {
     /// Path of the Unix socket; unique.
@@ -85,6 +85,9 @@ pub struct VhostUser {
     /// Optimisations that can be turned off for measurements.
     #[serde(with = "TuningKeys")]
     pub tuning: Tuning,
+    /// How long the interrupt for sent frames may wait for more of them.
+    #[serde(deserialize_with = "interrupt_delay")]
+    pub interrupt_delay: Duration,
     /// Access to the socket, and a frontend's budgets.
     #[serde(skip)]
     pub frontend: Frontend,
@@ -101,6 +104,21 @@ impl Default for Port {
             poll: None,
             limits: Limits::default(),
             kind: Kind::default(),
+        }
+    }
+}
+
+impl Default for VhostUser {
+    fn default() -> VhostUser {
+        VhostUser {
+            socket: PathBuf::new(),
+            role: Role::default(),
+            features: Features::default(),
+            mac: None,
+            fixed: false,
+            tuning: Tuning::default(),
+            interrupt_delay: INTERRUPT_DELAY,
+            frontend: Frontend::default(),
         }
     }
 }
@@ -265,9 +283,14 @@ fn full<'de, D: Deserializer<'de>>(node: D) -> Result<Option<bool>, D::Error> {
 
 fn wait<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Duration>, D::Error> {
     text(node, "\"100us\" to \"1000ms\"", |text| {
-        let time = value::amount(text, "us").map(Duration::from_micros);
-        let time = time.or(value::amount(text, "ms").map(Duration::from_millis));
-        time.filter(|time| (Duration::from_micros(100)..=Duration::from_secs(1)).contains(time))
+        value::time(text).filter(|time| (Duration::from_micros(100)..=Duration::from_secs(1)).contains(time))
+    })
+}
+
+fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Error> {
+    text(node, "\"0\", or \"1us\" to \"10ms\"", |text| {
+        let time = value::time(text).or((text == "0").then_some(Duration::ZERO));
+        time.filter(|&time| time <= Duration::from_millis(10))
     })
 }
 

@@ -32,6 +32,7 @@ mac = "52:54:00:12:34:56"
 addresses = "fixed"
 limits = { addresses = 2, storm = 1_000, wait = "2ms" }
 link_local = "forward"
+interrupt_delay = "2ms"
 mtu = 1500
 poll = "unlimited"
 [[port]]
@@ -92,6 +93,7 @@ fn example() {
             mac,
             fixed: true,
             tuning: Tuning::default(),
+            interrupt_delay: Duration::from_millis(2),
             frontend: Frontend::default(),
         }),
     };
@@ -130,9 +132,18 @@ fn defaults() {
     assert_eq!(port.limits, limits);
     assert_eq!((port.mode, port.hairpin, port.queues, port.mtu, port.poll), (Mode::Switch, false, 1, None, None));
     let (role, features) = (Role::Server, Features::default());
-    let tuning = Tuning::default();
+    let (tuning, interrupt_delay) = (Tuning::default(), ringroad_host::INTERRUPT_DELAY);
     let (socket, frontend) = ("/run/1".into(), Frontend::default());
-    let kind = Kind::VhostUser(VhostUser { socket, role, features, mac: None, fixed: false, tuning, frontend });
+    let kind = Kind::VhostUser(VhostUser {
+        socket,
+        role,
+        features,
+        mac: None,
+        fixed: false,
+        tuning,
+        interrupt_delay,
+        frontend,
+    });
     assert_eq!(port.kind, kind);
     assert_eq!(parse(&vm1("features = {}\n[workers]\n[switch]")), config);
 }
@@ -156,7 +167,16 @@ fn each_feature_has_its_key() {
     let rings = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"];
     let sends = ["csum", "host_tso4", "host_tso6", "host_ecn", "host_ufo", "host_uso"];
     let takes = ["guest_csum", "guest_tso4", "guest_tso6", "guest_ecn", "guest_ufo", "guest_uso4", "guest_uso6"];
-    let control = ["ctrl_vq", "ctrl_rx", "ctrl_rx_extra", "ctrl_vlan", "ctrl_mac_addr", "ctrl_guest_offloads"];
+    let control = [
+        "ctrl_vq",
+        "ctrl_rx",
+        "ctrl_rx_extra",
+        "ctrl_vlan",
+        "ctrl_mac_addr",
+        "ctrl_guest_offloads",
+        "notf_coal",
+        "vq_notf_coal",
+    ];
     let keys: Vec<_> = [&rings[..], &sends, &takes, &control].concat();
     assert_eq!(keys.len() + 1, Features::all().iter().count(), "all but version_1");
     for key in &keys {
@@ -182,6 +202,9 @@ fn values_at_their_bounds() {
         "poll = \"0\"",
         "poll = \"0us\"",
         "poll = \"10000ms\"",
+        "interrupt_delay = \"0\"",
+        "interrupt_delay = \"1us\"",
+        "interrupt_delay = \"10ms\"",
         "mode = \"drop\"",
         "[switch]\nentries = 1\nageing = \"1s\"",
         "[switch]\nmove_after = \"0s\"",
@@ -312,6 +335,11 @@ fn broken_files() {
         (vm1("mtu = 67"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 67"),
         (vm1("mtu = 0x10000"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 0x10000"),
         (vm1("mtu = 1979-05-27"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 1979-05-27"),
+        (
+            vm1("interrupt_delay = \"11ms\""),
+            "5: port \"vm1\": key `interrupt_delay`: expected \"0\", or \"1us\" to \"10ms\"",
+        ),
+        (vm1("interrupt_delay = \"us\""), "5: port \"vm1\": key `interrupt_delay`: expected \"0\", or"),
         (vm1("poll = \"1s\""), "5: port \"vm1\": key `poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s)"),
         // vhost-user.
         (

@@ -111,10 +111,7 @@ pub(super) fn poll<'de, D: Deserializer<'de>, R: From<Poll>>(node: D) -> Result<
     text(node, "\"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\"", |text| match text {
         "0" => Some(Poll::For(Duration::ZERO)),
         "unlimited" => Some(Poll::Unlimited),
-        _ => {
-            let time = amount(text, "us").map(Duration::from_micros);
-            time.or(amount(text, "ms").map(Duration::from_millis)).filter(|&time| time <= MAX_POLL).map(Poll::For)
-        }
+        _ => time(text).filter(|&time| time <= MAX_POLL).map(Poll::For),
     })
 }
 
@@ -133,6 +130,11 @@ pub(super) fn socket_path(max: usize) -> String {
 pub(super) fn is_name(text: &str) -> bool {
     let good = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
     (1..=32).contains(&text.len()) && text.bytes().all(good)
+}
+
+/// Parses a time in `us` or `ms`.
+pub(super) fn time(text: &str) -> Option<Duration> {
+    amount(text, "us").map(Duration::from_micros).or(amount(text, "ms").map(Duration::from_millis))
 }
 
 /// Parses N from `N<unit>`, digits only.

@@ -136,7 +136,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     let Port { name: _, mode, hairpin, queues, mtu, poll, kind, limits } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
-            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, frontend } = guest;
+            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, interrupt_delay, frontend } = guest;
             of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
             diff.key("port.socket", Reconnects, socket, &other.socket);
             diff.key("port.role", Reconnects, role, &other.role);
@@ -146,6 +146,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", Reconnects, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
             diff.key("port.tuning", InPlace, tuning, &other.tuning);
+            diff.key("port.interrupt_delay", InPlace, interrupt_delay, &other.interrupt_delay);
         }
         (Kind::Tap(interface), Kind::Tap(other)) => {
             diff.key("port.interface", Recreates, interface, other);

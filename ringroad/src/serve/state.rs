@@ -242,15 +242,15 @@ enum Kind {
 /// Returns a port's settings. `poll`: the default for ports that set none.
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
     let config::Port { hairpin, mut limits, .. } = *port;
-    let tuning = match &port.kind {
+    let (tuning, interrupt_delay) = match &port.kind {
         config::Kind::VhostUser(guest) => {
             // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
             limits.own = Some(port.mac());
-            guest.tuning
+            (guest.tuning, guest.interrupt_delay)
         }
         config::Kind::Tap(_) => Default::default(),
     };
-    PortSettings { hairpin, poll: port.poll.unwrap_or(poll), tuning, limits }
+    PortSettings { hairpin, poll: port.poll.unwrap_or(poll), tuning, limits, interrupt_delay }
 }
 
 impl Running {

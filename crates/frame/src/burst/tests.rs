@@ -108,8 +108,8 @@ fn addresses_are_swapped_in_what_is_forwarded_only() {
     let memory = memory();
     let mut burst = Burst::default();
     burst.start_in(&memory);
+    burst.reflect(true);
     burst.push_at(0, HEADROOM + 100, Offload::NONE).unwrap();
-    burst.frames_mut()[0].reflect();
     let sent = bytes(HEADROOM, 100);
     let expected = [&[0; HEADROOM][..], &sent[6..12], &sent[..6], &sent[12..]].concat();
     assert_eq!(forwarded(&burst, 0), expected);
@@ -168,10 +168,11 @@ fn bytes_of_a_frame_from_any_position() {
                 at += piece.len() as u64;
             }
             let mut burst = Burst::default();
-            burst.start(MAX_FRAME, lead);
-            burst.push(&cut, 0, lead + len, Offload::partial(14, 0, 60).unwrap()).unwrap();
-            burst.exchange(&mut list);
             for reflected in [false, true] {
+                burst.start(MAX_FRAME, lead);
+                burst.reflect(reflected);
+                burst.push(&cut, 0, lead + len, Offload::partial(14, 0, 60).unwrap()).unwrap();
+                burst.exchange(&mut list);
                 let whole = forwarded(&burst, 0).split_off(HEADROOM);
                 for at in 0..len + 3 {
                     for most in [0, 1, 5, len, len + 9] {
@@ -183,8 +184,9 @@ fn bytes_of_a_frame_from_any_position() {
                     }
                 }
                 assert!(!reflected || whole[..6] == bytes(100 + lead, len)[6..12]);
-                burst.frames_mut()[0].reflect();
+                burst.exchange(&mut list);
             }
+            burst.exchange(&mut list);
             assert_eq!(burst.copy(1, 0, &mut [0; 9]), 0, "no such frame");
         }
     }

@@ -162,6 +162,7 @@ const BASE: &[i64] = &[
 const DATA: &[i64] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
     libc::SYS_ppoll,
     libc::SYS_pread64,
     libc::SYS_preadv,
@@ -189,7 +190,6 @@ const CONTROL: &[i64] = &[
     libc::SYS_dup,
     libc::SYS_dup3,
     libc::SYS_epoll_create1,
-    libc::SYS_epoll_pwait2,
     libc::SYS_eventfd2,
     libc::SYS_faccessat,
     libc::SYS_faccessat2,

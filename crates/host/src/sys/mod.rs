@@ -29,6 +29,7 @@ use std::{
     path::Path,
     time::Duration,
 };
+use vmm_sys_util::epoll::{Epoll, EpollEvent};
 
 /// Maximum iovecs of one `readv` or `writev`: a frame's header and its payload.
 pub(crate) const IOVECS: usize = 64;
@@ -46,6 +47,31 @@ pub fn keep_freed_memory() {
         libc::mallopt(libc::M_TRIM_THRESHOLD, KEPT);
         libc::mallopt(libc::M_TOP_PAD, KEPT / 8);
     }
+}
+
+/// Waits for events of an epoll instance, up to `timeout`, in nanoseconds if the kernel can (Linux 5.11); `None`: without a limit.
+/// Returns how many there are. A signal ends the wait without events.
+pub(crate) fn epoll_wait(epoll: &Epoll, timeout: Option<Duration>, events: &mut [EpollEvent]) -> usize {
+    let exact = timeout.filter(|left| !left.is_zero()).and_then(|left| {
+        Some(libc::timespec { tv_sec: left.as_secs().try_into().ok()?, tv_nsec: left.subsec_nanos().into() })
+    });
+    if let Some(time) = exact {
+        let (fd, most, none) = (epoll.as_raw_fd(), events.len() as libc::c_int, std::ptr::null::<libc::sigset_t>());
+        // SAFETY: the kernel writes at most `most` events, and `EpollEvent` is a transparent `epoll_event`. The C library has this
+        // call too recently.
+        let count = unsafe {
+            libc::syscall(libc::SYS_epoll_pwait2, fd, events.as_mut_ptr(), most, &raw const time, none, 0usize)
+        };
+        if let Ok(count) = usize::try_from(count) {
+            return count;
+        }
+        if io::Error::last_os_error().raw_os_error() != Some(libc::ENOSYS) {
+            return 0;
+        }
+    }
+    // Rounded up: otherwise it would wake just before a deadline, repeatedly.
+    let milliseconds = |left: Duration| left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
+    epoll.wait(timeout.map_or(-1, milliseconds), events).unwrap_or(0)
 }
 
 /// Pins the calling thread to a CPU.

@@ -6,7 +6,7 @@ use crate::sys;
 use ringroad_mem::Region;
 use ringroad_net::{
     Driver, DriverConfig, DriverError, bits,
-    control::{self, Command},
+    control::{self, Command, DriverControl, Interrupts},
 };
 use ringroad_ring::{Addresses, DriverFault, Features};
 use std::{
@@ -518,6 +518,15 @@ impl Connection {
                 None => notifier.wait(Duration::from_millis(1))?,
             }
         }
+    }
+
+    /// Asks the device how long interrupts of a queue may wait. Waits as [`Connection::command`] does.
+    ///
+    /// # Errors
+    /// As for [`Connection::command`].
+    pub fn interrupts(&mut self, queue: u16, patience: Duration) -> Result<Interrupts, CommandError> {
+        self.command(&Command::AskInterrupts(queue), patience)?;
+        self.driver.control.as_ref().and_then(DriverControl::interrupts).ok_or(CommandError::NoQueue)
     }
 
     /// Stops all queues. Returns how many buffers the device took and never returned, which should be 0; `None` if it has

@@ -12,9 +12,9 @@ use crate::{
     port::{Port, PortKind, PortSettings},
     worker::{PortHandle, Worker},
 };
-use ringroad_frame::{copy_some, offload::Support};
+use ringroad_frame::{copy_some, offload::Support, write_some};
 use ringroad_net::{
-    Config, Features, RxQueue, TxQueue, bits,
+    Coalesce, Config, Features, RxQueue, TxQueue, bits,
     control::{self, Change, Control},
 };
 use ringroad_ring::{Chains, Inflight};
@@ -105,7 +105,7 @@ impl<K: PortKind> Server<K> {
         let mut added = None;
         let at = SocketConfig { name: &name, path: &config.socket, role, limits: frontend, access };
         let socket = Socket::start(at, raised, || {
-            let running = Arc::new(Mutex::new(vec![false; space.queue_pairs.into()]));
+            let running = Arc::new(Mutex::new(vec![false; 2 * usize::from(space.queue_pairs)]));
             let handle = Arc::new(worker.add(Port::new(kind(vhost.clone()), settings))?);
             added = Some(handle.clone());
             let (name, offer, config, control) = (name.clone(), features, space, Arc::default());
@@ -137,7 +137,7 @@ struct NetDevice<K: PortKind> {
     handle: Arc<PortHandle<K>>,
     offer: Features,
     config: Config,
-    /// Which receive queues run.
+    /// Which receive and transmit queues run, by vring.
     running: Arc<Mutex<Vec<bool>>>,
     control: Arc<Mutex<Controlled>>,
 }
@@ -168,15 +168,29 @@ impl<K: PortKind> NetDevice<K> {
         }
     }
 
-    /// Counts a receive queue that has started or stopped; returns how many run.
-    fn count_pairs(&self, pair: usize, runs: bool) -> usize {
-        let mut running = self.running.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(running) = running.get_mut(pair) {
+    fn running(&self) -> MutexGuard<'_, Vec<bool>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a queue that has started or stopped; returns how many receive queues run, from the first one on.
+    fn count_queue(&self, vring: usize, runs: bool) -> usize {
+        let mut running = self.running();
+        if let Some(running) = running.get_mut(vring) {
             *running = runs;
         }
-        let pairs = running.iter().take_while(|&&runs| runs).count();
+        let pairs = running.iter().step_by(2).take_while(|&&runs| runs).count();
         self.port.0.pairs_running.store(pairs, Ordering::Relaxed);
         pairs
+    }
+
+    /// A queue has stopped: what the driver has set for it alone does not count when it starts again. Returns what `count_queue`
+    /// does.
+    fn stopped(&self, vring: usize) -> usize {
+        let running = self.count_queue(vring, false);
+        if let Some(control) = &mut self.controlled().state {
+            control.stopped(vring as u16);
+        }
+        running
     }
 
     fn start_rx(&self, pair: usize, ring: Ring) -> Result<u32, String> {
@@ -194,6 +208,7 @@ impl<K: PortKind> NetDevice<K> {
         queue.limit(ethernet::longest_frame(self.config.mtu));
         if let Some(control) = &self.controlled().state {
             queue.control(control.filter(), control.support());
+            queue.interrupts(control.interrupts(2 * pair as u16));
         }
         let (base, takes) = (queue.base(), queue.support());
         if let Some(kick) = &kick
@@ -204,7 +219,7 @@ impl<K: PortKind> NetDevice<K> {
         (slot.queue, slot.kick) = (Some(queue), kick);
         drop(slot);
         self.handle.room();
-        self.count_pairs(pair, true);
+        self.count_queue(2 * pair, true);
         self.set_takes(takes);
         Ok(base)
     }
@@ -216,7 +231,12 @@ impl<K: PortKind> NetDevice<K> {
         let resumed = TxQueue::resume(memory, acked, size, addresses, base, counters, journal, inflight);
         let (mut queue, resumed) = resumed.map_err(|error| error.to_string())?;
         notes::say(&self.name, 2 * pair + 1, base, resumed);
-        queue.tune(self.handle.port().settings().tuning);
+        let settings = self.handle.port().settings();
+        queue.tune(settings.tuning);
+        queue.moderate(Coalesce::delayed(settings.interrupt_delay));
+        if let Some(control) = &self.controlled().state {
+            queue.interrupts(control.interrupts(2 * pair as u16 + 1));
+        }
         queue.limit(ethernet::longest_frame(self.config.mtu));
         let base = queue.base();
         if let Some(kick) = &kick
@@ -226,6 +246,7 @@ impl<K: PortKind> NetDevice<K> {
         }
         (slot.queue, slot.kick) = (Some(queue), kick);
         drop(slot);
+        self.count_queue(2 * pair + 1, true);
         self.handle.start(pair as u16);
         Ok(base)
     }
@@ -248,52 +269,73 @@ impl<K: PortKind> NetDevice<K> {
     /// Carries out a burst of commands (5.1.6.5). They take effect before they are acknowledged, and together: a change of the
     /// offloads concerns the worker and every other port.
     fn serve(&self, chains: &mut Chains) {
+        let mut sooner = false;
         for index in 0..chains.list().len() {
             let Some(&chain) = chains.list().get(index) else { break };
             let mut bytes = vec![0; (chain.readable_len() as usize).min(control::MAX_COMMAND + 1)];
             let len = copy_some(chains.readable(&chain).iter().copied(), 0, &mut bytes);
-            let ack = self.command(bytes.get(..len).unwrap_or_default());
-            let written = chains.writable(&chain).first().map_or(0, |span| span.write(&[ack]));
+            let done = self.command(bytes.get(..len).unwrap_or_default());
+            sooner |= done == Some(Change::Interrupts);
+            let room = chain.writable_len() as usize;
+            let reply = match done {
+                Some(Change::Reply(parameters)) if parameters.len() < room => {
+                    [&[control::OK][..], &parameters].concat()
+                }
+                None | Some(Change::Reply(_)) => vec![control::ERR],
+                Some(_) => vec![control::OK],
+            };
+            let written = write_some(chains.writable(&chain).iter().copied(), &reply);
             if let Some(chain) = chains.list_mut().get_mut(index) {
                 chain.written = written as u32;
             }
         }
         self.apply();
+        if sooner {
+            self.handle.settle();
+        }
     }
 
-    /// Carries out a command; returns its acknowledgement.
-    fn command(&self, bytes: &[u8]) -> u8 {
+    /// Carries out a command; returns what has changed, or `None` if it is refused.
+    fn command(&self, bytes: &[u8]) -> Option<Change> {
+        let runs = |index| self.running().get(usize::from(index)).copied().unwrap_or_default();
         let done = match &mut self.controlled().state {
             Some(_) if bytes.len() > control::MAX_COMMAND => Err(control::Refused::Length { len: bytes.len() }),
-            Some(control) => control.command(bytes).map(|change| (change, control.mac())),
-            None => return control::ERR,
+            Some(control) => control.command(bytes, runs).map(|change| (change, control.mac())),
+            None => return None,
         };
         match done {
-            Ok((Change::Mac, mac)) => {
-                say!(self.port.0.lines, Info, "{}: the guest has changed its address to {mac}", self.name)
+            Ok((change, mac)) => {
+                if change == Change::Mac {
+                    say!(self.port.0.lines, Info, "{}: the guest has changed its address to {mac}", self.name);
+                }
+                Some(change)
             }
-            Ok(_) => {}
             Err(refused) => {
                 say!(self.port.0.lines, Warn, "{}: refused a command on the control queue: {refused}", self.name);
-                return control::ERR;
+                None
             }
         }
-        control::OK
     }
 
-    /// Applies what the driver has asked for to the receive queues that run.
+    /// Applies what the driver has asked for to the queues that run.
     fn apply(&self) {
-        let wanted = self.controlled().state.as_ref().map(|control| (control.filter().clone(), control.support()));
-        let Some((filter, support)) = wanted else { return };
+        // A copy: queues that start have entered their gates when they look at it.
+        let Some(control) = self.controlled().state.clone() else { return };
         let mut runs = false;
-        for gate in &self.port.0.rx {
+        for (gate, vring) in self.port.0.rx.iter().zip((0..).step_by(2)) {
             if let Some(queue) = &mut gate.enter().queue {
-                queue.control(&filter, support);
+                queue.control(control.filter(), control.support());
+                queue.interrupts(control.interrupts(vring));
                 runs = true;
             }
         }
+        for (gate, vring) in self.port.0.tx.iter().zip((1..).step_by(2)) {
+            if let Some(queue) = &mut gate.enter().queue {
+                queue.interrupts(control.interrupts(vring));
+            }
+        }
         if runs {
-            self.set_takes(support);
+            self.set_takes(control.support());
         }
     }
 
@@ -307,9 +349,12 @@ impl<K: PortKind> NetDevice<K> {
     }
 }
 
-/// Takes a queue out of its slot and returns the base at which it can resume.
+/// Takes a queue out of its slot and returns the base at which it can resume. Its driver is notified, in case that was waiting.
 fn stop<Q>(slot: &mut Slot<Q>, base: impl Fn(&mut Q) -> u32) -> u32 {
-    slot.queue.take().map_or_else(|| slot.vring.base(), |mut queue| base(&mut queue))
+    let Some(mut queue) = slot.queue.take() else { return slot.vring.base() };
+    let base = base(&mut queue);
+    slot.vring.notify();
+    base
 }
 
 impl<K: PortKind> VhostDevice for NetDevice<K> {
@@ -362,7 +407,7 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
                 stop(&mut slot, RxQueue::stop)
             });
             self.handle.room();
-            if self.count_pairs(pair, false) == 0 {
+            if self.stopped(index) == 0 {
                 self.set_takes(Support::empty());
             }
             return base;
@@ -373,7 +418,10 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
             self.handle.unwatch(&kick);
         }
         self.handle.stop(pair as u16);
-        stop(&mut slot, TxQueue::stop)
+        let base = stop(&mut slot, TxQueue::stop);
+        drop(slot);
+        self.stopped(index);
+        base
     }
 
     fn count_fault(&self, index: Option<usize>) {

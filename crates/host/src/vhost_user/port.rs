@@ -7,16 +7,19 @@ use super::{
 use crate::{
     deaf::{Deaf, Said},
     gate::{Gate, Lease},
-    port::PortKind,
+    port::{PortKind, PortSettings},
 };
 use parking_lot::{Mutex, MutexGuard};
 use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
 use ringroad_mem::{Span, Table};
-use ringroad_net::{RxQueue, TxQueue};
-use ringroad_ring::{Fault, Tuning};
-use std::sync::{
-    Arc,
-    atomic::{AtomicU8, AtomicUsize, Ordering},
+use ringroad_net::{Coalesce, Notice, RxQueue, TxQueue};
+use ringroad_ring::Fault;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU8, AtomicUsize, Ordering},
+    },
+    time::Duration,
 };
 use vmm_sys_util::eventfd::EventFd;
 
@@ -163,25 +166,26 @@ impl PortKind for VhostPort {
         Support::from_bits_truncate(self.0.takes.load(Ordering::Relaxed))
     }
 
-    fn settle(&self) -> bool {
-        fn settle<Q>(gate: &Gate<Slot<Q>>, counters: &Counters, wants: impl Fn(&mut Q) -> bool) -> bool {
+    fn settle(&self, now: Duration) -> Option<Duration> {
+        fn settle<Q>(gate: &Gate<Slot<Q>>, counters: &Counters, ask: impl Fn(&mut Q) -> Notice) -> Option<Duration> {
             // Control holds the queue: to be tried again.
-            let Some(mut slot) = gate.try_enter() else { return false };
-            if slot.queue.as_mut().is_some_and(wants) {
-                slot.vring.notify();
-                counters.notifications.add(1);
+            let Some(mut slot) = gate.try_enter() else { return Some(Duration::ZERO) };
+            match ask(slot.queue.as_mut()?) {
+                Notice::At(due) => return Some(due),
+                Notice::Not => {}
+                Notice::Now => {
+                    slot.vring.notify();
+                    counters.notifications.add(1);
+                }
             }
-            true
+            None
         }
         let Guest { rx, tx, rx_counters, tx_counters, .. } = &*self.0;
-        let mut settled = true;
-        for (gate, counters) in rx.iter().zip(rx_counters) {
-            settled &= settle(gate, counters, |queue| queue.wants_notification(true));
-        }
-        for (gate, counters) in tx.iter().zip(tx_counters) {
-            settled &= settle(gate, counters, |queue| queue.wants_notification(true));
-        }
-        settled
+        let rx = rx.iter().zip(rx_counters);
+        let tx = tx.iter().zip(tx_counters);
+        let rx = rx.filter_map(|(gate, counters)| settle(gate, counters, |queue| queue.settle(now)));
+        let tx = tx.filter_map(|(gate, counters)| settle(gate, counters, |queue| queue.settle(now)));
+        rx.chain(tx).min()
     }
 
     fn enable_room(&self) -> bool {
@@ -227,12 +231,15 @@ impl PortKind for VhostPort {
         }
     }
 
-    fn tune(&self, tuning: Tuning) {
+    fn tune(&self, settings: &PortSettings) {
         for gate in &self.0.rx {
-            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
+            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(settings.tuning));
         }
         for gate in &self.0.tx {
-            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(tuning));
+            if let Some(queue) = &mut gate.enter().queue {
+                queue.tune(settings.tuning);
+                queue.moderate(Coalesce::delayed(settings.interrupt_delay));
+            }
         }
     }
 
@@ -332,9 +339,9 @@ pub struct VhostSource<'a> {
 
 impl VhostSource<'_> {
     /// Notifies the driver of returned buffers, if it certainly wants that.
-    #[inline]
+    #[inline(always)]
     fn notify(&mut self) {
-        if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification(false)) {
+        if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification()) {
             self.slot.vring.notify();
             self.counters.notifications.add(1);
         }
@@ -397,14 +404,14 @@ pub struct VhostSink<'a> {
 
 impl VhostSink<'_> {
     /// Notifies the driver of received frames, or stops the queue. `lost`: frames that are dropped then.
-    #[inline]
+    #[inline(always)]
     fn finish<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
         let slot = &mut *self.slot;
         let queue = slot.queue.as_mut()?;
         let counters = self.counters;
         match result {
             Ok(done) => {
-                if queue.wants_notification(false) {
+                if queue.wants_notification() {
                     slot.vring.notify();
                     counters.notifications.add(1);
                 }

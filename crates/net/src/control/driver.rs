@@ -1,12 +1,14 @@
 //! Driver end of the control queue: one command at a time. Created by `driver.rs` with the other queues.
 
-use super::{Command, MAX_COMMAND};
+use super::{Command, Interrupts, MAX_COMMAND};
 use ringroad_mem::Region;
 use ringroad_ring::{Addresses, Buffer, DriverFault, DriverRing, Features, SetupError};
 use std::sync::Arc;
 
 /// Entries of the ring: there is never more than one command in flight, in two descriptors.
 const SIZE: u32 = 4;
+/// The longest reply, with the acknowledgement.
+const REPLY: usize = 1 + Interrupts::LEN;
 
 /// A control queue.
 #[derive(Debug)]
@@ -14,7 +16,7 @@ pub struct DriverControl {
     ring: DriverRing,
     addresses: Addresses,
     region: Arc<Region>,
-    /// Offset in the region of the command's bytes, which the acknowledgement follows.
+    /// Offset in the region of the command's bytes, which the acknowledgement and the rest of the reply follow.
     buffer: usize,
     in_flight: bool,
 }
@@ -22,7 +24,7 @@ pub struct DriverControl {
 impl DriverControl {
     /// Bytes of memory that it takes.
     pub(crate) fn bytes(features: Features) -> usize {
-        (DriverRing::bytes(features, SIZE) + MAX_COMMAND + 1).next_multiple_of(4096)
+        (DriverRing::bytes(features, SIZE) + MAX_COMMAND + REPLY).next_multiple_of(4096)
     }
 
     /// Lays it out at an offset in the driver's memory.
@@ -56,7 +58,7 @@ impl DriverControl {
             Some((span, Buffer { address: self.region.guest() + offset as u64, len: len as u32 }))
         };
         let (Some((readable, sent)), Some((writable, ack))) =
-            (place(self.buffer, bytes.len()), place(self.buffer + MAX_COMMAND, 1))
+            (place(self.buffer, bytes.len()), place(self.buffer + MAX_COMMAND, command.reply_len()))
         else {
             return false;
         };
@@ -81,5 +83,11 @@ impl DriverControl {
         self.in_flight = false;
         let ack = self.region.span(self.buffer + MAX_COMMAND, 1).and_then(|span| span.array::<1>(0));
         Ok(ack.map(|[ack]| ack))
+    }
+
+    /// Returns what followed the acknowledgement of a [`Command::AskInterrupts`] that was carried out.
+    pub fn interrupts(&self) -> Option<Interrupts> {
+        let span = self.region.span(self.buffer + MAX_COMMAND + 1, Interrupts::LEN)?;
+        span.array(0).map(Interrupts::from_bytes)
     }
 }

@@ -1,17 +1,27 @@
 use super::*;
-use std::slice;
+use crate::moderation::Coalesce;
+use std::{slice, time::Duration};
 
 const ALL: u64 = bits::NET_F_CTRL_RX
     | bits::NET_F_CTRL_RX_EXTRA
     | bits::NET_F_CTRL_VLAN
     | bits::NET_F_CTRL_MAC_ADDR
     | bits::NET_F_CTRL_GUEST_OFFLOADS
+    | bits::NET_F_NOTF_COAL
+    | bits::NET_F_VQ_NOTF_COAL
     | bits::NET_F_GUEST_CSUM
     | bits::NET_F_GUEST_TSO4
     | bits::NET_F_GUEST_TSO6;
 const OWN: MacAddr = MacAddr::local(1);
 const OTHER: MacAddr = MacAddr::local(2);
 const GROUP: MacAddr = MacAddr([0x33, 0x33, 0, 0, 0, 1]);
+
+const SOME: Interrupts = Interrupts { packets: 7, micros: 80 };
+
+/// Queues 0 to 3 run.
+fn runs(queue: u16) -> bool {
+    queue < 4
+}
 
 fn passes(control: &Control, to: MacAddr) -> bool {
     control.filter().passes(&[&to.0[..], &[0; 54]].concat())
@@ -21,9 +31,9 @@ fn passes(control: &Control, to: MacAddr) -> bool {
 fn up() -> Control {
     let mut control = Control::new(ALL, OWN);
     assert!(passes(&control, OTHER) && control.filter().passes_all(), "no command yet: every frame");
-    assert_eq!(control.command(&Command::Promiscuous(false).bytes()), Ok(Change::Filter));
-    assert_eq!(control.command(&Command::AllMulticast(false).bytes()), Ok(Change::Filter));
-    assert_eq!(control.command(&Command::Addresses(&[], &[GROUP]).bytes()), Ok(Change::Filter));
+    assert_eq!(control.command(&Command::Promiscuous(false).bytes(), runs), Ok(Change::Filter));
+    assert_eq!(control.command(&Command::AllMulticast(false).bytes(), runs), Ok(Change::Filter));
+    assert_eq!(control.command(&Command::Addresses(&[], &[GROUP]).bytes(), runs), Ok(Change::Filter));
     control
 }
 
@@ -41,18 +51,22 @@ fn every_command_is_understood_and_needs_its_feature() {
         (Command::AddVlan(5), bits::NET_F_CTRL_VLAN, Change::Filter),
         (Command::RemoveVlan(5), bits::NET_F_CTRL_VLAN, Change::Filter),
         (Command::Offloads(0), bits::NET_F_CTRL_GUEST_OFFLOADS, Change::Offloads),
+        (Command::TransmitInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
+        (Command::ReceiveInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
+        (Command::QueueInterrupts(1, SOME), bits::NET_F_VQ_NOTF_COAL, Change::Interrupts),
+        (Command::AskInterrupts(1), bits::NET_F_VQ_NOTF_COAL, Change::Reply([0; 8])),
     ];
     for (command, feature, change) in commands {
         let bytes = command.bytes();
-        assert_eq!(Control::new(ALL, OWN).command(&bytes), Ok(change), "{command:?}");
+        assert_eq!(Control::new(ALL, OWN).command(&bytes, runs), Ok(change), "{command:?}");
         let (class, number) = (bytes[0], bytes[1]);
         let unknown = Err(Refused::Unknown { class, command: number });
-        assert_eq!(Control::new(ALL & !feature, OWN).command(&bytes), unknown, "{command:?}");
+        assert_eq!(Control::new(ALL & !feature, OWN).command(&bytes, runs), unknown, "{command:?}");
         // One byte less or more is not this command.
         for wrong in [&bytes[..bytes.len() - 1], &[&bytes[..], &[0]].concat()] {
             let mut control = up();
             let (before, refused) = (control.clone(), Err(Refused::Length { len: wrong.len() }));
-            assert_eq!(control.command(wrong), refused, "{command:?}");
+            assert_eq!(control.command(wrong, runs), refused, "{command:?}");
             assert_eq!((control.filter(), control.mac()), (before.filter(), before.mac()), "nothing has changed");
         }
     }
@@ -62,12 +76,12 @@ fn every_command_is_understood_and_needs_its_feature() {
 fn receive_modes_and_tables_decide_what_passes() {
     let mut control = up();
     assert!(passes(&control, OWN) && !passes(&control, OTHER) && passes(&control, GROUP));
-    control.command(&Command::Addresses(&[OTHER], &[]).bytes()).unwrap();
+    control.command(&Command::Addresses(&[OTHER], &[]).bytes(), runs).unwrap();
     assert!(passes(&control, OTHER) && !passes(&control, GROUP), "a table replaces the one before");
-    control.command(&Command::Address(MacAddr::local(3)).bytes()).unwrap();
+    control.command(&Command::Address(MacAddr::local(3)).bytes(), runs).unwrap();
     assert_eq!(control.mac(), MacAddr::local(3));
     assert!(!passes(&control, OWN) && passes(&control, MacAddr::local(3)));
-    control.command(&Command::Promiscuous(true).bytes()).unwrap();
+    control.command(&Command::Promiscuous(true).bytes(), runs).unwrap();
     assert!(passes(&control, GROUP));
 }
 
@@ -76,15 +90,15 @@ fn offloads_can_be_turned_off_and_on_but_none_that_was_not_negotiated() {
     let mut control = Control::new(ALL, OWN);
     let all = control.support();
     assert!(all.contains(Support::TCP4 | Support::CHECKSUM));
-    control.command(&Command::Offloads(bits::NET_F_GUEST_CSUM).bytes()).unwrap();
+    control.command(&Command::Offloads(bits::NET_F_GUEST_CSUM).bytes(), runs).unwrap();
     assert_eq!(control.support(), Support::CHECKSUM | Support::VALID);
-    let refused = control.command(&Command::Offloads(bits::NET_F_GUEST_UFO).bytes());
+    let refused = control.command(&Command::Offloads(bits::NET_F_GUEST_UFO).bytes(), runs);
     assert_eq!(refused, Err(Refused::Value { class: 5, command: 0, value: bits::NET_F_GUEST_UFO }));
     assert_eq!(control.support(), Support::CHECKSUM | Support::VALID);
-    control.command(&Command::Offloads(ALL & GUEST_OFFLOAD_BITS).bytes()).unwrap();
+    control.command(&Command::Offloads(ALL & GUEST_OFFLOAD_BITS).bytes(), runs).unwrap();
     assert_eq!(control.support(), all);
     // Segmentation requires the checksum.
-    control.command(&Command::Offloads(bits::NET_F_GUEST_TSO4).bytes()).unwrap();
+    control.command(&Command::Offloads(bits::NET_F_GUEST_TSO4).bytes(), runs).unwrap();
     assert_eq!(control.support(), Support::empty());
 }
 
@@ -111,8 +125,56 @@ fn wrong_values_are_refused() {
     for bytes in wrong {
         let mut control = up();
         let before = control.clone();
-        let refused = control.command(&bytes).expect_err("refused");
+        let refused = control.command(&bytes, runs).expect_err("refused");
         assert!(!refused.to_string().is_empty());
         assert_eq!((control.filter(), control.mac()), (before.filter(), before.mac()), "{bytes:?}");
     }
+}
+
+#[test]
+fn interrupts_of_one_queue_and_of_all_the_last_command_counts() {
+    let mut control = Control::new(ALL, OWN);
+    let more = Interrupts { packets: 9, ..SOME };
+    let of = |control: &Control| std::array::from_fn(|queue| control.interrupts(queue as u16));
+    let mut set = |command: Command<'_>| {
+        assert_eq!(control.command(&command.bytes(), runs), Ok(Change::Interrupts), "{command:?}");
+        of(&control)
+    };
+    // The example of 5.1.6.5.9.
+    assert_eq!(set(Command::ReceiveInterrupts(SOME)), [Some(SOME), None, Some(SOME), None]);
+    assert_eq!(set(Command::QueueInterrupts(0, more)), [Some(more), None, Some(SOME), None]);
+    assert_eq!(set(Command::QueueInterrupts(1, more)), [Some(more), Some(more), Some(SOME), None]);
+    assert_eq!(set(Command::TransmitInterrupts(SOME)), [Some(more), Some(SOME), Some(SOME), Some(SOME)]);
+    let ask = |control: &mut Control, queue| control.command(&Command::AskInterrupts(queue).bytes(), runs);
+    assert_eq!(ask(&mut control, 0), Ok(Change::Reply(more.bytes())));
+    assert_eq!(ask(&mut control, 3), Ok(Change::Reply(SOME.bytes())));
+    assert_eq!(Interrupts::from_bytes(more.bytes()), more);
+    assert_eq!(more.bytes(), [9, 0, 0, 0, 80, 0, 0, 0], "max_packets, max_usecs");
+    // Started again, a queue has what was set for all.
+    control.stopped(0);
+    assert_eq!(of(&control), [Some(SOME); 4]);
+}
+
+#[test]
+fn interrupts_that_cannot_be_set() {
+    let mut control = Control::new(ALL, OWN);
+    let mut refuse = |command: Command<'_>, why| {
+        assert_eq!(control.command(&command.bytes(), runs), Err(why), "{command:?}");
+        assert!((0..9).all(|queue| control.interrupts(queue).is_none()), "nothing has changed");
+    };
+    for queue in [4, u16::MAX] {
+        refuse(Command::QueueInterrupts(queue, SOME), Refused::Queue { index: queue });
+        refuse(Command::AskInterrupts(queue), Refused::Queue { index: queue });
+    }
+    let value = |command, micros: u32| Refused::Value { class: 6, command, value: micros.into() };
+    for micros in [1_000_001, u32::MAX] {
+        let long = Interrupts { micros, ..SOME };
+        refuse(Command::TransmitInterrupts(long), value(0, micros));
+        refuse(Command::ReceiveInterrupts(long), value(1, micros));
+        refuse(Command::QueueInterrupts(0, long), value(2, micros));
+    }
+    // If one limit is zero, each packet is notified.
+    assert_eq!(Interrupts { packets: 0, micros: 5 }.limits(), Coalesce::NONE);
+    assert!(Interrupts { packets: 5, micros: 0 }.limits().delay.is_zero());
+    assert_eq!(SOME.limits(), Coalesce { packets: 7, bytes: u64::MAX, delay: Duration::from_micros(80) });
 }

@@ -4,7 +4,13 @@ mod fill;
 mod room;
 
 use super::FETCH;
-use crate::{features::bits, filter::Filter, offload};
+use crate::{
+    control::Interrupts,
+    features::bits,
+    filter::Filter,
+    moderation::{Coalesce, Moderation, Notice},
+    offload,
+};
 use ringroad_frame::{ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Rest, offload::Support};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
@@ -12,7 +18,7 @@ use ringroad_ring::{
     SetupError, Tuning,
 };
 use ringroad_wire::vnet_hdr;
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 /// Returns a virtio-net header without offloads (5.1.6).
 const fn header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
@@ -101,6 +107,7 @@ pub struct RxQueue {
     /// Which frames it receives; `None`: all.
     filter: Option<Arc<Filter>>,
     tuning: Tuning,
+    moderation: Moderation,
     counters: Arc<Counters>,
 }
 
@@ -147,6 +154,7 @@ impl RxQueue {
             support,
             filter: None,
             tuning,
+            moderation: Moderation::new(size),
             counters,
         };
         Ok((queue, resumed))
@@ -206,9 +214,9 @@ impl RxQueue {
         which: &[u8],
         wait: bool,
     ) -> Result<(usize, usize), Fault> {
-        let (mut short, all) = ([0; BURST], which);
+        let (mut suitable, all) = (None, which);
         let picks = burst.bound() > self.limit || self.filter.is_some();
-        let which = if picks { self.suitable(burst, which, &mut short) } else { which };
+        let which = if picks { self.suitable(burst, which, suitable.insert([0; BURST])) } else { which };
         self.want::<WRITE>(which.len())?;
         self.walked = 0;
         let (mut used, bytes) = if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };
@@ -231,6 +239,7 @@ impl RxQueue {
         }
         // A fault behind good frames is reported by the next burst.
         let counters = &self.counters;
+        self.moderation.count(tally.frames as usize, tally.bytes, 0);
         counters.frames.add(tally.frames);
         counters.bytes.add(tally.bytes);
         counters.oversize.add(tally.oversize);
@@ -256,14 +265,14 @@ impl RxQueue {
             if self.walked > BURST_PIECES {
                 tally.left += left;
                 // Not for lack of buffers.
-                self.short = Some(0);
+                self.found_short(0);
                 return;
             }
             if *used == self.chains.list().len() {
                 match self.more(used, left) {
                     Ok(0) => {
                         tally.left += left;
-                        self.short = Some(0);
+                        self.found_short(0);
                         return;
                     }
                     Ok(_) => {}
@@ -375,7 +384,10 @@ impl RxQueue {
     #[inline(always)]
     fn give(&mut self, used: &mut usize) {
         self.walked += self.chains.pieces();
-        self.ring.untake(&mut self.chains, *used);
+        if *used < self.chains.list().len() {
+            self.ring.untake(&mut self.chains, *used);
+        }
+        self.moderation.count(0, 0, self.chains.pieces());
         self.ring.give(self.chains.list().get(self.given..).unwrap_or_default());
         self.given = 0;
         self.chains.start(&self.memory);
@@ -388,8 +400,9 @@ impl RxQueue {
     fn place_plain<const WRITE: bool>(&mut self, burst: &Burst, which: &[u8]) -> (usize, u64) {
         let frames = burst.frames();
         let Some(sources) = burst.plain() else { return (0, 0) };
-        if sources.len() == frames.len() && ALL.get(..frames.len()) == Some(which) {
+        if sources.len() == frames.len() && which.len() == frames.len() {
             // Each piece is a frame, and all frames go here.
+            debug_assert_eq!(ALL.get(..frames.len()), Some(which));
             return self.place_all::<WRITE, _>(which.len(), |part| {
                 let sources = sources.get(part.clone()).unwrap_or_default();
                 let frames = frames.get(part).unwrap_or_default();
@@ -475,7 +488,7 @@ impl RxQueue {
                     Ok(0) if first > 0 => return Err(Refusal::Crowded),
                     Ok(0) if self.chains.room() == 0 => return Err(Refusal::Oversize),
                     Ok(0) => {
-                        self.short = Some(count);
+                        self.found_short(count);
                         return Err(Refusal::Full);
                     }
                     Ok(_) => {}
@@ -499,11 +512,16 @@ impl RxQueue {
         Ok(count)
     }
 
-    /// Returns whether the driver wants to be notified of published frames. Unless `sure`, `false` is not final, and the caller
-    /// must check again before going idle.
+    /// Returns whether the driver certainly wants to be notified of published frames now. `false` is not final:
+    /// [`RxQueue::settle`] must be called before going idle.
     #[inline]
-    pub fn wants_notification(&mut self, sure: bool) -> bool {
-        self.ring.wants_notification(sure)
+    pub fn wants_notification(&mut self) -> bool {
+        self.moderation.wants_notification(&mut self.ring)
+    }
+
+    /// Decides whether to notify the driver of published frames. `now`: time since any fixed point.
+    pub fn settle(&mut self, now: Duration) -> Notice {
+        self.moderation.settle(&mut self.ring, now)
     }
 
     /// Puts back chains taken for the next burst and returns where to resume after a stop (GET_VRING_BASE).

@@ -1,7 +1,11 @@
 //! Transmit queues: the driver sends, we take.
 
 use super::FETCH;
-use crate::offload;
+use crate::{
+    control::Interrupts,
+    moderation::{Coalesce, Moderation, Notice},
+    offload,
+};
 use ringroad_frame::{
     Burst, Counters, MAX_FRAME, NotAFrame, PIECES,
     offload::{Offload, Support},
@@ -12,7 +16,7 @@ use ringroad_ring::{
     SetupError, Tuning,
 };
 use ringroad_wire::vnet_hdr;
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 /// Limit for a burst of frames, in bytes: the sender's next frames wait for its next turn.
 const BURST_BYTES: u64 = 256 << 10;
@@ -33,6 +37,7 @@ pub struct TxQueue {
     /// The offloads that the driver may use.
     support: Support,
     tuning: Tuning,
+    moderation: Moderation,
     counters: Arc<Counters>,
     /// Number of chains, of those to be taken next, that were counted before they were put back.
     counted: usize,
@@ -65,7 +70,9 @@ impl TxQueue {
         let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
         let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
         let support = offload::driver_sends(acked);
-        let queue = TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, counters, counted: 0 };
+        let moderation = Moderation::new(size);
+        let queue =
+            TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, moderation, counters, counted: 0 };
         Ok((queue, resumed))
     }
 
@@ -228,6 +235,7 @@ impl TxQueue {
     #[inline]
     pub fn done(&mut self, burst: &mut Burst) {
         burst.finish(self.chains.pieces_mut());
+        self.moderation.count(self.chains.list().len(), burst.bytes(), self.chains.pieces());
         self.ring.give_deferred(self.chains.list());
         self.chains.empty();
     }
@@ -242,20 +250,25 @@ impl TxQueue {
         let keep = chains.iter().position(|chain| chain.first() >= start).unwrap_or(chains.len());
         self.counted += chains.len() - keep;
         self.ring.untake(&mut self.chains, keep);
+        // Their bytes do not matter: the sender waits anyway.
+        self.moderation.count(self.chains.list().len(), 0, self.chains.pieces());
         // A successor of this process forwards them.
         self.ring.consume();
         self.ring.give_deferred(self.chains.list());
         self.chains.empty();
     }
 
-    /// Returns whether the driver wants to be notified of published chains. With `sure`, deferred chains are published first;
-    /// else `false` is not final, and the caller must check again before going idle.
+    /// Returns whether the driver certainly wants to be notified of published chains now. `false` is not final:
+    /// [`TxQueue::settle`] must be called before going idle.
     #[inline]
-    pub fn wants_notification(&mut self, sure: bool) -> bool {
-        if sure {
-            self.ring.flush();
-        }
-        self.ring.wants_notification(sure)
+    pub fn wants_notification(&mut self) -> bool {
+        self.moderation.wants_notification(&mut self.ring)
+    }
+
+    /// Publishes deferred chains and decides whether to notify the driver. `now`: time since any fixed point.
+    pub fn settle(&mut self, now: Duration) -> Notice {
+        self.ring.flush();
+        self.moderation.settle(&mut self.ring, now)
     }
 
     /// Asks the driver to notify us when it sends. Returns `true` if it already has.

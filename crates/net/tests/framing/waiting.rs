@@ -22,7 +22,7 @@ proptest! {
         if unicast_only {
             let mut control = Control::new(bits::NET_F_CTRL_RX | bits::NET_F_CTRL_RX_EXTRA, MacAddr::local(1));
             for command in [Command::Promiscuous(false), Command::AllUnicast(true)] {
-                control.command(&command.bytes()).unwrap();
+                control.command(&command.bytes(), |_| true).unwrap();
             }
             rx.control(control.filter(), rx.support());
         }

@@ -13,7 +13,7 @@ use std::{
     collections::VecDeque,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -48,6 +48,8 @@ pub struct Fake {
     pub done: AtomicUsize,
     /// How often it was asked for notifications that were left open; it has to be asked again while it is not `running`.
     pub settled: AtomicUsize,
+    /// Until when its notifications wait, in milliseconds.
+    pub due: AtomicU64,
     /// Whether its queue is leased, how often it has been, and whether somebody else wants it.
     pub leased: Arc<AtomicBool>,
     pub leases: AtomicUsize,
@@ -103,6 +105,7 @@ impl Fake {
             missed: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
             settled: AtomicUsize::new(0),
+            due: AtomicU64::new(0),
             leased: Arc::default(),
             leases: AtomicUsize::new(0),
             wanted: AtomicBool::new(false),
@@ -299,10 +302,12 @@ impl Port for Fake {
         None
     }
 
-    fn settle(&self) -> bool {
+    fn settle(&self, now: Duration) -> Option<Duration> {
         self.panic_at(Panics::Settle);
         self.settled.fetch_add(1, Relaxed);
-        self.running.load(Relaxed)
+        let again = (!self.running.load(Relaxed)).then_some(Duration::ZERO);
+        let due = self.due.load(Relaxed);
+        again.or((now < Duration::from_millis(due)).then(|| Duration::from_millis(due)))
     }
 
     fn is_flooded(&self) -> bool {

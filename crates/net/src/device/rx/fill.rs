@@ -58,6 +58,7 @@ impl RxQueue {
         }
         self.give(&mut used);
         self.chains.clear();
+        self.moderation.count(frames as usize, bytes as u64, 0);
         let counters = &self.counters;
         counters.frames.add(frames);
         counters.bytes.add(bytes as u64);

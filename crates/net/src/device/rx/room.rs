@@ -9,10 +9,17 @@ impl RxQueue {
         let wants = self.want::<false>(wanted);
         let there = self.chains.list().len();
         if wants.is_ok() && there < wanted {
-            self.short = Some(there);
+            self.found_short(there);
         }
         // The next `put` reports a fault.
         wants.is_err() || there >= wanted
+    }
+
+    /// A frame has found too few buffers, of which there are this many.
+    #[cold]
+    pub(super) fn found_short(&mut self, there: usize) {
+        self.short = Some(there);
+        self.moderation.urge();
     }
 
     /// Returns whether a frame found too few buffers since the driver was last asked to notify.
