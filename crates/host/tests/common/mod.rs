@@ -330,8 +330,11 @@ pub fn memory(len: usize) -> fs::File {
 
 /// Returns how many mappings and descriptors of a file, given by device and inode, this process has.
 pub fn held((device, inode): (u64, u64)) -> (usize, usize) {
+    // Inode numbers alone are not enough: notes of ring positions are files of another tmpfs, which counts from 1 as well.
+    let file = format!("{:02x}:{:02x} {inode}", libc::major(device), libc::minor(device));
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
-    let maps = maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count();
+    let at = |line: &str| line.split_whitespace().skip(3).take(2).collect::<Vec<_>>().join(" ");
+    let maps = maps.lines().filter(|line| at(line) == file).count();
     let fds = fs::read_dir("/proc/self/fd").unwrap().flatten();
     let is = |meta: fs::Metadata| (meta.dev(), meta.ino()) == (device, inode);
     (maps, fds.filter_map(|fd| fs::metadata(fd.path()).ok()).filter(|meta| is(meta.clone())).count())

@@ -46,8 +46,10 @@ fn reconnects_with_traffic() {
     let mut memories = Vec::new();
     for round in 0..50 {
         let mut guest = rig.guest(0, LAYOUTS[round % 2]);
-        memories.push(identity(&guest.driver.file));
+        let memory = identity(&guest.driver.file);
+        memories.push(memory);
         exchange(&mut guest, &mut others.0);
+        assert!(held(memory).0 > 1, "the driver's mapping, and the device's");
         // It disconnects with its ring full of frames, and with frames in flight to it.
         (0..16).for_each(|_| assert!(guest.add(others.1.mac).is_some()));
         let _ = guest.vrings[1].kick.write(1);
