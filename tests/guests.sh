@@ -67,6 +67,8 @@ features = { csum = false, guest_csum = false }
 name = "uml"
 kind = "vhost-user"
 socket = "$state/uml.sock"
+queues = 4
+speed = "25Gb/s"
 
 [[port]]
 name = "host"
@@ -279,6 +281,48 @@ interrupts() { # GUEST: its interrupts for received frames come as often as it a
   at "$1" 'ethtool -C eth0 rx-usecs 0 rx-frames 0'
 }
 
+per_queue() { # PORT: how many frames went to each of its queues, by the daemon's counters
+  local lines
+  lines=$(wc -l <"$state/ringroad.log")
+  kill -USR1 "$daemon"
+  sleep 0.2
+  tail -n +$((lines + 1)) "$state/ringroad.log" | awk -F'|' -v port="$1:" 'index($1, port) == 1 {
+    sub(/^ +/, "", $4); sub(/  .*/, "", $4); gsub(/[^0-9]/, "", $4); printf "%s ", $4 }'
+}
+
+queues() { # GUEST: it uses as many pairs of queues as it is told to, and flows go to all of them
+  local port pairs used
+  for pairs in 4 1 3; do
+    at "$1" "ethtool -L eth0 combined $pairs && ethtool -l eth0" >"$state/ethtool" || return
+    [ "$(awk '/^Combined:/ { print $2 }' "$state/ethtool" | xargs)" = "4 $pairs" ] || { cat "$state/ethtool"; return 1; }
+    read -ra before <<<"$(per_queue "$1")"
+    for port in {20000..20063}; do echo >"/dev/udp/${!1}/$port"; done
+    sleep 0.3
+    used=0
+    read -ra after <<<"$(per_queue "$1")"
+    for queue in "${!after[@]}"; do
+      [ "${after[queue]}" -le "${before[queue]:-0}" ] || used=$((used + 1))
+    done
+    echo "of $pairs queues $used received frames: ${before[*]}; ${after[*]}"
+    [ $used = "$pairs" ] || return
+    pings host "$1" || return
+  done
+  # The guest's own choice, by the hash of a flow.
+  at "$1" 'ethtool -L eth0 combined 4 && ethtool -X eth0 weight 0 1 0 1 && ethtool -x eth0' >"$state/ethtool" || return
+  grep -qE '^ +0: +1' "$state/ethtool" && grep -qE '^ +64: +3' "$state/ethtool" || { cat "$state/ethtool"; return 1; }
+  read -ra before <<<"$(per_queue "$1")"
+  for port in {20000..20063}; do echo >"/dev/udp/${!1}/$port"; done
+  sleep 0.3
+  read -ra after <<<"$(per_queue "$1")"
+  for queue in "${!after[@]}"; do used[queue]=$((after[queue] > before[queue])); done
+  echo "with weights 0 1 0 1 frames went to: ${used[*]}"
+  [ "${used[*]}" = "0 1 0 1" ] || return
+  at "$1" 'ethtool eth0' >"$state/ethtool" || return
+  grep -q 'Speed: 25000Mb/s' "$state/ethtool" || { cat "$state/ethtool"; return 1; }
+  at "$1" 'ethtool -X eth0 default && ethtool -L eth0 combined 1' || return
+  figure="4, 1 and 3 queues, and 2 by weights"
+}
+
 reboot() { # GUEST, soft|hard
   local begun=${EPOCHREALTIME//[.,]/} us soft=()
   [ "$2" = hard ] || soft=(--soft)
@@ -321,6 +365,7 @@ if check "daemon start" start_daemon; then
         check "uml offloads" offloads uml || true
         check "uml control queue" control uml || true
         check "uml interrupts" interrupts uml || true
+        check "uml queues" queues uml || true
         stop uml
         ;;
       both)

@@ -3,6 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use ringroad_frame::Flow;
 use ringroad_net::{
     Features,
     control::{Change, Control, Interrupts},
@@ -10,10 +11,12 @@ use ringroad_net::{
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
 
+const PAIRS: u16 = 2;
+
 fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
     let (acked, commands, frame) = input;
     let acked = acked | Features::CTRL_VQ.bits();
-    let mut control = Control::new(acked, MacAddr::local(1));
+    let mut control = Control::new(acked, MacAddr::local(1), PAIRS);
     for command in &commands {
         let before = control.clone();
         let interrupts = |control: &Control| std::array::from_fn::<_, 8, _>(|queue| control.interrupts(queue as u16));
@@ -22,13 +25,19 @@ fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
                 assert_eq!(control.filter(), before.filter());
                 assert_eq!((control.support(), control.mac()), (before.support(), before.mac()));
                 assert_eq!(interrupts(&control), interrupts(&before));
+                assert_eq!(control.pairs(), before.pairs());
             }
             Ok(_) => {}
         }
         let limits = interrupts(&control).into_iter().flatten().map(Interrupts::limits);
         assert!({ limits }.all(|limits| limits.delay <= Duration::from_secs(1)));
-        let all = Control::new(acked, MacAddr::local(1)).support();
+        let all = Control::new(acked, MacAddr::local(1), PAIRS).support();
         assert!(all.contains(control.support()), "an offload that was not negotiated");
+        assert!((1..=PAIRS).contains(&control.pairs()));
+        if let Some(rss) = control.rss() {
+            let flow = Flow::parse(&frame);
+            assert!(rss.queue(flow.as_ref()) < control.pairs());
+        }
         assert!(!control.mac().is_multicast() && !control.mac().is_zero());
         let passes = control.filter().passes(&frame);
         assert!(passes || !control.filter().passes_all() || frame.len() < 6);

@@ -72,6 +72,8 @@ counters! {
     spoofed,
     /// Frames dropped because their destination is a link-local address, which is not forwarded.
     link_local,
+    /// Frames dropped because they came from an isolated port and went to another one.
+    isolated,
     /// Frames with a source address of another port: the address has moved, or was not learned. Not drops.
     claimed,
     /// Frames whose source address was not learned because there was no room in the forwarding table. Not drops.
@@ -95,7 +97,7 @@ counters! {
 impl Snapshot {
     /// Returns the number of frames dropped, for any reason.
     pub fn dropped(&self) -> u64 {
-        let switched = self.storm + self.spoofed + self.link_local;
+        let switched = self.storm + self.spoofed + self.link_local + self.isolated;
         self.full + self.oversize + self.runt + self.offload + self.stopped + self.busy + switched
     }
 }

@@ -18,6 +18,7 @@
 
 mod burst;
 mod counters;
+mod flow;
 mod head;
 pub mod offload;
 mod port;
@@ -25,6 +26,7 @@ mod software;
 
 pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some, write_some};
 pub use counters::{Counter, Counters, Snapshot};
+pub use flow::Flow;
 pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;
 pub use port::{Poured, Sink, Source};

@@ -33,7 +33,7 @@ pub use worker::{PortHandle, Worker, WorkerConfig};
 #[doc(hidden)]
 pub mod embed {
     pub use crate::{PortKind, PortSettings};
-    pub use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
+    pub use ringroad_frame::{BURST, Burst, Counters, Poured, Sink, Source, offload::Support};
     pub use ringroad_mem::Span;
     pub use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 }

@@ -2,7 +2,7 @@
 //! `vhost_user/port.rs`, or whoever embeds this crate); [`ports!`](crate::ports) makes several kinds one.
 
 use parking_lot::Mutex;
-use ringroad_frame::{Counters, Sink, Snapshot, Source, offload::Support};
+use ringroad_frame::{BURST, Burst, Counters, Sink, Snapshot, Source, offload::Support};
 use ringroad_ring::Tuning;
 use ringroad_switch::{Claim, Dropped, Limits, Poll};
 use ringroad_wire::ethernet::MacAddr;
@@ -52,6 +52,19 @@ pub trait PortKind: Send + Sync + 'static {
 
     /// Returns a queue for `frames` frames, the one that `hint` selects; `None` if they are dropped, which it has counted.
     fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
+
+    /// Returns among how many queues the switch distributes flows now. If it is more than one, the `hint` of [`PortKind::sink`] is
+    /// the index of one of them.
+    #[inline]
+    fn queues(&self) -> usize {
+        1
+    }
+
+    /// Chooses the queues of these frames of a burst, if the port does that itself; returns `false` if not: then a flow goes to the
+    /// queue that its frames last came from. `queues`: the queue of each frame of the burst, by index.
+    fn steer(&self, _burst: &Burst, _which: &[u8], _queues: &mut [u8; BURST]) -> bool {
+        false
+    }
 
     /// Returns whether flooded frames go here: broadcast, multicast, and those to unknown addresses.
     #[inline]
@@ -179,6 +192,8 @@ pub struct PortReport {
     pub received: Snapshot,
     /// Frames to the guest or interface.
     pub sent: Snapshot,
+    /// The same, received and sent, of each of its queues, if it has several.
+    pub queues: Vec<[Snapshot; 2]>,
 }
 
 impl<K: PortKind> Port<K> {
@@ -214,8 +229,10 @@ impl<K: PortKind> Port<K> {
             counters.iter().for_each(|counters| sum += counters.snapshot());
             sum
         };
-        let name = self.kind.name().to_owned();
-        PortReport { name, received: sum(self.kind.received()), sent: sum(self.kind.sent()) }
+        let (received, sent) = (self.kind.received(), self.kind.sent());
+        let both = received.iter().zip(sent).filter(|_| received.len() > 1);
+        let queues = both.map(|(received, sent)| [received.snapshot(), sent.snapshot()]).collect();
+        PortReport { name: self.kind.name().to_owned(), received: sum(received), sent: sum(sent), queues }
     }
 
     /// Returns whether a warning was not logged before.
@@ -247,6 +264,15 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
     #[inline]
     fn sink(&self, hint: usize, frames: usize) -> Option<K::Sink<'_>> {
         self.kind.sink(hint, frames)
+    }
+
+    #[inline]
+    fn queues(&self) -> usize {
+        self.kind.queues()
+    }
+
+    fn steer(&self, burst: &Burst, which: &[u8], queues: &mut [u8; BURST]) -> bool {
+        self.kind.steer(burst, which, queues)
     }
 
     fn settle(&self, now: Duration) -> Option<Duration> {
@@ -295,6 +321,7 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
                 }
             }
             Dropped::LinkLocal => counters.link_local.add(frames),
+            Dropped::Isolated => counters.isolated.add(frames),
         }
     }
 
@@ -373,7 +400,7 @@ macro_rules! ports {
 
         const _: () = {
             use $crate::embed::{
-                Arc, BorrowedFd, Burst, Counters, Duration, PortKind, PortSettings, Poured, Sink, Source, Span, Support,
+                Arc, BURST, BorrowedFd, Burst, Counters, Duration, PortKind, PortSettings, Poured, Sink, Source, Span, Support,
             };
 
             impl<$($variant: Source),+> Source for $name<$($variant),+> {
@@ -455,6 +482,13 @@ macro_rules! ports {
                 #[inline]
                 fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>> {
                     match self { $($name::$variant(kind) => kind.sink(hint, frames).map($name::$variant)),+ }
+                }
+                #[inline]
+                fn queues(&self) -> usize {
+                    match self { $($name::$variant(kind) => kind.queues()),+ }
+                }
+                fn steer(&self, burst: &Burst, which: &[u8], queues: &mut [u8; BURST]) -> bool {
+                    match self { $($name::$variant(kind) => kind.steer(burst, which, queues)),+ }
                 }
                 #[inline]
                 fn is_flooded(&self) -> bool {

@@ -374,7 +374,8 @@ impl<'a, K: PortKind> Loop<'a, K> {
             |key| {
                 let waiting = blocked.borrow().get(key);
                 if let Some(Wait { port: full, .. }) = waiting {
-                    // The queue has frames: what it waits for is room.
+                    // What the queue waits for is room, or time.
+                    let Some(full) = full else { return true };
                     return port(full)
                         .is_some_and(|Served { port, .. }| guarded(port, false, || port.kind().enable_room()));
                 }
@@ -405,7 +406,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
         if let Some(Some(Served { port, .. })) = self.ports.get(number as usize) {
             guarded(port, (), || port.kind().disable_room());
         }
-        self.unblock(|_, wait| wait.port == number);
+        self.unblock(|_, wait| wait.port == Some(number));
     }
 
     /// Polls queues again whose frames wait.

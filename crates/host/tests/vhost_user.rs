@@ -20,6 +20,8 @@ mod memory;
 mod messages;
 #[path = "vhost_user/neighbours.rs"]
 mod neighbours;
+#[path = "vhost_user/pairs.rs"]
+mod pairs;
 #[path = "vhost_user/queues.rs"]
 mod queues;
 #[path = "vhost_user/reconnect.rs"]

@@ -8,7 +8,12 @@ mod interrupts;
 pub use driver::DriverControl;
 pub use interrupts::Interrupts;
 
-use crate::{features::bits, filter::Filter, offload};
+use crate::{
+    features::bits,
+    filter::Filter,
+    offload,
+    rss::{Rss, Wrong},
+};
 use interrupts::Moderated;
 use ringroad_frame::offload::Support;
 use ringroad_wire::ethernet::MacAddr;
@@ -37,6 +42,9 @@ mod codes {
     pub const VLAN: u8 = 2;
     pub const VLAN_ADD: u8 = 0;
     pub const VLAN_DEL: u8 = 1;
+    pub const MQ: u8 = 4;
+    pub const MQ_VQ_PAIRS_SET: u8 = 0;
+    pub const MQ_RSS_CONFIG: u8 = 1;
     pub const GUEST_OFFLOADS: u8 = 5;
     pub const GUEST_OFFLOADS_SET: u8 = 0;
     pub const NOTF_COAL: u8 = 6;
@@ -65,6 +73,8 @@ pub enum Change {
     Mac,
     /// Which offloads it takes: [`Control::support`].
     Offloads,
+    /// How many pairs of queues it uses, and how: [`Control::pairs`], [`Control::rss`].
+    Pairs,
     /// How long its interrupts may wait: [`Control::interrupts`].
     Interrupts,
     /// Nothing: the driver has asked for these parameters.
@@ -113,15 +123,20 @@ pub struct Control {
     mac: MacAddr,
     filter: Arc<Filter>,
     support: Support,
+    /// Pairs of queues that there are, and that the driver uses.
+    pairs: [u16; 2],
+    /// How it wants frames distributed among them, if it says that.
+    rss: Option<Arc<Rss>>,
     interrupts: Moderated,
 }
 
 impl Control {
     /// The state before the first command, for a driver that acknowledged these feature bits: it receives every frame, so that one
-    /// that never sends a command misses nothing, and takes all offloads that it negotiated.
-    pub fn new(acked: u64, mac: MacAddr) -> Control {
+    /// that never sends a command misses nothing, takes all offloads that it negotiated, and uses the first pair of queues.
+    /// `pairs`: how many there are.
+    pub fn new(acked: u64, mac: MacAddr, pairs: u16) -> Control {
         let (filter, support) = (Arc::new(Filter::everything(mac)), offload::driver_takes(acked));
-        Control { acked, mac, filter, support, interrupts: Moderated::default() }
+        Control { acked, mac, filter, support, pairs: [pairs, 1], rss: None, interrupts: Moderated::default() }
     }
 
     /// Returns which frames the driver receives.
@@ -132,6 +147,17 @@ impl Control {
     /// Returns the offloads that the driver takes now.
     pub fn support(&self) -> Support {
         self.support
+    }
+
+    /// Returns how many pairs of queues the driver uses, from the first one on.
+    pub fn pairs(&self) -> u16 {
+        let [_, used] = self.pairs;
+        used
+    }
+
+    /// Returns which receive queues frames go to. `None`: flows return to the queue whose transmit queue they came from.
+    pub fn rss(&self) -> Option<&Arc<Rss>> {
+        self.rss.as_ref()
     }
 
     /// Returns the driver's address.
@@ -187,6 +213,7 @@ impl Control {
                 }
                 Ok(Change::Filter)
             }
+            (MQ, _) => self.distribute(code, data),
             (NOTF_COAL, _) => self.moderate(code, data, runs),
             _ => {
                 let offloads = u64::from_le_bytes(data.try_into().map_err(|_| code.length())?);
@@ -197,6 +224,27 @@ impl Control {
                 Ok(Change::Offloads)
             }
         }
+    }
+
+    /// Sets how many pairs of queues are used, and how. The last command counts (5.1.6.5.5).
+    fn distribute(&mut self, code: Code, data: &[u8]) -> Result<Change, Refused> {
+        let [there, used] = &mut self.pairs;
+        if code.command == MQ_RSS_CONFIG {
+            let rss = Rss::from_bytes(data, *there).map_err(|wrong| match wrong {
+                Wrong::Length => code.length(),
+                Wrong::Value(value) => code.value(value.into()),
+            })?;
+            *used = rss.pairs();
+            self.rss = Some(Arc::new(rss));
+            return Ok(Change::Pairs);
+        }
+        let wanted = u16::from_le_bytes(data.try_into().map_err(|_| code.length())?);
+        if wanted == 0 || wanted > *there {
+            return Err(code.value(wanted.into()));
+        }
+        *used = wanted;
+        self.rss = None;
+        Ok(Change::Pairs)
     }
 
     fn moderate(&mut self, code: Code, data: &[u8], runs: impl Fn(u16) -> bool) -> Result<Change, Refused> {
@@ -262,6 +310,8 @@ impl Code {
             (MAC, MAC_TABLE_SET) => bits::NET_F_CTRL_RX,
             (MAC, MAC_ADDR_SET) => bits::NET_F_CTRL_MAC_ADDR,
             (VLAN, VLAN_ADD | VLAN_DEL) => bits::NET_F_CTRL_VLAN,
+            (MQ, MQ_VQ_PAIRS_SET) => bits::NET_F_MQ,
+            (MQ, MQ_RSS_CONFIG) => bits::NET_F_RSS,
             (GUEST_OFFLOADS, GUEST_OFFLOADS_SET) => bits::NET_F_CTRL_GUEST_OFFLOADS,
             (NOTF_COAL, NOTF_COAL_TX_SET | NOTF_COAL_RX_SET) => bits::NET_F_NOTF_COAL,
             (NOTF_COAL, NOTF_COAL_VQ_SET | NOTF_COAL_VQ_GET) => bits::NET_F_VQ_NOTF_COAL,
@@ -311,6 +361,10 @@ pub enum Command<'a> {
     RemoveVlan(u16),
     /// Take these offloads, as bits of the features GUEST_*.
     Offloads(u64),
+    /// Use this many pairs of queues.
+    Pairs(u16),
+    /// Distribute frames among receive queues by their hash.
+    Rss(&'a Rss),
     /// Delay interrupts of all transmit queues.
     TransmitInterrupts(Interrupts),
     /// Delay interrupts of all receive queues.
@@ -348,6 +402,8 @@ impl Command<'_> {
             Command::Address(address) => [&[MAC, MAC_ADDR_SET][..], &address.0].concat(),
             Command::AddVlan(id) => [&[VLAN, VLAN_ADD][..], &id.to_le_bytes()].concat(),
             Command::RemoveVlan(id) => [&[VLAN, VLAN_DEL][..], &id.to_le_bytes()].concat(),
+            Command::Pairs(pairs) => [&[MQ, MQ_VQ_PAIRS_SET][..], &pairs.to_le_bytes()].concat(),
+            Command::Rss(rss) => [&[MQ, MQ_RSS_CONFIG][..], &rss.bytes()].concat(),
             Command::TransmitInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_TX_SET][..], &limits.bytes()].concat(),
             Command::ReceiveInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_RX_SET][..], &limits.bytes()].concat(),
             Command::QueueInterrupts(index, limits) => {

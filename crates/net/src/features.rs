@@ -1,5 +1,6 @@
 //! Feature bits and the configuration space of a network device (virtio 1.3, 5.1.3, 5.1.4 and 6).
 
+use crate::rss::{self, HashTypes};
 use bitflags::bitflags;
 use ringroad_wire::ethernet::MacAddr;
 
@@ -45,6 +46,8 @@ pub mod bits {
     pub const NET_F_CTRL_VLAN: u64 = 1 << 19;
     /// The driver turns kinds of addresses on and off.
     pub const NET_F_CTRL_RX_EXTRA: u64 = 1 << 20;
+    /// The driver may use several pairs of queues.
+    pub const NET_F_MQ: u64 = 1 << 22;
     /// The driver may change its address.
     pub const NET_F_CTRL_MAC_ADDR: u64 = 1 << 23;
     /// The driver sets for how long interrupts of one queue may wait.
@@ -57,6 +60,10 @@ pub mod bits {
     pub const NET_F_GUEST_USO6: u64 = 1 << 55;
     /// The driver may send UDP to be segmented.
     pub const NET_F_HOST_USO: u64 = 1 << 56;
+    /// The driver says by a hash which receive queue frames go to.
+    pub const NET_F_RSS: u64 = 1 << 60;
+    /// Speed and duplex mode are in the configuration space.
+    pub const NET_F_SPEED_DUPLEX: u64 = 1 << 63;
 }
 
 bitflags! {
@@ -109,6 +116,10 @@ bitflags! {
         const CTRL_RX_EXTRA = bits::NET_F_CTRL_RX_EXTRA;
         /// VIRTIO_NET_F_CTRL_VLAN.
         const CTRL_VLAN = bits::NET_F_CTRL_VLAN;
+        /// VIRTIO_NET_F_MQ.
+        const MQ = bits::NET_F_MQ;
+        /// VIRTIO_NET_F_RSS.
+        const RSS = bits::NET_F_RSS;
         /// VIRTIO_NET_F_CTRL_MAC_ADDR.
         const CTRL_MAC_ADDR = bits::NET_F_CTRL_MAC_ADDR;
         /// VIRTIO_NET_F_CTRL_GUEST_OFFLOADS.
@@ -123,6 +134,8 @@ bitflags! {
         const STATUS = bits::NET_F_STATUS;
         /// VIRTIO_NET_F_MTU.
         const MTU = bits::NET_F_MTU;
+        /// VIRTIO_NET_F_SPEED_DUPLEX.
+        const SPEED_DUPLEX = bits::NET_F_SPEED_DUPLEX;
     }
 }
 
@@ -150,6 +163,8 @@ impl Features {
         .union(Features::CTRL_RX)
         .union(Features::CTRL_RX_EXTRA)
         .union(Features::CTRL_VLAN)
+        .union(Features::MQ)
+        .union(Features::RSS)
         .union(Features::CTRL_MAC_ADDR)
         .union(Features::CTRL_GUEST_OFFLOADS)
         .union(Features::VQ_NOTF_COAL)
@@ -198,23 +213,31 @@ pub struct Config {
     pub queue_pairs: u16,
     /// The largest payload of a frame.
     pub mtu: u16,
+    /// The link's speed in Mb/s; `None`: unknown.
+    pub speed: Option<u32>,
 }
 
 impl Default for Config {
-    /// A local address, link up, one queue pair, an MTU of 1500 bytes.
+    /// A local address, link up, one queue pair, an MTU of 1500 bytes, of unknown speed.
     fn default() -> Config {
-        Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 1, mtu: 1500 }
+        Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 1, mtu: 1500, speed: None }
     }
 }
 
 impl Config {
-    /// struct virtio_net_config up to and with `mtu`.
-    pub fn bytes(&self) -> [u8; 12] {
-        let mut bytes = [0; 12];
+    /// struct virtio_net_config up to and with `supported_hash_types`.
+    pub fn bytes(&self) -> [u8; 24] {
+        // A speed and a duplex mode of all ones are unknown; 1 is full duplex.
+        let (speed, duplex) = self.speed.map_or((u32::MAX, u8::MAX), |speed| (speed, 1));
+        let mut bytes = [0; 24];
         bytes[..6].copy_from_slice(&self.mac.0);
         bytes[6..8].copy_from_slice(&u16::from(self.link_up).to_le_bytes());
         bytes[8..10].copy_from_slice(&self.queue_pairs.to_le_bytes());
         bytes[10..12].copy_from_slice(&self.mtu.to_le_bytes());
+        bytes[12..16].copy_from_slice(&speed.to_le_bytes());
+        bytes[16..18].copy_from_slice(&[duplex, rss::KEY as u8]);
+        bytes[18..20].copy_from_slice(&(rss::TABLE as u16).to_le_bytes());
+        bytes[20..].copy_from_slice(&HashTypes::all().bits().to_le_bytes());
         bytes
     }
 }
@@ -225,9 +248,9 @@ mod tests {
 
     #[test]
     fn bits_of_the_specification() {
-        let basic = 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
+        let basic = 1 << 63 | 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
         let offloads = 0b11 | 0xff << 7 | 0b111 << 54;
-        let control = 1 << 2 | 0b1111 << 17 | 1 << 23 | 0b11 << 52;
+        let control = 1 << 2 | 0b1111 << 17 | 0b11 << 22 | 0b11 << 52 | 1 << 60;
         assert_eq!(Features::all().bits(), basic | offloads | control);
         assert_eq!(Features::CONTROL.bits(), control);
         assert_eq!(Features::OFFLOADS.bits(), offloads);
@@ -244,8 +267,16 @@ mod tests {
 
     #[test]
     fn configuration_space_of_the_specification() {
-        let config = Config { mac: MacAddr([1, 2, 3, 4, 5, 6]), link_up: true, queue_pairs: 0x0708, mtu: 0x090a };
-        assert_eq!(config.bytes(), [1, 2, 3, 4, 5, 6, 1, 0, 0x08, 0x07, 0x0a, 0x09]);
+        let config = Config {
+            mac: MacAddr([1, 2, 3, 4, 5, 6]),
+            link_up: true,
+            queue_pairs: 0x0708,
+            mtu: 0x090a,
+            speed: Some(10_000),
+        };
+        let bytes = [1, 2, 3, 4, 5, 6, 1, 0, 0x08, 0x07, 0x0a, 0x09, 0x10, 0x27, 0, 0, 1, 40, 128, 0, 0x3f, 0, 0, 0];
+        assert_eq!(config.bytes(), bytes);
+        assert_eq!(Config { speed: None, ..config }.bytes()[12..17], [0xff; 5]);
         assert_eq!(Config { link_up: false, ..config }.bytes()[6..8], [0, 0]);
     }
 }

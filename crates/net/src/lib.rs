@@ -21,6 +21,7 @@ mod features;
 mod filter;
 mod moderation;
 pub mod offload;
+pub mod rss;
 
 pub use device::{RxQueue, TxQueue};
 pub use driver::{Driver, DriverConfig, DriverError, DriverRx, DriverTx};

@@ -3,124 +3,18 @@
 
 use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
-    limits::{Notices, Storm},
-    port::{Port, panic_message},
+    delivery::{Delivery, Group, To, Wait, before},
+    member::{AT_ONCE, Member, Members},
+    port::Port,
 };
-use ringroad_frame::{ALL, BURST, Burst, Poured, Sink, Software, Source};
+use ringroad_frame::{ALL, BURST, Burst, Flow, Poured, Software, Source};
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use std::{
     any::Any,
-    cell::{Cell, RefCell},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
 };
-
-/// Indices of frames of a burst, in order.
-struct Group {
-    which: [u8; BURST],
-    len: usize,
-}
-
-impl Group {
-    const EMPTY: Group = Group { which: [0; BURST], len: 0 };
-
-    #[inline(always)]
-    fn push(&mut self, index: u8) {
-        if let Some(place) = self.which.get_mut(self.len) {
-            *place = index;
-            self.len += 1;
-        }
-    }
-
-    #[inline(always)]
-    fn list(&self) -> &[u8] {
-        self.which.get(..self.len).unwrap_or_default()
-    }
-}
-
-/// A port and its state in the switch.
-struct Member<P: Port> {
-    port: Arc<P>,
-    limits: Limits,
-    storm: Cell<Storm>,
-    notices: Cell<Notices>,
-    /// The port's code has panicked.
-    broken: Cell<bool>,
-    /// Notifications may be pending: when to look; see [`Port::settle`].
-    open: Cell<Option<Duration>>,
-    /// Whether frames wait at their sender when the port has no room: it may be told to, and takes frames now and then.
-    waits: Cell<bool>,
-    /// When the port was first found to have no room, without having accepted a frame since.
-    full: Cell<Option<Duration>>,
-    /// Leases kept from recent bursts, by queue; released when the queues are idle.
-    leases: RefCell<Vec<Option<P::Lease>>>,
-}
-
-impl<P: Port> Member<P> {
-    /// Returns a queue's lease: the one that was kept, or a new one.
-    #[inline]
-    fn lease(&self, queue: usize) -> Option<P::Lease> {
-        let kept = self.leases.borrow_mut().get_mut(queue).and_then(Option::take);
-        kept.filter(|_| !self.port.is_wanted(queue)).or_else(|| self.port.lease(queue))
-    }
-
-    /// Keeps a lease for the next burst.
-    #[inline(always)]
-    fn keep(&self, queue: usize, lease: P::Lease) {
-        let mut leases = self.leases.borrow_mut();
-        if leases.len() <= queue {
-            leases.resize_with(queue + 1, || None);
-        }
-        if let Some(place) = leases.get_mut(queue) {
-            *place = Some(lease);
-        }
-    }
-
-    /// Excludes the port, whose code has panicked.
-    #[cold]
-    fn panicked(&self, payload: &(dyn Any + Send)) {
-        self.broken.set(true);
-        self.open.set(None);
-        // Its code may panic again here.
-        let _ = catch_unwind(AssertUnwindSafe(|| {
-            if let Ok(mut leases) = self.leases.try_borrow_mut() {
-                leases.clear();
-            }
-            self.port.panicked(panic_message(payload));
-        }));
-    }
-
-    /// The port has accepted frames.
-    #[inline]
-    fn accepted(&self) {
-        if self.full.get().is_some() {
-            self.full.set(None);
-            self.waits.set(!self.limits.wait.is_zero());
-        }
-    }
-
-    /// The port has no room. Returns until when frames wait; `None` if they do not, or not any more.
-    #[cold]
-    fn refused(&self, now: Duration) -> Option<Duration> {
-        let since = self.full.get().unwrap_or(now);
-        self.full.set(Some(since));
-        let until = since + self.limits.wait;
-        self.waits.set(now < until);
-        self.waits.get().then_some(until)
-    }
-
-    /// Drops frames of a queue.
-    #[cold]
-    fn dropped(&self, queue: usize, why: Dropped, frames: usize) {
-        self.port.dropped(queue, why, frames);
-    }
-}
-
-type Members<P> = [Option<Member<P>>];
-
-/// A time that has passed.
-const AT_ONCE: Option<Duration> = Some(Duration::ZERO);
 
 /// Carries bursts between ports. Each worker has one.
 pub struct Switch<P: Port> {
@@ -133,15 +27,6 @@ pub struct Switch<P: Port> {
     poured: bool,
     /// What the queue waits for that was carried last.
     waiting: Option<Wait>,
-}
-
-/// Why frames stayed with their sender.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wait {
-    /// The port that has no room.
-    pub port: u32,
-    /// When to try again at the latest, as time since the switch was created.
-    pub until: Duration,
 }
 
 impl<P: Port> std::fmt::Debug for Switch<P> {
@@ -171,17 +56,7 @@ impl<P: Port> Switch<P> {
         }
         let limits = port.limits();
         if let Some(place) = self.ports.get_mut(number) {
-            *place = Some(Member {
-                port,
-                limits,
-                storm: Cell::default(),
-                notices: Cell::new(Notices::new()),
-                broken: Cell::new(false),
-                open: Cell::new(None),
-                waits: Cell::new(false),
-                full: Cell::new(None),
-                leases: RefCell::default(),
-            });
+            *place = Some(Member::new(port, limits));
         }
         self.limit(number as u32, limits);
         number as u32
@@ -190,9 +65,7 @@ impl<P: Port> Switch<P> {
     /// Sets a port's limits. Addresses learned from it are kept.
     pub fn limit(&mut self, number: u32, limits: Limits) {
         let Some(Some(member)) = self.ports.get_mut(number as usize) else { return };
-        member.limits = limits;
-        member.full.set(None);
-        member.waits.set(!limits.wait.is_zero());
+        member.limit(limits);
         if let (Err(owner), Some(address)) = (self.fdb.admit(number, limits.addresses, limits.own), limits.own)
             && let Some(Some(member)) = self.ports.get(number as usize)
             && let Some(Some(owner)) = self.ports.get(owner as usize)
@@ -257,7 +130,8 @@ impl<P: Port> Switch<P> {
         let plain = |member: &Member<P>| member.port.is_flooded() && !member.port.hairpin();
         // A source that pours drops link-local frames itself, unless its own limits allow them.
         let link_local = !from.limits.link_local || other.limits.link_local;
-        (alone && link_local && plain(from) && plain(other)).then_some((number, other))
+        let apart = from.limits.isolated && other.limits.isolated;
+        (alone && link_local && !apart && plain(from) && plain(other)).then_some((number, other))
     }
 
     /// Releases all leases, and sends pending notifications that are wanted and due. To be called now and then under load, and
@@ -309,6 +183,25 @@ impl<P: Port> Switch<P> {
         Work::default()
     }
 
+    /// Lets a source read frames straight into the buffers of their only possible destination, if there is just one and its buffers
+    /// suit. Returns how many; as an error, the number of that port, which is full.
+    #[inline]
+    fn pour(ports: &Members<P>, from: u32, queue: usize, source: &mut P::Source<'_>) -> Option<Result<usize, u32>> {
+        let (number, only) = Self::only_other(ports, from)?;
+        // Flows that go to several queues must be read first.
+        if only.broken.get() || only.port.queues() > 1 {
+            return None;
+        }
+        let poured = match source.pour(&mut only.port.sink(from as usize + queue, 0)?) {
+            Poured::Frames(frames) => Ok(frames),
+            // No other traffic is behind these frames: what they come from has its own limit.
+            Poured::Full if !only.limits.wait.is_zero() => Err(number),
+            Poured::Full | Poured::Unable => return None,
+        };
+        only.open.set(AT_ONCE);
+        Some(poured)
+    }
+
     #[inline]
     fn carry_burst(&mut self, from: u32, queue: usize, now: Duration) -> Work {
         const NONE: Work = Work { frames: 0, heavy: false };
@@ -316,28 +209,25 @@ impl<P: Port> Switch<P> {
         if member.broken.get() {
             return NONE;
         }
+        let paced = !member.limits.rate.is_none();
+        if paced && let Some(until) = member.paused(now) {
+            self.waiting = Some(Wait { port: None, until });
+            return NONE;
+        }
         let port = &*member.port;
         let Some(mut lease) = member.lease(queue) else { return NONE };
         let Some(mut source) = port.source(queue, &mut lease) else { return NONE };
-        if source.pours()
-            && let Some((number, only)) = Self::only_other(&self.ports, from)
-            && !only.broken.get()
-            && let Some(mut sink) = only.port.sink(from as usize + queue, 0)
-        {
-            match source.pour(&mut sink) {
-                Poured::Frames(frames) => {
-                    only.open.set(AT_ONCE);
-                    self.poured |= frames > 0;
-                    return Work { frames, heavy: true };
-                }
-                // No other traffic is behind these frames: what they come from has its own limit.
-                Poured::Full if !only.limits.wait.is_zero() => {
-                    only.open.set(AT_ONCE);
-                    self.waiting = Some(Wait { port: number, until: now + POUR_AGAIN });
-                    return NONE;
-                }
-                Poured::Full | Poured::Unable => {}
+        let pours = source.pours() && !paced;
+        match pours.then(|| Self::pour(&self.ports, from, queue, &mut source)).flatten() {
+            Some(Ok(frames)) => {
+                self.poured |= frames > 0;
+                return Work { frames, heavy: true };
             }
+            Some(Err(port)) => {
+                self.waiting = Some(Wait { port: Some(port), until: now + POUR_AGAIN });
+                return NONE;
+            }
+            None => {}
         }
         let taken = source.take(&mut self.burst);
         if taken == 0 {
@@ -345,20 +235,17 @@ impl<P: Port> Switch<P> {
         }
         // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
         // waits overlap.
-        let mut delivery = Delivery {
-            held: None,
-            weight: 0,
-            software: &mut self.software,
-            retains: source.retains(),
-            behind: 0,
-            end: BURST,
-            waiting: None,
-            now,
-        };
+        let mut delivery = Delivery::new(&mut self.software, source.retains(), now);
         let origin = Origin { number: from, queue, member, poured: self.poured, now };
+        if port.queues() > 1 {
+            origin.note_flows(&self.burst);
+        }
         forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
         let weight = delivery.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
+        if paced {
+            member.paces(&self.burst, delivery.end, now);
+        }
         let mut frames = taken;
         if delivery.end < self.burst.frames().len() {
             (frames, self.waiting) = (delivery.end, delivery.waiting);
@@ -390,112 +277,31 @@ struct Origin<'a, P: Port> {
     now: Duration,
 }
 
-/// The state of delivering a burst.
-struct Delivery<'a, P: Port + 'a> {
-    /// The last destination, kept until the source has published.
-    held: Option<P::Sink<'a>>,
-    /// Cost of the copies so far.
-    weight: usize,
-    software: &'a mut Option<Software>,
-    /// Whether the source keeps frames that wait.
-    retains: bool,
-    /// Index behind the last frame that was delivered.
-    behind: usize,
-    /// The frames from this index on wait, whatever their destination, for `waiting`.
-    end: usize,
-    waiting: Option<Wait>,
-    now: Duration,
-}
-
-impl<'a, P: Port> Delivery<'a, P> {
-    /// Puts frames of a burst into a port's queue, which is kept; returns how many were accepted. A panic there stops that port
-    /// only: the others get their frames, and the source its buffers.
-    fn put(&mut self, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8], wait: bool) -> usize {
-        // First release the previous destination: it may be the same one.
-        self.held = None;
-        self.behind = which.last().map_or(self.behind, |&last| self.behind.max(usize::from(last) + 1));
-        let all = which.len();
-        if member.broken.get() {
-            return all;
-        }
-        let (held, software) = (&mut self.held, &mut *self.software);
-        let mut work = all;
-        let put = catch_unwind(AssertUnwindSafe(|| {
-            let Some(sink) = member.port.sink(hint, all) else { return all };
-            member.open.set(AT_ONCE);
-            let sink = held.insert(sink);
-            let accepted;
-            match (burst.has_offloads(), wait) {
-                (false, true) => return sink.offer(burst, which),
-                (false, false) => accepted = sink.put(burst, which),
-                (true, true) => {
-                    let handled;
-                    (handled, work) = Software::offer_finished(software, sink, burst, which);
-                    return handled;
-                }
-                (true, false) => (accepted, work) = Software::put_finished(software, sink, burst, which),
-            }
-            if accepted > 0 {
-                member.accepted();
-            }
-            all
-        }));
-        self.weight += work * member.port.weight();
-        put.unwrap_or_else(|payload| {
-            self.held = None;
-            member.panicked(&*payload);
-            all
-        })
+impl<P: Port> Origin<'_, P> {
+    /// Remembers which queue the flows of these frames came from, for the way back.
+    #[inline(never)]
+    fn note_flows(&self, burst: &Burst) {
+        let steering = &self.member.steering;
+        let flows = (0..burst.frames().len()).filter_map(|index| Flow::read(burst, index));
+        flows.for_each(|flow| steering.note(&flow, self.queue));
     }
 
-    /// Puts frames into the queue of the port with this number, their only destination. If the port has no room for them, they
-    /// and all behind them stay with the sender.
+    /// Returns a port as the destination of these frames.
     #[inline(always)]
-    fn put_waiting(&mut self, number: u32, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8]) {
-        let wait = self.retains && member.waits.get();
-        let behind = self.behind;
-        let handled = self.put(member, hint, burst, which, wait);
-        if handled < which.len() {
-            self.behind = behind;
-            self.leave(number, member, hint, burst, which, handled);
-        } else if wait {
-            member.accepted();
-        }
-    }
-
-    /// The frames of `which` behind the first `handled` ones found no room.
-    #[cold]
-    fn leave(&mut self, number: u32, member: &'a Member<P>, hint: usize, burst: &Burst, which: &[u8], handled: usize) {
-        if handled > 0 {
-            member.accepted();
-        }
-        let (done, left) = which.split_at_checked(handled).unwrap_or((which, &[]));
-        self.behind = done.last().map_or(self.behind, |&last| self.behind.max(usize::from(last) + 1));
-        // Frames to other ports that were behind them have been delivered already and are not sent again: only those behind all
-        // of these can wait.
-        let Some(until) = member.refused(self.now) else {
-            self.put(member, hint, burst, left, false);
-            return;
-        };
-        let split = left.partition_point(|&index| usize::from(index) < self.behind);
-        let (late, waiting) = left.split_at_checked(split).unwrap_or((left, &[]));
-        if !late.is_empty() {
-            self.put(member, hint, burst, late, false);
-        }
-        if let Some(&first) = waiting.first() {
-            self.end = first.into();
-            self.waiting = Some(Wait { port: number, until });
-        }
+    fn to<'b>(&self, member: &'b Member<P>) -> To<'b, P> {
+        To { member, hint: self.number as usize + self.queue, queue: 0 }
     }
 }
 
 /// Returns the ports to which a frame from one of them is flooded.
 fn receivers<P: Port>(ports: &Members<P>, from: u32, link_local: bool) -> impl Iterator<Item = &Member<P>> {
+    let isolated = is_isolated(ports, from);
     ports.iter().enumerate().filter_map(move |(number, member)| {
         let member = member.as_ref()?;
         let wanted = member.port.is_flooded()
             && (number as u32 != from || member.port.hairpin())
-            && (!link_local || member.limits.link_local);
+            && (!link_local || member.limits.link_local)
+            && (!isolated || !member.limits.isolated || number as u32 == from);
         wanted.then_some(member)
     })
 }
@@ -510,6 +316,8 @@ const SPOOFED: u32 = FLOOD - 2;
 const FILTERED: u32 = FLOOD - 3;
 /// It is ignored: its destination is at the port that it came from.
 const NOWHERE: u32 = FLOOD - 4;
+/// It is dropped: both ports are isolated.
+const ISOLATED: u32 = FLOOD - 5;
 
 /// Learns the source and looks up the destination, once for consecutive frames of one flow.
 #[inline(always)]
@@ -529,6 +337,7 @@ fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from
     if !destination.is_multicast() {
         return match fdb.lookup(destination, now) {
             None => FLOOD,
+            Some(at) if limits.isolated && at != from.number && is_isolated(ports, at) => ISOLATED,
             Some(at) if at != from.number || from.member.port.hairpin() => at,
             // The table may have missed that it moved.
             Some(_) if from.poured => FLOOD,
@@ -540,6 +349,11 @@ fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from
         (true, true) => LOCAL,
         (true, false) => FILTERED,
     }
+}
+
+#[cold]
+fn is_isolated<P: Port>(ports: &Members<P>, number: u32) -> bool {
+    ports.get(number as usize).and_then(Option::as_ref).is_some_and(|member| member.limits.isolated)
 }
 
 /// Reports to the port that an address was not simply learned. Returns whether its frames are dropped.
@@ -593,18 +407,13 @@ fn forward<'a, P: Port>(
         // All frames of the burst have one destination, as usual.
         return put(ports, burst, from, first, all, delivery);
     }
-    let mut left = Group::EMPTY;
-    all.iter().for_each(|&index| left.push(index));
+    let mut left = Group::of(all);
     while let Some(&first) = left.list().first() {
         let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or(NOWHERE);
         let to = destination(first);
-        let mut group = Group::EMPTY;
-        let mut others = Group::EMPTY;
-        for &index in left.list() {
-            if destination(index) == to { &mut group } else { &mut others }.push(index);
-        }
+        let group;
+        (group, left) = left.split(|index| destination(index) == to);
         put(ports, burst, from, to, group.list(), delivery);
-        left = others;
     }
 }
 
@@ -623,7 +432,7 @@ fn put<'a, P: Port>(
         return;
     }
     if let Some(Some(member)) = ports.get(to as usize) {
-        delivery.put_waiting(to, member, from.number as usize + from.queue, burst, which);
+        delivery.put_waiting(to, from.to(member), burst, which);
     } else {
         spread(ports, burst, from, to, which, delivery);
     }
@@ -645,6 +454,7 @@ fn spread<'a, P: Port>(
         LOCAL => true,
         SPOOFED => return member.dropped(from.queue, Dropped::Spoofed, which.len()),
         FILTERED => return member.dropped(from.queue, Dropped::LinkLocal, which.len()),
+        ISOLATED => return member.dropped(from.queue, Dropped::Isolated, which.len()),
         // Nowhere, or to a port that was removed.
         _ => return,
     };
@@ -661,13 +471,7 @@ fn spread<'a, P: Port>(
     let which = which.get(..granted).unwrap_or_default();
     if !which.is_empty() {
         for receiver in receivers(ports, from.number, local) {
-            delivery.put(receiver, from.number as usize + from.queue, burst, which, false);
+            delivery.put_dropping(from.to(receiver), burst, which);
         }
     }
-}
-
-/// Returns the indices below `end`.
-#[cold]
-fn before(which: &[u8], end: usize) -> &[u8] {
-    which.get(..which.partition_point(|&index| usize::from(index) < end)).unwrap_or_default()
 }

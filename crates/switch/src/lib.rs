@@ -16,16 +16,22 @@
     )
 )]
 
+mod delivery;
 mod fdb;
 mod forward;
 mod gather;
 mod limits;
+mod member;
+mod pace;
 mod port;
 mod schedule;
+mod steering;
 
+pub use delivery::Wait;
 pub use fdb::{Fdb, Learned};
-pub use forward::{Switch, Wait};
+pub use forward::Switch;
 pub use gather::{Gather, Pauses};
 pub use limits::{Claim, Dropped, Limits};
+pub use pace::Rate;
 pub use port::{Port, panic_message};
 pub use schedule::{Poll, Schedule, Work};

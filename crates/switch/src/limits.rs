@@ -1,5 +1,6 @@
 //! Limits for what a port may do to the others: number and choice of addresses, rate of flooded frames. Enforced by `forward.rs`.
 
+use crate::Rate;
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
 
@@ -17,6 +18,10 @@ pub struct Limits {
     pub storm: u32,
     /// Forward frames to link-local addresses (IEEE 802.1Q, table 8-1) from and to this port, which bridges do not do.
     pub link_local: bool,
+    /// Frames from an isolated port go to no other isolated port.
+    pub isolated: bool,
+    /// How fast frames are taken from it.
+    pub rate: Rate,
     /// How long frames to this port alone wait at their sender when the port has no room for them, before they are dropped. Zero:
     /// they are dropped at once.
     pub wait: Duration,
@@ -30,6 +35,8 @@ impl Limits {
         fixed: false,
         storm: 10_000,
         link_local: false,
+        isolated: false,
+        rate: Rate::NONE,
         wait: Duration::from_millis(5),
     };
     /// Defaults for a port with a whole network behind it.
@@ -52,6 +59,8 @@ pub enum Dropped {
     Spoofed,
     /// The destination is a link-local address.
     LinkLocal,
+    /// Both ports are isolated.
+    Isolated,
 }
 
 /// What becomes of an address of one port that another port uses as source.

@@ -1,7 +1,7 @@
 //! A port as the switch sees it. Implemented in `host`, called by `forward.rs`.
 
 use crate::{Claim, Dropped, Limits};
-use ringroad_frame::{Sink, Source};
+use ringroad_frame::{BURST, Burst, Sink, Source};
 use ringroad_wire::ethernet::MacAddr;
 use std::{any::Any, time::Duration};
 
@@ -31,6 +31,19 @@ pub trait Port: Send + Sync {
     /// Returns the queue that frames of this worker go to; `None` if it is not running or in use. `hint` spreads senders over
     /// several queues. `frames`: number of frames to be counted as dropped if there is none.
     fn sink(&self, hint: usize, frames: usize) -> Option<Self::Sink<'_>>;
+
+    /// Returns among how many queues the switch distributes flows now. If it is more than one, the `hint` of [`Port::sink`] is the
+    /// index of one of them.
+    #[inline]
+    fn queues(&self) -> usize {
+        1
+    }
+
+    /// Chooses the queues of these frames of a burst, if the port does that itself; returns `false` if not: then a flow goes to the
+    /// queue that its frames last came from. `queues`: the queue of each frame of the burst, by index.
+    fn steer(&self, _burst: &Burst, _which: &[u8], _queues: &mut [u8; BURST]) -> bool {
+        false
+    }
 
     /// Sends the notifications that recent bursts left pending, because checking whether they are wanted was too expensive or
     /// because they may wait. Returns when it must be called again, without another burst, in terms of `now`; `None`: it need not be.

@@ -4,9 +4,11 @@ mod common;
 
 use common::*;
 use ringroad_ring::BURST;
-use ringroad_switch::{Claim, Dropped, Limits};
+use ringroad_switch::{Claim, Dropped, Limits, Rate, Wait};
 use ringroad_wire::ethernet::MacAddr;
 use std::{sync::atomic::Ordering::Relaxed, time::Duration};
+
+const NONE: [usize; 0] = [];
 
 /// Ports that may do what is usual, and one more.
 fn limits(changes: impl Fn(&mut Limits)) -> Limits {
@@ -46,7 +48,7 @@ fn a_ports_own_address_is_nobody_elses() {
     for now in [0, 1000, 100_000] {
         net.now = now;
         assert_eq!(net.send_one(0, mac(1), mac(0)), [1], "known before it has sent anything");
-        assert_eq!(net.send_one(2, mac(0), mac(1)), [] as [usize; 0]);
+        assert_eq!(net.send_one(2, mac(0), mac(1)), NONE);
         assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
         net.switch.forget(1);
     }
@@ -67,7 +69,7 @@ fn a_fixed_port_sends_from_its_own_address_only() {
     let good = vec![frames[0].clone(), frames[2].clone()];
     assert_eq!(net.send(1, &frames), [good.clone(), vec![], good]);
     assert_eq!(net.ports[1].lost(Dropped::Spoofed), 3);
-    assert_eq!(net.send_one(2, mac(1), mac(2)), [] as [usize; 0]);
+    assert_eq!(net.send_one(2, mac(1), mac(2)), NONE);
     assert_eq!(net.switch.fdb().len(0), 1);
     // Other limits hold from now on.
     net.switch.limit(1, Limits::default());
@@ -177,4 +179,65 @@ fn a_panic_of_a_port_is_that_ports_end() {
         assert_eq!(net.send_one(3, mac(0), mac(3)), [0]);
         assert_eq!(net.send_one(0, mac(3), mac(0)), [3]);
     }
+}
+
+#[test]
+fn isolated_ports_reach_only_others() {
+    let apart = limits(|limits| limits.isolated = true);
+    let mut net = Net::limited(&[apart, apart, limits(|_| {})]);
+    // Before the addresses are known, and afterwards.
+    assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), [2]);
+    assert_eq!(net.send_one(1, MacAddr::BROADCAST, mac(1)), [2]);
+    assert_eq!(net.send_one(2, MacAddr::BROADCAST, mac(2)), [0, 1]);
+    assert_eq!(net.send_one(0, mac(1), mac(0)), NONE);
+    assert_eq!(net.ports[0].lost(Dropped::Isolated), 1);
+    assert_eq!(net.send_one(0, mac(2), mac(0)), [2]);
+    assert_eq!(net.send_one(2, mac(0), mac(2)), [0]);
+    // One of them not any more.
+    net.switch.limit(1, limits(|_| {}));
+    assert_eq!(net.send_one(0, mac(1), mac(0)), [1]);
+    assert_eq!(net.send_one(1, mac(0), mac(1)), [0]);
+    assert_eq!(net.ports[1].lost(Dropped::Isolated), 0);
+}
+
+#[test]
+fn two_isolated_ports_have_nowhere_to_send() {
+    let apart = limits(|limits| limits.isolated = true);
+    let mut net = Net::limited(&[apart, apart]);
+    for pours in [false, true] {
+        net.ports[0].pours.store(pours, Relaxed);
+        assert_eq!(net.send_one(0, MacAddr::BROADCAST, mac(0)), NONE);
+        assert_eq!(net.send_one(0, mac(1), mac(0)), NONE);
+    }
+}
+
+#[test]
+fn what_is_beyond_the_rate_stays_with_the_sender() {
+    let rate = Rate { bits: 0, frames: 1000, burst: Duration::from_millis(4) };
+    let mut net = Net::limited(&[limits(|limits| limits.rate = rate), limits(|_| {}), limits(|_| {})]);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    for pours in [false, true] {
+        net.ports[0].pours.store(pours, Relaxed);
+        let start = Duration::from_secs(if pours { 20 } else { 10 });
+        let frames: Vec<_> = (0..3).map(|number| frame(mac(1), mac(0), number)).collect();
+        for _ in 0..4 {
+            net.ports[0].to_send.lock().unwrap().push_back(frames.clone());
+        }
+        let carry = |net: &mut Net, now| (net.switch.carry(0, 0, now).frames, net.switch.take_waiting());
+        // Two bursts of three frames, four of which were saved up.
+        assert_eq!(carry(&mut net, start), (3, None));
+        assert_eq!(carry(&mut net, start), (3, None));
+        let next = start + Duration::from_millis(2);
+        let wait = Some(Wait { port: None, until: next });
+        assert_eq!(carry(&mut net, start), (0, wait));
+        assert_eq!(carry(&mut net, next - Duration::from_nanos(1)), (0, wait));
+        assert_eq!(carry(&mut net, next), (3, None));
+        assert_eq!(carry(&mut net, next + Duration::from_millis(3)), (3, None));
+        assert_eq!(net.ports[1].got().len(), 12, "none was dropped");
+        // Another port is not concerned, and a limit that is lifted counts at once.
+        assert_eq!(net.send_one(2, mac(1), mac(2)), [1]);
+    }
+    net.ports[0].to_send.lock().unwrap().push_back(vec![frame(mac(1), mac(0), 1)]);
+    net.switch.limit(0, limits(|_| {}));
+    assert_eq!(net.switch.carry(0, 0, Duration::from_secs(20)).frames, 1);
 }

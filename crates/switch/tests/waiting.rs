@@ -41,7 +41,7 @@ fn frames_wait_for_room_and_arrive_once_and_in_order() {
     net.ports[1].room.store(4, Relaxed);
     push(&net.ports[0], &sent);
     let second = Duration::from_secs(1);
-    let wait = Some(Wait { port: 1, until: second + WAIT });
+    let wait = Some(Wait { port: Some(1), until: second + WAIT });
     assert_eq!(carry(&mut net, second), (4, wait));
     assert_eq!(net.ports[1].got(), sent[..4]);
     // Still none: the wait began with the first look.
@@ -59,7 +59,7 @@ fn the_wait_is_bounded_and_begins_again_only_after_a_frame_was_accepted() {
     let start = Duration::from_secs(1);
     net.ports[1].room.store(0, Relaxed);
     push(&net.ports[0], &[frames(1, 0..3), frames(2, 3..5)].concat());
-    assert_eq!(carry(&mut net, start), (0, Some(Wait { port: 1, until: start + WAIT })));
+    assert_eq!(carry(&mut net, start), (0, Some(Wait { port: Some(1), until: start + WAIT })));
     assert!(net.ports[2].got().is_empty(), "what is behind waits, too");
     assert_eq!(carry(&mut net, start + WAIT), (5, None));
     assert_eq!((net.ports[1].full.load(Relaxed), net.ports[2].got().len()), (3, 2));
@@ -72,7 +72,7 @@ fn the_wait_is_bounded_and_begins_again_only_after_a_frame_was_accepted() {
     push(&net.ports[0], &frames(1, 7..8));
     push(&net.ports[0], &frames(1, 8..9));
     assert_eq!(carry(&mut net, 2 * start), (1, None));
-    assert_eq!(carry(&mut net, 2 * start), (0, Some(Wait { port: 1, until: 2 * start + WAIT })));
+    assert_eq!(carry(&mut net, 2 * start), (0, Some(Wait { port: Some(1), until: 2 * start + WAIT })));
     // A reload to "drop" ends the wait.
     net.switch.limit(1, Limits { wait: Duration::ZERO, ..Limits::default() });
     assert_eq!(carry(&mut net, 2 * start), (1, None));
@@ -106,7 +106,7 @@ fn a_source_that_pours_waits_without_limit() {
     push(&net.ports[0], &frames(1, 0..3));
     for second in 1..9 {
         let now = Duration::from_secs(second);
-        assert_eq!(carry(&mut net, now), (0, Some(Wait { port: 1, until: now + Duration::from_secs(1) })));
+        assert_eq!(carry(&mut net, now), (0, Some(Wait { port: Some(1), until: now + Duration::from_secs(1) })));
     }
     net.ports[1].room.store(9, Relaxed);
     assert_eq!(carry(&mut net, Duration::from_secs(9)), (3, None));

@@ -2,7 +2,7 @@
 //! configuration.
 
 use ringroad_frame::{
-    ALL, Burst, Counters, HEADROOM, Poured, Sink, Software, Source,
+    ALL, BURST, Burst, Counters, HEADROOM, Poured, Sink, Software, Source,
     offload::{Offload, Support},
 };
 use ringroad_host::{PortKind, PortSettings};
@@ -208,6 +208,13 @@ impl<K: PortKind> PortKind for Measured<K> {
     #[inline]
     fn sink(&self, hint: usize, frames: usize) -> Option<K::Sink<'_>> {
         self.kind.sink(hint, frames)
+    }
+    #[inline]
+    fn queues(&self) -> usize {
+        self.kind.queues()
+    }
+    fn steer(&self, burst: &Burst, which: &[u8], queues: &mut [u8; BURST]) -> bool {
+        self.kind.steer(burst, which, queues)
     }
     fn takes(&self) -> Support {
         self.kind.takes()

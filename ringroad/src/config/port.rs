@@ -8,10 +8,13 @@ use super::{
     value::{self, NAME, choice, int, text, wrong},
 };
 use crate::ports::Mode;
-use ringroad_host::{INTERRUPT_DELAY, vhost_user::Role};
+use ringroad_host::{
+    INTERRUPT_DELAY,
+    vhost_user::{MAX_PAIRS, Role},
+};
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Limits, Poll};
+use ringroad_switch::{Limits, Poll, Rate};
 use ringroad_wire::ethernet::MacAddr;
 use serde::{Deserialize, Deserializer};
 use std::{path::PathBuf, time::Duration};
@@ -37,8 +40,8 @@ pub struct Port {
     pub mode: Mode,
     /// Whether frames may be sent back to the port that they came from.
     pub hairpin: bool,
-    /// Queue pairs, 1 to 16.
-    #[serde(deserialize_with = "int::<1, 16, u16, _, _>")]
+    /// Queue pairs, 1 to 127.
+    #[serde(deserialize_with = "int::<1, { MAX_PAIRS as u64 }, u16, _, _>")]
     pub queues: u16,
     /// The MTU in bytes, if set in the file.
     #[serde(deserialize_with = "int::<68, 65535, u16, _, _>")]
@@ -85,6 +88,9 @@ pub struct VhostUser {
     /// Optimisations that can be turned off for measurements.
     #[serde(with = "TuningKeys")]
     pub tuning: Tuning,
+    /// The link's speed in Mb/s that the guest is told, if set in the file.
+    #[serde(deserialize_with = "speed")]
+    pub speed: Option<u32>,
     /// How long the interrupt for sent frames may wait for more of them.
     #[serde(deserialize_with = "interrupt_delay")]
     pub interrupt_delay: Duration,
@@ -117,6 +123,7 @@ impl Default for VhostUser {
             mac: None,
             fixed: false,
             tuning: Tuning::default(),
+            speed: None,
             interrupt_delay: INTERRUPT_DELAY,
             frontend: Frontend::default(),
         }
@@ -163,6 +170,7 @@ struct Common {
     link_local: Option<bool>,
     #[serde(deserialize_with = "full")]
     full: Option<bool>,
+    isolated: bool,
 }
 
 /// Keys of `limits` about a port's effect on other ports.
@@ -175,6 +183,12 @@ struct Neighbours {
     storm: Option<u32>,
     #[serde(deserialize_with = "wait")]
     wait: Option<Duration>,
+    #[serde(deserialize_with = "bits")]
+    rate: u64,
+    #[serde(deserialize_with = "frames")]
+    frames: u64,
+    #[serde(deserialize_with = "burst")]
+    burst: Option<Duration>,
 }
 
 #[derive(Default, Deserialize)]
@@ -213,7 +227,7 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     let guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
     let tap = [common, keys(Tap::deserialize)].concat();
     table.only(None, &[&guest[..], &tap].concat())?;
-    let (mut port, Common { kind, limits, link_local, full }): (Port, _) = (table.read()?, table.read()?);
+    let (mut port, Common { kind, limits, link_local, full, isolated }): (Port, _) = (table.read()?, table.read()?);
     table.require("name", NAME)?;
     table.unique(&mut taken.uses, "port", "name", &port.name)?;
     table.note(&mut taken.places);
@@ -250,6 +264,8 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
         addresses: limits.addresses.unwrap_or(default.addresses),
         storm: limits.storm.unwrap_or(default.storm),
         link_local: link_local.unwrap_or(default.link_local),
+        isolated,
+        rate: Rate { bits: limits.rate, frames: limits.frames, burst: limits.burst.unwrap_or(Rate::NONE.burst) },
         ..default
     };
     Ok(port)
@@ -291,6 +307,33 @@ fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Er
     text(node, "\"0\", or \"1us\" to \"10ms\"", |text| {
         let time = value::time(text).or((text == "0").then_some(Duration::ZERO));
         time.filter(|&time| time <= Duration::from_millis(10))
+    })
+}
+
+/// Reads bits a second; 0 is unlimited.
+fn bits<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
+    text(node, "\"64kb/s\" to \"1000Gb/s\" or \"unlimited\"", |text| {
+        let units = [("kb/s", 1_000), ("Mb/s", 1_000_000), ("Gb/s", 1_000_000_000)];
+        let bits = units.iter().find_map(|&(unit, bits)| value::amount(text, unit)?.checked_mul(bits));
+        bits.filter(|bits| (64_000..=1_000_000_000_000).contains(bits)).or((text == "unlimited").then_some(0))
+    })
+}
+
+fn speed<'de, D: Deserializer<'de>>(node: D) -> Result<Option<u32>, D::Error> {
+    text(node, "\"10Mb/s\" to \"1000Gb/s\"", |text| {
+        let (mega, giga) = (value::amount(text, "Mb/s"), value::amount(text, "Gb/s"));
+        let speed = mega.or(giga.and_then(|giga| giga.checked_mul(1000)))?;
+        u32::try_from(speed).ok().filter(|speed| (10..=1_000_000).contains(speed))
+    })
+}
+
+fn frames<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
+    Ok(storm(node)?.unwrap_or(0).into())
+}
+
+fn burst<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Duration>, D::Error> {
+    text(node, "\"1ms\" to \"1000ms\"", |text| {
+        value::time(text).filter(|time| (Duration::from_millis(1)..=Duration::from_secs(1)).contains(time))
     })
 }
 

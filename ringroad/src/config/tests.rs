@@ -4,8 +4,8 @@ use crate::ports::Mode;
 use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::Limits;
-use ringroad_switch::{Gather, Poll};
+
+use ringroad_switch::{Gather, Limits, Poll, Rate};
 use ringroad_wire::ethernet::MacAddr;
 use std::{path::Path, time::Duration};
 
@@ -30,8 +30,10 @@ features = { packed = true, in_order = false, mrg_rxbuf = true, event_idx = true
 queues = 2
 mac = "52:54:00:12:34:56"
 addresses = "fixed"
-limits = { addresses = 2, storm = 1_000, wait = "2ms" }
+limits = { addresses = 2, storm = 1_000, wait = "2ms", rate = "20Mb/s", frames = 500, burst = "3ms" }
+isolated = true
 link_local = "forward"
+speed = "25Gb/s"
 interrupt_delay = "2ms"
 mtu = 1500
 poll = "unlimited"
@@ -83,6 +85,8 @@ fn example() {
             fixed: true,
             storm: 1000,
             link_local: true,
+            isolated: true,
+            rate: Rate { bits: 20_000_000, frames: 500, burst: Duration::from_millis(3) },
             wait: Duration::from_millis(2),
         },
         queues: 2,
@@ -93,6 +97,7 @@ fn example() {
             mac,
             fixed: true,
             tuning: Tuning::default(),
+            speed: Some(25_000),
             interrupt_delay: Duration::from_millis(2),
             frontend: Frontend::default(),
         }),
@@ -127,6 +132,8 @@ fn defaults() {
         fixed: false,
         storm: 10_000,
         link_local: false,
+        isolated: false,
+        rate: Rate { bits: 0, frames: 0, burst: Duration::from_millis(10) },
         wait: Duration::from_millis(5),
     };
     assert_eq!(port.limits, limits);
@@ -141,6 +148,7 @@ fn defaults() {
         mac: None,
         fixed: false,
         tuning,
+        speed: None,
         interrupt_delay,
         frontend,
     });
@@ -164,7 +172,7 @@ fn each_tuning_has_its_key() {
 
 #[test]
 fn each_feature_has_its_key() {
-    let rings = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu"];
+    let rings = ["packed", "in_order", "mrg_rxbuf", "event_idx", "indirect", "mac", "status", "mtu", "speed_duplex"];
     let sends = ["csum", "host_tso4", "host_tso6", "host_ecn", "host_ufo", "host_uso"];
     let takes = ["guest_csum", "guest_tso4", "guest_tso6", "guest_ecn", "guest_ufo", "guest_uso4", "guest_uso6"];
     let control = [
@@ -174,6 +182,8 @@ fn each_feature_has_its_key() {
         "ctrl_vlan",
         "ctrl_mac_addr",
         "ctrl_guest_offloads",
+        "mq",
+        "rss",
         "notf_coal",
         "vq_notf_coal",
     ];
@@ -209,6 +219,10 @@ fn values_at_their_bounds() {
         "[switch]\nentries = 1\nageing = \"1s\"",
         "[switch]\nmove_after = \"0s\"",
         "limits = { addresses = 262144, storm = 1000000000 }",
+        "limits = { rate = \"64kb/s\", frames = 1, burst = \"1000ms\" }\nisolated = false",
+        "limits = { rate = \"1000Gb/s\", frames = \"unlimited\", burst = \"1ms\" }",
+        "limits = { rate = \"unlimited\" }",
+        "speed = \"10Mb/s\"",
         "addresses = \"learn\"\nlink_local = \"drop\"\nlimits = {}",
         "[switch]\nentries = 1048576\nageing = \"1000000s\"",
         "[workers]\ncpus = []",
@@ -327,11 +341,11 @@ fn broken_files() {
             "5: port \"vm1\": key `mode`: expected \"switch\", \"reflect\", \"drop\" or \"generate\", found \"hub\"",
         ),
         (vm1("hairpin = 1"), "5: port \"vm1\": key `hairpin`: expected true or false, found 1"),
-        (vm1("queues = 99"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 99"),
-        (vm1("queues = 0"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 0"),
-        (vm1("queues = 1.5"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 1.5"),
-        (vm1("queues = \"2\""), "5: port \"vm1\": key `queues`: expected 1 to 16, found \"2\""),
-        (vm1("queues = 99999999999999999999"), "5: port \"vm1\": key `queues`: expected 1 to 16, found 9999"),
+        (vm1("queues = 128"), "5: port \"vm1\": key `queues`: expected 1 to 127, found 128"),
+        (vm1("queues = 0"), "5: port \"vm1\": key `queues`: expected 1 to 127, found 0"),
+        (vm1("queues = 1.5"), "5: port \"vm1\": key `queues`: expected 1 to 127, found 1.5"),
+        (vm1("queues = \"2\""), "5: port \"vm1\": key `queues`: expected 1 to 127, found \"2\""),
+        (vm1("queues = 99999999999999999999"), "5: port \"vm1\": key `queues`: expected 1 to 127, found 9999"),
         (vm1("mtu = 67"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 67"),
         (vm1("mtu = 0x10000"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 0x10000"),
         (vm1("mtu = 1979-05-27"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 1979-05-27"),
@@ -362,6 +376,20 @@ fn broken_files() {
         (
             vm1("addresses = \"any\""),
             "5: port \"vm1\": key `addresses`: expected \"learn\" or \"fixed\", found \"any\"",
+        ),
+        (vm1("isolated = 1"), "5: port \"vm1\": key `isolated`: "),
+        (
+            vm1("limits = { rate = \"63kb/s\" }"),
+            "5: port \"vm1\": key `limits.rate`: expected \"64kb/s\" to \"1000Gb/s\" or \"unlimited\", found \"63kb/s\"",
+        ),
+        (vm1("limits = { rate = \"1001Gb/s\" }"), "5: port \"vm1\": key `limits.rate`: expected \"64kb/s\" to"),
+        (vm1("limits = { rate = 1000000 }"), "5: port \"vm1\": key `limits.rate`: expected \"64kb/s\" to"),
+        (vm1("limits = { rate = \"99999999999999999999Gb/s\" }"), "5: port \"vm1\": key `limits.rate`: expected"),
+        (vm1("limits = { frames = 0 }"), "5: port \"vm1\": key `limits.frames`: expected 1 to 1000000000 frames"),
+        (vm1("limits = { burst = \"0ms\" }"), "5: port \"vm1\": key `limits.burst`: expected \"1ms\" to \"1000ms\""),
+        (
+            vm1("speed = \"9Mb/s\""),
+            "5: port \"vm1\": key `speed`: expected \"10Mb/s\" to \"1000Gb/s\", found \"9Mb/s\"",
         ),
         (vm1("link_local = true"), "5: port \"vm1\": key `link_local`: expected \"drop\" or \"forward\", found true"),
         (vm1("limits = 5"), "5: port \"vm1\": key `limits`: expected a table, found 5"),
@@ -423,7 +451,7 @@ fn broken_files() {
 
 #[test]
 fn complete_message() {
-    assert_eq!(error(&vm1("queues = 99")), "rr.toml:5: port \"vm1\": key `queues`: expected 1 to 16, found 99");
+    assert_eq!(error(&vm1("queues = 128")), "rr.toml:5: port \"vm1\": key `queues`: expected 1 to 127, found 128");
 }
 
 #[test]

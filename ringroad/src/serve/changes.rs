@@ -136,7 +136,8 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     let Port { name: _, mode, hairpin, queues, mtu, poll, kind, limits } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
-            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, interrupt_delay, frontend } = guest;
+            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, speed, interrupt_delay, frontend } =
+                guest;
             of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
             diff.key("port.socket", Reconnects, socket, &other.socket);
             diff.key("port.role", Reconnects, role, &other.role);
@@ -145,6 +146,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             // Drivers read the configuration space only when they start.
             diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", Reconnects, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
+            diff.key("port.speed", Reconnects, speed, &other.speed);
             diff.key("port.tuning", InPlace, tuning, &other.tuning);
             diff.key("port.interrupt_delay", InPlace, interrupt_delay, &other.interrupt_delay);
         }
@@ -157,7 +159,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         (Kind::Tap(_), Kind::VhostUser(_)) => diff.key("port.kind", Recreates, &0, &1),
     }
     if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
-        let Limits { addresses, own: _, fixed, storm, link_local, wait } = limits;
+        let Limits { addresses, own: _, fixed, storm, link_local, isolated, rate, wait } = limits;
         diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
         diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
         // Both keys are in this one value.
@@ -168,6 +170,10 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         }
         diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
         diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
+        diff.key("port.isolated", InPlace, isolated, &after.limits.isolated);
+        diff.key("port.limits.rate", InPlace, &rate.bits, &after.limits.rate.bits);
+        diff.key("port.limits.frames", InPlace, &rate.frames, &after.limits.rate.frames);
+        diff.key("port.limits.burst", InPlace, &rate.burst, &after.limits.rate.burst);
     }
     diff.key("port.mode", InPlace, mode, &after.mode);
     diff.key("port.hairpin", InPlace, hairpin, &after.hairpin);
@@ -287,6 +293,11 @@ socket = "/run/v"
             ("mtu = 1500", "limits = { connects = 5 }", "port vm1: key `port.limits`: in place"),
             ("mtu = 1500", "socket_mode = \"0660\"", "port vm1: key `port.socket_mode`: in place"),
             ("mtu = 1500", "socket_owner = \"0\"", "port vm1: key `port.socket_owner`: in place"),
+            ("mtu = 1500", "limits = { rate = \"1Mb/s\" }", "port vm1: key `port.limits.rate`: in place"),
+            ("mtu = 1500", "limits = { frames = 7 }", "port vm1: key `port.limits.frames`: in place"),
+            ("mtu = 1500", "limits = { burst = \"2ms\" }", "port vm1: key `port.limits.burst`: in place"),
+            ("mtu = 1500", "speed = \"1Gb/s\"", "port vm1: key `port.speed`: reconnects the guest"),
+            ("mtu = 1500", "isolated = true", "port vm1: key `port.isolated`: in place"),
             ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),
             ("[workers]\npoll = \"0\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
             ("mtu = 1500", "hairpin = true", "port vm1: key `port.hairpin`: in place"),

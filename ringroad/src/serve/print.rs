@@ -42,10 +42,18 @@ pub fn json(report: &PortReport) -> serde_json::Value {
         side.insert("dropped".into(), snapshot.dropped().into());
         side
     };
-    serde_json::json!({ "name": report.name, "from": side(&report.received), "to": side(&report.sent) })
+    let mut port = serde_json::Map::new();
+    port.insert("name".into(), report.name.clone().into());
+    port.insert("from".into(), side(&report.received).into());
+    port.insert("to".into(), side(&report.sent).into());
+    if !report.queues.is_empty() {
+        let queue = |[received, sent]: &[Snapshot; 2]| serde_json::json!({ "from": side(received), "to": side(sent) });
+        port.insert("queues".into(), report.queues.iter().map(queue).collect());
+    }
+    port.into()
 }
 
-/// Returns the counters of all ports as a table. README.md, "Counters", explains the columns.
+/// Returns the counters of all ports as a table, and of each queue of those with several. README.md, "Counters", explains the columns.
 pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
     let groups = [
         ("", &["port"][..]),
@@ -55,7 +63,13 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
         ("to port, dropped", &["no buffer", "oversize", "not running"]),
         ("events", &["faults", "panics", "claimed", "notified", "filtered"]),
     ];
-    let rows = ports.map(|PortReport { name, received, sent }| {
+    let rows = ports.flat_map(|PortReport { name, received, sent, queues }| {
+        let queues = queues.into_iter().enumerate();
+        let queues: Vec<_> =
+            queues.map(|(index, [received, sent])| (format!("{name}:{index}"), received, sent)).collect();
+        std::iter::once((name, received, sent)).chain(queues)
+    });
+    let rows = rows.map(|(name, received, sent)| {
         let numbers = [
             received.frames,
             received.bytes,

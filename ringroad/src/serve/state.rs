@@ -263,9 +263,14 @@ impl Running {
         progress.at(format!("starting port {}", port.name));
         let (settings, mode) = (settings(port, poll), port.mode);
         let kind = match &port.kind {
-            config::Kind::VhostUser(VhostUser { socket, role, features, frontend, .. }) => {
-                let config =
-                    Space { mac: port.mac(), link_up: true, queue_pairs: port.queues, mtu: port.mtu.unwrap_or(MTU) };
+            config::Kind::VhostUser(VhostUser { socket, role, features, speed, frontend, .. }) => {
+                let config = Space {
+                    mac: port.mac(),
+                    link_up: true,
+                    queue_pairs: port.queues,
+                    mtu: port.mtu.unwrap_or(MTU),
+                    speed: *speed,
+                };
                 let vhost = VhostConfig {
                     name: port.name.clone(),
                     socket: socket.clone(),

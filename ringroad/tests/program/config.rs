@@ -19,7 +19,7 @@ fn configuration_errors() {
     let port = "[[port]]\nname = \"a\"\nkind = \"vhost-user\"\nsocket = \"/tmp/never-made.sock\"\n";
     let cases = [
         (format!("{port}qeues = 2\n"), 5, "port \"a\": key `qeues`: unknown key, did you mean `queues`?"),
-        (format!("{port}queues = 17\n"), 5, "port \"a\": key `queues`: expected 1 to 16, found 17"),
+        (format!("{port}queues = 128\n"), 5, "port \"a\": key `queues`: expected 1 to 127, found 128"),
         (format!("{port}poll = \"5s\"\n"), 5, "key `poll`: expected"),
         (format!("\n\n{port}[port.features]\npackt = true\n"), 8, "key `features.packt`: unknown key, did you mean"),
         (format!("[workers]\ncpus = [0, 1]\n{port}"), 2, "key `workers.cpus`: expected a list of at most one CPU"),

@@ -56,8 +56,8 @@ pub trait VhostDevice: Clone + Send + 'static {
     /// Returns its vrings, always the same.
     fn vrings(&self) -> &[Vring];
 
-    /// Returns the reply to GET_QUEUE_NUM, offered only if it is more than 1. It counts pairs for QEMU and DPDK but vrings
-    /// for User-Mode Linux, which fails if the reply is 1.
+    /// Returns the reply to GET_QUEUE_NUM for frontends that do not read the configuration space: the number of pairs of queues.
+    /// The question is offered only if it is more than 1, as User-Mode Linux would take that for the number of vrings.
     fn queue_num(&self) -> u64 {
         1
     }

@@ -39,7 +39,8 @@ pub struct Connector {
     pub patience: Duration,
     /// Feature bits to negotiate, if the device offers them.
     pub features: u64,
-    /// Number of queue pairs.
+    /// Number of queue pairs. With a control queue the device must offer VIRTIO_NET_F_MQ for more than one, and uses the first one
+    /// until [`Command::Pairs`](control::Command::Pairs).
     pub queue_pairs: u16,
     /// Entries of each queue.
     pub queue_size: u32,
@@ -285,6 +286,12 @@ impl RawConnection {
         self.frontend.set_features(self.acked).map_err(refused(&self.path, "SET_FEATURES"))
     }
 
+    /// Returns whether the device has disconnected.
+    pub(crate) fn is_closed(&self) -> bool {
+        // The device sends nothing without a request, so a readable socket means the end.
+        !matches!(sys::wait_readable([Some(self.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
+    }
+
     /// Returns the first `len` bytes of the configuration space, or `None` if the device did not offer CONFIG.
     pub(crate) fn config(&mut self, len: usize) -> Result<Option<Vec<u8>>, ConnectError> {
         if !self.protocol.contains(Protocol::CONFIG) {
@@ -393,9 +400,14 @@ impl Connector {
     /// [`ConnectError`]: no device within [`Connector::patience`], it has too few queue pairs, lacks a required feature or refuses
     /// a message; the queue size is invalid, or the system has no memory or descriptors left.
     pub fn connect(&self) -> Result<Connection, ConnectError> {
-        let mut handshake = self.negotiate(self.patience, self.features)?;
+        let controls_many = self.queue_pairs > 1 && self.features & bits::NET_F_CTRL_VQ != 0;
+        let features = self.features | if controls_many { bits::NET_F_MQ } else { 0 };
+        let mut handshake = self.negotiate(self.patience, features)?;
         handshake.accept()?;
         let acked = handshake.acked;
+        if acked & bits::NET_F_CTRL_VQ != 0 && controls_many && acked & bits::NET_F_MQ == 0 {
+            return Err(ConnectError::Features { offered: acked, missing: "VIRTIO_NET_F_MQ" });
+        }
         let (queue_pairs, queue_size, frame, huge) = (self.queue_pairs, self.queue_size, self.frame, self.huge);
         let mut driver = Driver::new(DriverConfig { acked, queue_pairs, queue_size, frame, huge })?;
         let notifiers = || (0..queue_pairs).map(|_| Notifier::new()).collect::<io::Result<Vec<_>>>();
@@ -449,8 +461,7 @@ fn set_up(
 impl Connection {
     /// Returns whether the device has disconnected.
     pub fn is_closed(&self) -> bool {
-        // The device sends nothing without a request, so a readable socket means the end.
-        !matches!(sys::wait_readable([Some(self.handshake.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
+        self.handshake.is_closed()
     }
 
     /// Connects, within `patience`, to the device that replaces one that has disconnected, and hands it the same memory and

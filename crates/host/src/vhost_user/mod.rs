@@ -27,7 +27,7 @@ pub use descriptor::Kick;
 pub use device::{Ring, VhostDevice};
 pub use frontend::{CommandError, ConnectError, Connection, Connector, Notifier, RawConnection};
 pub use limits::{Limits, Rate};
-pub use net::{Server, VhostConfig};
+pub use net::{MAX_PAIRS, Server, VhostConfig};
 pub use place::{Access, SocketError};
 pub(crate) use place::{Place, bind};
 pub use port::{VhostLease, VhostPort, VhostSink, VhostSource};

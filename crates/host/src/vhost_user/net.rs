@@ -16,6 +16,7 @@ use ringroad_frame::{copy_some, offload::Support, write_some};
 use ringroad_net::{
     Coalesce, Config, Features, RxQueue, TxQueue, bits,
     control::{self, Change, Control},
+    rss::Rss,
 };
 use ringroad_ring::{Chains, Inflight};
 use ringroad_wire::ethernet;
@@ -24,6 +25,9 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// Maximum number of queue pairs of a port: messages name a vring by 8 bits, and one more is the control queue.
+pub const MAX_PAIRS: u16 = 127;
 
 /// How a vhost-user port is set up.
 #[derive(Clone, Debug)]
@@ -36,7 +40,7 @@ pub struct VhostConfig {
     pub role: Role,
     /// The features that are offered.
     pub features: Features,
-    /// The configuration space.
+    /// The configuration space. The number of queue pairs is at least 1 and at most [`MAX_PAIRS`].
     pub config: Config,
     /// How the port behaves.
     pub settings: PortSettings,
@@ -99,7 +103,8 @@ impl<K: PortKind> Server<K> {
         let failed = |error| SocketError::Start { name: name.clone(), error };
         let attention = eventfd().map_err(failed)?;
         let raised = attention.try_clone().map_err(failed)?;
-        let VhostConfig { role, frontend, access, settings, features, config: space, .. } = config;
+        let VhostConfig { role, frontend, access, settings, features, config: mut space, .. } = config;
+        space.queue_pairs = space.queue_pairs.clamp(1, MAX_PAIRS);
         let lines = Lines::new(&name, frontend.lines);
         let vhost = VhostPort::new(&config.name, space.queue_pairs, attention, lines.clone());
         let mut added = None;
@@ -147,7 +152,8 @@ struct NetDevice<K: PortKind> {
 struct Controlled {
     /// What the driver has asked for; `None`: it has no control queue.
     state: Option<Control>,
-    queue: Option<QueueThread>,
+    /// The queue that runs, and its vring.
+    queue: Option<(usize, QueueThread)>,
 }
 
 // Not derived, as that would ask for kinds that can be cloned.
@@ -174,23 +180,37 @@ impl<K: PortKind> NetDevice<K> {
 
     /// Counts a queue that has started or stopped; returns how many receive queues run, from the first one on.
     fn count_queue(&self, vring: usize, runs: bool) -> usize {
-        let mut running = self.running();
-        if let Some(running) = running.get_mut(vring) {
+        let mut controlled = self.controlled();
+        if let Some(running) = self.running().get_mut(vring) {
             *running = runs;
         }
-        let pairs = running.iter().step_by(2).take_while(|&&runs| runs).count();
-        self.port.0.pairs_running.store(pairs, Ordering::Relaxed);
-        pairs
-    }
-
-    /// A queue has stopped: what the driver has set for it alone does not count when it starts again. Returns what `count_queue`
-    /// does.
-    fn stopped(&self, vring: usize) -> usize {
-        let running = self.count_queue(vring, false);
-        if let Some(control) = &mut self.controlled().state {
+        if let Some(control) = controlled.state.as_mut().filter(|_| !runs) {
+            // What the driver has set for it alone does not count when it starts again.
             control.stopped(vring as u16);
         }
+        self.set_pairs(&controlled)
+    }
+
+    /// Sets among how many receive queues flows are distributed: those that run and that the driver uses. Returns how many run.
+    fn set_pairs(&self, controlled: &Controlled) -> usize {
+        let running = self.running().iter().step_by(2).take_while(|&&runs| runs).count();
+        let used = controlled.state.as_ref().map_or(usize::MAX, |control| control.pairs().into());
+        let rss = controlled.state.as_ref().and_then(Control::rss);
+        let unchanged = |known: &Option<Arc<Rss>>| known.as_ref().map(Arc::as_ptr) == rss.map(Arc::as_ptr);
+        let mut known = self.port.0.rss.lock();
+        if !unchanged(&known) {
+            *known = rss.cloned();
+        }
+        drop(known);
+        self.port.0.pairs.store(running.min(used), Ordering::Relaxed);
         running
+    }
+
+    /// Returns whether a vring is the control queue of a driver that acknowledged these features (5.1.2).
+    fn is_control(&self, index: usize, acked: u64) -> bool {
+        let many = acked & (bits::NET_F_MQ | bits::NET_F_RSS) != 0;
+        let pairs = if many { self.port.0.rx.len() } else { 1 };
+        acked & bits::NET_F_CTRL_VQ != 0 && index == 2 * pairs
     }
 
     fn start_rx(&self, pair: usize, ring: Ring) -> Result<u32, String> {
@@ -256,13 +276,16 @@ impl<K: PortKind> NetDevice<K> {
     }
 
     fn start_control(&self, index: usize, ring: Ring) -> Result<u32, String> {
-        self.controlled().state = Some(Control::new(ring.acked, self.config.mac));
+        let mut controlled = self.controlled();
+        controlled.state = Some(Control::new(ring.acked, self.config.mac, self.config.queue_pairs));
+        self.set_pairs(&controlled);
+        drop(controlled);
         self.apply();
         let vring = self.port.0.vrings.get(index).ok_or_else(|| format!("no queue {index}"))?;
         let (device, lines) = (self.clone(), &self.port.0.lines);
         let serve = move |chains: &mut Chains| device.serve(chains);
         let (queue, base) = QueueThread::start_limited(&self.name, index, ring, vring, lines, serve)?;
-        self.controlled().queue = Some(queue);
+        self.controlled().queue = Some((index, queue));
         Ok(base)
     }
 
@@ -305,6 +328,9 @@ impl<K: PortKind> NetDevice<K> {
         };
         match done {
             Ok((change, mac)) => {
+                if change == Change::Pairs {
+                    self.set_pairs(&self.controlled());
+                }
                 if change == Change::Mac {
                     say!(self.port.0.lines, Info, "{}: the guest has changed its address to {mac}", self.name);
                 }
@@ -365,7 +391,9 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     fn offer(&self) -> u64 {
         // With no source address but its own, a guest cannot have another one.
         let fixed = self.handle.port().settings().limits.fixed;
-        let never = if fixed { Features::CTRL_MAC_ADDR } else { Features::empty() };
+        let mut never = if fixed { Features::CTRL_MAC_ADDR } else { Features::empty() };
+        never.set(Features::MQ | Features::RSS, self.config.queue_pairs == 1);
+        never.set(Features::SPEED_DUPLEX, self.config.speed.is_none());
         (self.offer - never).bits()
     }
 
@@ -385,7 +413,7 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     fn start(&self, index: usize, ring: Ring) -> Result<u32, String> {
         let pair = index / 2;
         match index % 2 {
-            _ if pair >= self.port.0.rx.len() => self.start_control(index, ring),
+            _ if self.is_control(index, ring.acked) => self.start_control(index, ring),
             0 => self.start_rx(pair, ring),
             _ => self.start_tx(pair, ring),
         }
@@ -393,10 +421,10 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
 
     fn stop(&self, index: usize) -> u32 {
         let (pair, port) = (index / 2, &self.port.0);
-        if pair >= port.rx.len() {
-            // Not within the lock, for which the queue's thread may wait.
-            let queue = self.controlled().queue.take();
-            return queue.map_or(0, QueueThread::stop);
+        // Not stopped within the lock, for which the queue's thread may wait.
+        let control = self.controlled().queue.take_if(|(control, _)| *control == index);
+        if let Some((_, queue)) = control {
+            return queue.stop();
         }
         if index.is_multiple_of(2) {
             let base = port.rx.get(pair).map_or(0, |gate| {
@@ -407,7 +435,7 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
                 stop(&mut slot, RxQueue::stop)
             });
             self.handle.room();
-            if self.stopped(index) == 0 {
+            if self.count_queue(index, false) == 0 {
                 self.set_takes(Support::empty());
             }
             return base;
@@ -420,7 +448,7 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
         self.handle.stop(pair as u16);
         let base = stop(&mut slot, TxQueue::stop);
         drop(slot);
-        self.stopped(index);
+        self.count_queue(index, false);
         base
     }
 

@@ -10,9 +10,9 @@ use crate::{
     port::{PortKind, PortSettings},
 };
 use parking_lot::{Mutex, MutexGuard};
-use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
+use ringroad_frame::{BURST, Burst, Counters, Flow, Poured, Sink, Source, offload::Support};
 use ringroad_mem::{Span, Table};
-use ringroad_net::{Coalesce, Notice, RxQueue, TxQueue};
+use ringroad_net::{Coalesce, Notice, RxQueue, TxQueue, rss::Rss};
 use ringroad_ring::Fault;
 use std::{
     sync::{
@@ -52,7 +52,8 @@ impl<Q> Slot<Q> {
 #[derive(Clone, Debug)]
 pub struct VhostPort(pub(super) Arc<Guest>);
 
-/// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on; the last vring is the control queue.
+/// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on. There is one more vring than these: the
+/// control queue has the last one, or vring 2 of a driver without VIRTIO_NET_F_MQ.
 pub(super) struct Guest {
     name: String,
     pub vrings: Vec<Vring>,
@@ -60,8 +61,10 @@ pub(super) struct Guest {
     pub tx: Vec<Gate<Slot<TxQueue>>>,
     pub rx_counters: Vec<Arc<Counters>>,
     pub tx_counters: Vec<Arc<Counters>>,
-    /// Receive queues that run, from queue 0 on without a gap.
-    pub pairs_running: AtomicUsize,
+    /// Receive queues that run and that the driver uses, from queue 0 on without a gap.
+    pub pairs: AtomicUsize,
+    /// Which of them frames go to, if the driver says that.
+    pub rss: Mutex<Option<Arc<Rss>>>,
     /// The offloads that the running receive queues take, as the bits of [`Support`].
     pub takes: AtomicU8,
     /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
@@ -88,7 +91,8 @@ impl VhostPort {
             vrings,
             rx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
-            pairs_running: AtomicUsize::new(0),
+            pairs: AtomicUsize::new(0),
+            rss: Mutex::default(),
             takes: AtomicU8::new(0),
             attention,
             lines,
@@ -147,7 +151,7 @@ impl PortKind for VhostPort {
     #[inline]
     fn sink(&self, hint: usize, frames: usize) -> Option<VhostSink<'_>> {
         let port = &*self.0;
-        let pairs = port.pairs_running.load(Ordering::Relaxed);
+        let pairs = port.pairs.load(Ordering::Relaxed);
         // A division takes as long as a frame.
         let index = if hint < pairs { hint } else { hint.checked_rem(pairs).unwrap_or(0) };
         let counters = port.rx_counters.get(index)?;
@@ -160,6 +164,23 @@ impl PortKind for VhostPort {
             return None;
         }
         Some(VhostSink { slot, counters, port, index })
+    }
+
+    #[inline]
+    fn queues(&self) -> usize {
+        self.0.pairs.load(Ordering::Relaxed)
+    }
+
+    fn steer(&self, burst: &Burst, which: &[u8], queues: &mut [u8; BURST]) -> bool {
+        // Held by control for as long as it takes to replace it.
+        let Some(rss) = self.0.rss.lock().clone() else { return false };
+        for &index in which {
+            if let Some(place) = queues.get_mut(usize::from(index)) {
+                let flow = Flow::read(burst, index.into());
+                *place = u8::try_from(rss.queue(flow.as_ref())).unwrap_or_default();
+            }
+        }
+        true
     }
 
     fn takes(&self) -> Support {

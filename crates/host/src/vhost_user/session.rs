@@ -520,7 +520,10 @@ impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(self.device.queue_num())
+        // Who reads the configuration space and the control queue itself (User-Mode Linux) takes the reply as the number of vrings
+        // that there may be; QEMU and DPDK, whose drivers see neither, as pairs of them.
+        let counts_vrings = self.protocol.contains(Protocol::CONFIG);
+        Ok(if counts_vrings { self.device.vrings().len() as u64 } else { self.device.queue_num() })
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {

@@ -189,7 +189,7 @@ pub fn worker() -> Worker {
 
 /// The configuration space of all ports.
 pub const CONFIG: Config =
-    Config { mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]), link_up: true, queue_pairs: 1, mtu: 9001 };
+    Config { mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]), link_up: true, queue_pairs: 1, mtu: 9001, speed: None };
 
 /// A rate that tests of other things never reach.
 const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
@@ -223,12 +223,16 @@ impl Rig {
     }
 
     /// The same with limits for port 0.
-    pub fn with_limits(name: &str, limits: Limits) -> Rig {
+    pub fn with_limits(name: &str, frontend: Limits) -> Rig {
+        Rig::with(name, |config| VhostConfig { frontend, ..config })
+    }
+
+    /// The same with a port 0 of another configuration.
+    pub fn with(name: &str, first: impl Fn(VhostConfig) -> VhostConfig) -> Rig {
         let (worker, folder) = (worker(), Folder::new(name));
         let start = |index| {
             let config = config(&format!("{name}-{index}"), &folder.file(&format!("{index}.sock")));
-            let frontend = if index == 0 { limits } else { config.frontend };
-            start_server(VhostConfig { frontend, ..config }, &worker).unwrap()
+            start_server(if index == 0 { first(config) } else { config }, &worker).unwrap()
         };
         Rig { servers: (0..3).map(start).collect(), name: name.to_owned(), folder, worker }
     }
@@ -584,12 +588,18 @@ impl Guest {
     pub fn add(&mut self, to: MacAddr) -> Option<u64> {
         let sequence = self.next;
         let frame = [&to.0[..], &self.mac.0, &[0x88, 0xb5], &sequence.to_be_bytes(), &[7; 42]].concat();
+        let added = self.add_frame(&frame);
+        self.next += u64::from(added);
+        added.then_some(sequence)
+    }
+
+    /// Adds any frame, without a kick. Returns `false` if there is no free buffer.
+    pub fn add_frame(&mut self, frame: &[u8]) -> bool {
         let tx = &mut self.driver.tx[0];
         let _ = tx.reclaim().unwrap();
-        let added = tx.add(1, |_, place| place.write(&frame));
+        let added = tx.add(1, |_, place| place.write(frame));
         tx.publish();
-        self.next += added as u64;
-        (added > 0).then_some(sequence)
+        added > 0
     }
 
     /// Sends a frame. Waits for a free buffer: a frame arrives a moment before its buffer is returned.

@@ -266,9 +266,10 @@ fn bases_are_saved_and_restored() {
 fn configuration_space() {
     let rig = Rig::new("config");
     let mut peer = rig.peer(SPLIT);
-    // MAC address, status (link up), queue pairs, MTU 9001; the rest reads as zeros.
+    // MAC address, status (link up), queue pairs, MTU 9001, an unknown speed, limits of RSS; the rest reads as zeros.
     let mut space = vec![0; 4096];
     space[..12].copy_from_slice(&[0x52, 0x54, 0, 0x12, 0x34, 0x56, 1, 0, 1, 0, 0x29, 0x23]);
+    space[12..24].copy_from_slice(&[255, 255, 255, 255, 255, 40, 128, 0, 0x3f, 0, 0, 0]);
     let mut read = |offset: usize, size: usize| {
         let head = words(&[offset as u32, size as u32, 0]);
         let answer = peer.ask(GET_CONFIG, &[&head[..], &vec![0xff; size]].concat());

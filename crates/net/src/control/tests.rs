@@ -1,5 +1,5 @@
 use super::*;
-use crate::moderation::Coalesce;
+use crate::{moderation::Coalesce, rss::HashTypes};
 use std::{slice, time::Duration};
 
 const ALL: u64 = bits::NET_F_CTRL_RX
@@ -7,6 +7,8 @@ const ALL: u64 = bits::NET_F_CTRL_RX
     | bits::NET_F_CTRL_VLAN
     | bits::NET_F_CTRL_MAC_ADDR
     | bits::NET_F_CTRL_GUEST_OFFLOADS
+    | bits::NET_F_MQ
+    | bits::NET_F_RSS
     | bits::NET_F_NOTF_COAL
     | bits::NET_F_VQ_NOTF_COAL
     | bits::NET_F_GUEST_CSUM
@@ -17,6 +19,11 @@ const OTHER: MacAddr = MacAddr::local(2);
 const GROUP: MacAddr = MacAddr([0x33, 0x33, 0, 0, 0, 1]);
 
 const SOME: Interrupts = Interrupts { packets: 7, micros: 80 };
+
+/// Two of four receive queues.
+fn rss() -> Rss {
+    Rss { types: HashTypes::all(), unclassified: 0, table: vec![0, 1], transmit: 2, key: vec![7; 40] }
+}
 
 /// Queues 0 to 3 run.
 fn runs(queue: u16) -> bool {
@@ -29,7 +36,7 @@ fn passes(control: &Control, to: MacAddr) -> bool {
 
 /// As Linux does when an interface goes up.
 fn up() -> Control {
-    let mut control = Control::new(ALL, OWN);
+    let mut control = Control::new(ALL, OWN, 4);
     assert!(passes(&control, OTHER) && control.filter().passes_all(), "no command yet: every frame");
     assert_eq!(control.command(&Command::Promiscuous(false).bytes(), runs), Ok(Change::Filter));
     assert_eq!(control.command(&Command::AllMulticast(false).bytes(), runs), Ok(Change::Filter));
@@ -51,6 +58,8 @@ fn every_command_is_understood_and_needs_its_feature() {
         (Command::AddVlan(5), bits::NET_F_CTRL_VLAN, Change::Filter),
         (Command::RemoveVlan(5), bits::NET_F_CTRL_VLAN, Change::Filter),
         (Command::Offloads(0), bits::NET_F_CTRL_GUEST_OFFLOADS, Change::Offloads),
+        (Command::Pairs(4), bits::NET_F_MQ, Change::Pairs),
+        (Command::Rss(&rss()), bits::NET_F_RSS, Change::Pairs),
         (Command::TransmitInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
         (Command::ReceiveInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
         (Command::QueueInterrupts(1, SOME), bits::NET_F_VQ_NOTF_COAL, Change::Interrupts),
@@ -58,12 +67,15 @@ fn every_command_is_understood_and_needs_its_feature() {
     ];
     for (command, feature, change) in commands {
         let bytes = command.bytes();
-        assert_eq!(Control::new(ALL, OWN).command(&bytes, runs), Ok(change), "{command:?}");
+        assert_eq!(Control::new(ALL, OWN, 4).command(&bytes, runs), Ok(change), "{command:?}");
         let (class, number) = (bytes[0], bytes[1]);
         let unknown = Err(Refused::Unknown { class, command: number });
-        assert_eq!(Control::new(ALL & !feature, OWN).command(&bytes, runs), unknown, "{command:?}");
+        assert_eq!(Control::new(ALL & !feature, OWN, 4).command(&bytes, runs), unknown, "{command:?}");
         // One byte less or more is not this command.
-        for wrong in [&bytes[..bytes.len() - 1], &[&bytes[..], &[0]].concat()] {
+        let longer = [&bytes[..], &[0]].concat();
+        // A longer RSS configuration is what Linux sends.
+        let longer = Some(&longer[..]).filter(|_| !matches!(command, Command::Rss(_)));
+        for wrong in std::iter::once(&bytes[..bytes.len() - 1]).chain(longer) {
             let mut control = up();
             let (before, refused) = (control.clone(), Err(Refused::Length { len: wrong.len() }));
             assert_eq!(control.command(wrong, runs), refused, "{command:?}");
@@ -87,7 +99,7 @@ fn receive_modes_and_tables_decide_what_passes() {
 
 #[test]
 fn offloads_can_be_turned_off_and_on_but_none_that_was_not_negotiated() {
-    let mut control = Control::new(ALL, OWN);
+    let mut control = Control::new(ALL, OWN, 4);
     let all = control.support();
     assert!(all.contains(Support::TCP4 | Support::CHECKSUM));
     control.command(&Command::Offloads(bits::NET_F_GUEST_CSUM).bytes(), runs).unwrap();
@@ -133,7 +145,7 @@ fn wrong_values_are_refused() {
 
 #[test]
 fn interrupts_of_one_queue_and_of_all_the_last_command_counts() {
-    let mut control = Control::new(ALL, OWN);
+    let mut control = Control::new(ALL, OWN, 4);
     let more = Interrupts { packets: 9, ..SOME };
     let of = |control: &Control| std::array::from_fn(|queue| control.interrupts(queue as u16));
     let mut set = |command: Command<'_>| {
@@ -157,7 +169,7 @@ fn interrupts_of_one_queue_and_of_all_the_last_command_counts() {
 
 #[test]
 fn interrupts_that_cannot_be_set() {
-    let mut control = Control::new(ALL, OWN);
+    let mut control = Control::new(ALL, OWN, 4);
     let mut refuse = |command: Command<'_>, why| {
         assert_eq!(control.command(&command.bytes(), runs), Err(why), "{command:?}");
         assert!((0..9).all(|queue| control.interrupts(queue).is_none()), "nothing has changed");
@@ -177,4 +189,30 @@ fn interrupts_that_cannot_be_set() {
     assert_eq!(Interrupts { packets: 0, micros: 5 }.limits(), Coalesce::NONE);
     assert!(Interrupts { packets: 5, micros: 0 }.limits().delay.is_zero());
     assert_eq!(SOME.limits(), Coalesce { packets: 7, bytes: u64::MAX, delay: Duration::from_micros(80) });
+}
+
+#[test]
+fn the_number_of_pairs_is_one_until_it_is_set_and_never_more_than_there_are() {
+    let mut control = Control::new(ALL, OWN, 4);
+    assert_eq!(control.pairs(), 1);
+    assert_eq!(control.command(&Command::Pairs(3).bytes(), runs), Ok(Change::Pairs));
+    for value in [0, 5, 0x8000, u16::MAX] {
+        let refused = Err(Refused::Value { class: 4, command: 0, value: value.into() });
+        assert_eq!(control.command(&Command::Pairs(value).bytes(), runs), refused);
+        assert_eq!(control.pairs(), 3);
+    }
+}
+
+#[test]
+fn the_last_way_to_distribute_frames_counts() {
+    let mut control = Control::new(ALL, OWN, 4);
+    assert_eq!(control.rss(), None);
+    assert_eq!(control.command(&Command::Rss(&rss()).bytes(), runs), Ok(Change::Pairs));
+    assert_eq!((control.pairs(), control.rss().map(|known| **known == rss())), (2, Some(true)));
+    let wrong = Rss { table: vec![4], ..rss() };
+    let refused = Err(Refused::Value { class: 4, command: 1, value: 4 });
+    assert_eq!(control.command(&Command::Rss(&wrong).bytes(), runs), refused);
+    assert_eq!((control.pairs(), control.rss().is_some()), (2, true));
+    assert_eq!(control.command(&Command::Pairs(3).bytes(), runs), Ok(Change::Pairs));
+    assert_eq!((control.pairs(), control.rss()), (3, None));
 }

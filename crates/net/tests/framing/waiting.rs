@@ -20,7 +20,7 @@ proptest! {
         let ((mut tx, sent), (mut rx, got)) = (from.tx(), to.rx());
         rx.limit(LIMIT);
         if unicast_only {
-            let mut control = Control::new(bits::NET_F_CTRL_RX | bits::NET_F_CTRL_RX_EXTRA, MacAddr::local(1));
+            let mut control = Control::new(bits::NET_F_CTRL_RX | bits::NET_F_CTRL_RX_EXTRA, MacAddr::local(1), 1);
             for command in [Command::Promiscuous(false), Command::AllUnicast(true)] {
                 control.command(&command.bytes(), |_| true).unwrap();
             }

@@ -41,6 +41,10 @@ pub struct Fake {
     pub room: AtomicUsize,
     pub full: AtomicUsize,
     pub got: Mutex<Vec<Bytes>>,
+    /// Among how many queues its flows are distributed; for each frame that it got, which was chosen; and those without room.
+    pub queues: AtomicUsize,
+    pub chosen: Mutex<Vec<usize>>,
+    pub closed: Mutex<Vec<usize>>,
     /// Whether there is a sink, and what was meant for it while there was none.
     pub running: AtomicBool,
     pub missed: AtomicUsize,
@@ -101,6 +105,9 @@ impl Fake {
             room: AtomicUsize::new(usize::MAX),
             full: AtomicUsize::new(0),
             got: Mutex::default(),
+            queues: AtomicUsize::new(1),
+            chosen: Mutex::default(),
+            closed: Mutex::default(),
             running: AtomicBool::new(true),
             missed: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
@@ -213,7 +220,14 @@ impl Source for FakeSource<'_> {
     }
 }
 
-pub struct FakeSink<'a>(&'a Fake);
+pub struct FakeSink<'a>(&'a Fake, usize);
+
+impl FakeSink<'_> {
+    fn fits(&self, which: &[u8]) -> usize {
+        let closed = self.0.closed.lock().unwrap().contains(&self.1);
+        if closed { 0 } else { which.len().min(self.0.room.load(Relaxed)) }
+    }
+}
 
 impl Sink for FakeSink<'_> {
     fn support(&self) -> Support {
@@ -223,8 +237,9 @@ impl Sink for FakeSink<'_> {
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
         self.0.panic_at(Panics::Put);
         assert!(!which.is_empty() && which.is_sorted_by(|a, b| a < b), "{which:?}");
-        let accepted = which.len().min(self.0.room.load(Relaxed));
+        let accepted = self.fits(which);
         self.0.room.fetch_sub(accepted, Relaxed);
+        self.0.chosen.lock().unwrap().extend(vec![self.1; accepted]);
         self.0.full.fetch_add(which.len() - accepted, Relaxed);
         for &index in &which[..accepted] {
             let frame = &burst.frames()[index as usize];
@@ -244,7 +259,7 @@ impl Sink for FakeSink<'_> {
     }
 
     fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
-        let fits = which.len().min(self.0.room.load(Relaxed));
+        let fits = self.fits(which);
         if fits == 0 { 0 } else { self.put(burst, &which[..fits]) }
     }
 
@@ -275,7 +290,7 @@ impl Port for Fake {
     type Sink<'a> = FakeSink<'a>;
 
     fn lease(&self, queue: usize) -> Option<Lease> {
-        if queue > 0 || self.wanted.load(Relaxed) {
+        if queue >= self.queues.load(Relaxed) || self.wanted.load(Relaxed) {
             return None;
         }
         self.panic_at(Panics::Lease);
@@ -293,10 +308,14 @@ impl Port for Fake {
         Some(FakeSource(self))
     }
 
-    fn sink(&self, _: usize, frames: usize) -> Option<FakeSink<'_>> {
+    fn queues(&self) -> usize {
+        self.queues.load(Relaxed)
+    }
+
+    fn sink(&self, hint: usize, frames: usize) -> Option<FakeSink<'_>> {
         self.sinks.fetch_add(1, Relaxed);
         if self.running.load(Relaxed) {
-            return Some(FakeSink(self));
+            return Some(FakeSink(self, hint));
         }
         self.missed.fetch_add(frames, Relaxed);
         None
