@@ -20,6 +20,7 @@ interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux
 	tests/dpdk.sh
 	tests/guests.sh
 	tests/readme.sh
+	tests/attach.sh
 	tests/examples.sh
 	tests/crash.sh
 	tests/reload.sh

@@ -1,6 +1,7 @@
 //! The `ringroad` command line: dispatches to the subcommands, sets up logging, turns errors into exit codes. See README.md.
 #![forbid(unsafe_code)]
 
+mod attach;
 mod blast;
 mod config;
 mod demo;
@@ -21,6 +22,7 @@ use std::process::ExitCode;
                   ringroad demo                                     see it work; needs no root and no guests\n  \
                   ringroad serve -c ringroad.toml                   run a switch\n  \
                   ringroad blast /run/ringroad/vm1.sock             send test traffic to a vhost-user network device\n  \
+                  ringroad attach /run/ringroad/vm1.sock --tap rr1  put a vhost-user network device behind a TAP interface\n  \
                   ringroad vsock cat /run/ringroad/vm1.vsock 2:22   connect to port 22 of the host, as a guest would\n  \
                   ringroad bench pvp                                benchmark, against DPDK if it is installed\n\n\
                   `ringroad COMMAND --help` describes each command, with examples."
@@ -41,6 +43,8 @@ enum Command {
     Demo(demo::Args),
     /// Generate, receive or reflect test traffic on any vhost-user network device
     Blast(blast::Args),
+    /// Put any vhost-user network device behind a TAP interface, as its driver
+    Attach(attach::Args),
     /// Act as the guest of any vhost-user vsock device: cat, echo server, benchmark
     Vsock(vsock::Args),
     /// Benchmark network and vsock paths, in pairs against a peer
@@ -65,6 +69,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Blast(args) => blast::run(args),
+        Command::Attach(args) => attach::run(args),
         Command::Vsock(args) => vsock::run(args),
         Command::Bench(args) => ringroad_bench::run(args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
     };

@@ -1,10 +1,17 @@
 //! Driver end of virtio-net (virtio 1.3, 5.1.6): each queue has fixed buffers of its own. Created by `host`, which connects it to
 //! a vhost-user device; used by the traffic tools.
 
+mod fragments;
+mod sized;
+
+pub use sized::{Held, PAGE, SizedConfig, SizedDriver, SizedRx, Sizing};
+
 use crate::{
     control::DriverControl,
     features::{Features, bits},
+    offload,
 };
+use ringroad_frame::{Burst, offload::Support};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
@@ -74,13 +81,8 @@ impl Driver {
         let features = RingFeatures::negotiated(config.acked);
         let packed = features.packed;
         let size = config.queue_size;
-        if size == 0 || size > ringroad_ring::MAX_SIZE || !packed && !size.is_power_of_two() {
-            return Err(SetupError::Size { size, packed }.into());
-        }
-        let ring = DriverRing::bytes(features, size);
-        // An odd number of cache lines, so that the first lines of all buffers do not compete for the same few cache sets.
-        let stride = ((vnet_hdr::SIZE + config.frame).div_ceil(64) | 1) * 64;
-        let queue = (ring + size as usize * stride).next_multiple_of(4096);
+        check_size(size, packed)?;
+        let queue = Queue::bytes(features, size, config.frame);
         let queues = 2 * queue * config.queue_pairs as usize;
         let controls = config.acked & bits::NET_F_CTRL_VQ != 0;
         let bytes = queues + if controls { DriverControl::bytes(features) } else { 0 };
@@ -88,20 +90,12 @@ impl Driver {
         let memory = Arc::new(Table::default().with(region.clone())?);
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..2 * config.queue_pairs {
-            let offset = queue * index as usize;
-            let (driver, addresses) = DriverRing::start(&region, offset, features, size)?;
-            let queue = Queue {
-                ring: driver,
-                addresses,
-                buffers: Buffers::new(&memory, GUEST + (offset + ring) as u64, stride, size)
-                    .ok_or(SetupError::Size { size, packed })?,
-                used: [Used::default(); BURST],
-            };
+            let queue = Queue::new(&region, &memory, queue * index as usize, features, size, config.frame)?;
             if index % 2 == 0 {
                 let mergeable = config.acked & bits::NET_F_MRG_RXBUF != 0;
                 rx.push(DriverRx { queue, mergeable, size: size as usize, pieces: Vec::with_capacity(size as usize) });
             } else {
-                tx.push(DriverTx { queue, under_way: 0, size: size as usize, writes: true });
+                tx.push(DriverTx::new(queue, size));
             }
         }
         let control = controls.then(|| DriverControl::new(&region, queues, features)).transpose()?;
@@ -146,6 +140,41 @@ struct Queue {
     addresses: Addresses,
     buffers: Buffers,
     used: [Used; BURST],
+}
+
+impl Queue {
+    /// Bytes of memory of a queue with this many buffers for frames of that length.
+    fn bytes(features: RingFeatures, size: u32, frame: usize) -> usize {
+        (DriverRing::bytes(features, size) + size as usize * Self::stride(frame)).next_multiple_of(4096)
+    }
+
+    /// Returns the length of each buffer: an odd number of cache lines, so that the first lines of all buffers do not compete for
+    /// the same few cache sets.
+    fn stride(frame: usize) -> usize {
+        ((vnet_hdr::SIZE + frame).div_ceil(64) | 1) * 64
+    }
+
+    /// Lays a queue out at an offset in the driver's memory.
+    fn new(
+        region: &Arc<Region>,
+        memory: &Arc<Table>,
+        offset: usize,
+        features: RingFeatures,
+        size: u32,
+        frame: usize,
+    ) -> Result<Queue, SetupError> {
+        let (ring, addresses) = DriverRing::start(region, offset, features, size)?;
+        let first = GUEST + (offset + DriverRing::bytes(features, size)) as u64;
+        let buffers = Buffers::new(memory, first, Self::stride(frame), size);
+        let buffers = buffers.ok_or(SetupError::Size { size, packed: features.packed })?;
+        Ok(Queue { ring, addresses, buffers, used: [Used::default(); BURST] })
+    }
+}
+
+/// Checks a number of entries.
+fn check_size(size: u32, packed: bool) -> Result<(), SetupError> {
+    let valid = size > 0 && size <= ringroad_ring::MAX_SIZE && (packed || size.is_power_of_two());
+    if valid { Ok(()) } else { Err(SetupError::Size { size, packed }) }
 }
 
 impl std::fmt::Debug for Queue {
@@ -212,6 +241,34 @@ pub struct DriverTx {
 
 impl DriverTx {
     queue_calls!();
+
+    fn new(queue: Queue, size: u32) -> DriverTx {
+        DriverTx { queue, under_way: 0, size: size as usize, writes: true }
+    }
+
+    /// Adds these frames of a burst, with what is left to do to them, which `support` must contain; returns how many there was room
+    /// for. The device sees them after `publish`.
+    pub fn put(&mut self, burst: &Burst, which: &[u8], support: Support) -> usize {
+        let Queue { ring, buffers, .. } = &mut self.queue;
+        let mut added = 0;
+        for &index in which {
+            let Some(frame) = burst.frames().get(usize::from(index)) else { break };
+            let Some(span) = ring.next_ids(0, 1).first().and_then(|&id| buffers.span(id)) else { break };
+            let (mut head, len) = frame.head();
+            if let Some(headroom) = head.first_chunk_mut::<{ vnet_hdr::SIZE }>() {
+                *headroom = offload::bytes(burst.offload(index.into()), support, 0);
+            }
+            let mut place = span.skip(span.write(head.get(..len).unwrap_or_default()));
+            burst.rest(index.into()).for_each(|piece| place = place.skip(piece.copy_to(place)));
+            let total = span.len() - place.len();
+            if ring.add_single(1, false, |id| buffers.buffer(id, total)) == 0 {
+                break;
+            }
+            added += 1;
+        }
+        self.under_way += added;
+        added
+    }
 
     /// Takes back up to a burst of buffers that the device has sent; returns how many.
     ///

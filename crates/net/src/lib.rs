@@ -24,7 +24,9 @@ pub mod offload;
 pub mod rss;
 
 pub use device::{RxQueue, TxQueue};
-pub use driver::{Driver, DriverConfig, DriverError, DriverRx, DriverTx};
+pub use driver::{
+    Driver, DriverConfig, DriverError, DriverRx, DriverTx, Held, PAGE, SizedConfig, SizedDriver, SizedRx, Sizing,
+};
 pub use features::{Config, Features, bits};
 pub use filter::Filter;
 pub use moderation::{Coalesce, Notice};

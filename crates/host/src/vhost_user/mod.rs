@@ -5,8 +5,10 @@
 //! descriptors that a frontend sends, `limits` bounds what it may use, `place` creates sockets, `call` notifies the driver,
 //! `inflight` keeps the inflight region, `quirks` has the workarounds for the `vhost` crate.
 //!
-//! Front end: [`Connection`], a driver that connects to any vhost-user network device.
+//! Front end: [`Connection`], a driver that connects to any vhost-user network device, for test traffic; [`AttachedPort`], one for real
+//! traffic, as a port of the switch.
 
+mod attached;
 mod call;
 mod descriptor;
 mod device;
@@ -22,6 +24,7 @@ mod server;
 mod session;
 mod vring;
 
+pub use attached::{Attach, AttachedLease, AttachedPort, AttachedSink, AttachedSource};
 pub(crate) use call::Call;
 pub use descriptor::Kick;
 pub use device::{Ring, VhostDevice};

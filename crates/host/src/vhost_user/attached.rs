@@ -1,0 +1,419 @@
+//! A vhost-user network device as a port: this process is its driver. Frames that the switch forwards here go to the device, frames
+//! of the device into the switch. Two queues behind a gate each; `ringroad attach` puts a TAP interface beside it.
+
+use super::{ConnectError, RawConnection, frontend::Notifier};
+use crate::{
+    gate::{Gate, Lease},
+    port::PortKind,
+    worker::PortHandle,
+};
+use parking_lot::MutexGuard;
+use ringroad_frame::{Burst, Counters, Sink, Source, offload::Support};
+use ringroad_net::{DriverTx, Features, Held, SizedConfig, SizedDriver, SizedRx, Sizing, bits, offload};
+use ringroad_wire::ethernet;
+use std::{
+    fs::File,
+    io,
+    os::fd::BorrowedFd,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+use vhost::vhost_user::VhostUserProtocolFeatures as Protocol;
+
+/// How to drive a device.
+#[derive(Clone, Debug)]
+pub struct Attach {
+    /// The port's name in logs and counters.
+    pub name: String,
+    /// Path of the device's socket.
+    pub socket: PathBuf,
+    /// How long to wait for the device to listen.
+    pub patience: Duration,
+    /// The features that are negotiated, if the device offers them; no control queue.
+    pub features: Features,
+    /// Number of entries of each queue.
+    pub queue_size: u32,
+    /// The MTU; longer frames are dropped.
+    pub mtu: u16,
+    /// How long receive buffers are.
+    pub sizing: Sizing,
+}
+
+impl Default for Attach {
+    /// Everything that the device offers, rings of 256, an MTU of 1500, buffers sized by what arrives; no path.
+    fn default() -> Attach {
+        Attach {
+            name: "device".into(),
+            socket: PathBuf::new(),
+            patience: Duration::from_secs(1),
+            features: Features::all() - Features::CONTROL,
+            queue_size: 256,
+            mtu: 1500,
+            sizing: Sizing::Auto,
+        }
+    }
+}
+
+/// A queue of the driver, unless its device has broken a rule, and its notifications.
+#[derive(Debug)]
+struct Driven<Q> {
+    queue: Option<Q>,
+    notifier: Notifier,
+}
+
+/// What both directions share.
+struct Shared {
+    name: String,
+    /// What the device takes.
+    takes: Support,
+    longest: usize,
+    counters: [Vec<Arc<Counters>>; 2],
+    /// The device has broken a rule of its rings.
+    failed: AtomicBool,
+    /// A frame found no room, and none has found any since.
+    short: AtomicBool,
+    connection: RawConnection,
+    // The device has mapped it.
+    _memory: File,
+}
+
+/// A port whose frames go to a vhost-user network device and come from it.
+pub struct AttachedPort {
+    shared: Arc<Shared>,
+    receive: Gate<Driven<SizedRx>>,
+    transmit: Gate<Driven<DriverTx>>,
+    /// The receive queue's notification, to wait for frames; the transmit queue's, to wait for room.
+    calls: [vmm_sys_util::eventfd::EventFd; 2],
+}
+
+impl std::fmt::Debug for AttachedPort {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("AttachedPort").field("name", &self.shared.name).finish_non_exhaustive()
+    }
+}
+
+/// GUEST offloads with which received frames are longer than the MTU: they need buffers that are merged.
+const LONG: Features = Features::GUEST_TSO4
+    .union(Features::GUEST_TSO6)
+    .union(Features::GUEST_UFO)
+    .union(Features::GUEST_USO4)
+    .union(Features::GUEST_USO6);
+
+impl AttachedPort {
+    /// Connects to a device, negotiates features, and starts one pair of queues.
+    ///
+    /// # Errors
+    /// [`ConnectError`]: no device within [`Attach::patience`], it lacks a required feature or refuses a message; the queue size is
+    /// invalid, or the system has no memory or descriptors left.
+    pub fn connect(config: &Attach) -> Result<AttachedPort, ConnectError> {
+        let Attach { name, socket: path, patience, features, queue_size, mtu, sizing } = config.clone();
+        let socket = RawConnection::open(&path, false, patience)?;
+        let wanted = (features - Features::CONTROL).consistent().bits();
+        let mut connection = RawConnection::negotiate(socket, &path, wanted, Protocol::empty(), 2)?;
+        let offered = Features::from_bits_truncate(connection.acked);
+        let never = if offered.contains(Features::MRG_RXBUF) { Features::empty() } else { LONG };
+        let acked = (offered - never).consistent().bits();
+        connection.acked = acked | connection.acked & bits::PROTOCOL_FEATURES;
+        connection.accept()?;
+        let driver = SizedDriver::new(SizedConfig { acked, queue_size, mtu, sizing })?;
+        let SizedDriver { region, file, rx, mut tx } = driver;
+        connection.share(&region, &file)?;
+        let received = connection.ring(0, queue_size, rx.addresses())?;
+        let sent = connection.ring(1, queue_size, tx.addresses())?;
+        // Sent frames are reclaimed when there are more of them.
+        tx.disable_notification();
+        connection.enable(2)?;
+        received.kick();
+        let calls = [received.call().try_clone()?, sent.call().try_clone()?];
+        let shared = Shared {
+            name,
+            takes: offload::driver_sends(acked),
+            longest: ethernet::longest_frame(mtu),
+            counters: [vec![Arc::default()], vec![Arc::default()]],
+            failed: AtomicBool::new(false),
+            short: AtomicBool::new(false),
+            connection,
+            _memory: file,
+        };
+        Ok(AttachedPort {
+            shared: Arc::new(shared),
+            receive: Gate::new(Driven { queue: Some(rx), notifier: received }),
+            transmit: Gate::new(Driven { queue: Some(tx), notifier: sent }),
+            calls,
+        })
+    }
+
+    /// To be called once it is part of a worker's switch: from then on the worker learns of room for frames.
+    ///
+    /// # Errors
+    /// The descriptor cannot be watched.
+    pub fn watch<K: PortKind>(&self, handle: &PortHandle<K>) -> io::Result<()> {
+        let [_, sent] = &self.calls;
+        handle.watch_room(0, sent)
+    }
+
+    /// Returns the negotiated feature bits.
+    pub fn acked(&self) -> u64 {
+        self.shared.connection.acked
+    }
+
+    /// Returns whether the device has disconnected, or has broken a rule of its rings, which is in the log.
+    pub fn is_closed(&self) -> bool {
+        self.shared.failed.load(Ordering::Relaxed) || self.shared.connection.is_closed()
+    }
+
+    /// Returns what received frames have cost in memory so far, and the length in bytes of the buffers that are made available now.
+    pub fn held(&self) -> (Held, usize) {
+        let receive = self.receive.enter();
+        receive.queue.as_ref().map_or_else(Default::default, |queue| (queue.held(), queue.buffer_len()))
+    }
+}
+
+impl Drop for AttachedPort {
+    /// Stops the device's queues, so that it leaves the memory alone.
+    fn drop(&mut self) {
+        if !self.shared.connection.is_closed() {
+            self.shared.connection.stop(2).for_each(drop);
+        }
+    }
+}
+
+impl Shared {
+    /// The device has broken a rule.
+    #[cold]
+    fn fail(&self, fault: &ringroad_ring::DriverFault) {
+        log::error!("port {}: {fault}; the device is not used any more", self.name);
+        self.failed.store(true, Ordering::Relaxed);
+    }
+}
+
+impl PortKind for AttachedPort {
+    type Lease = AttachedLease;
+    type Source<'a> = AttachedSource<'a>;
+    type Sink<'a> = AttachedSink<'a>;
+
+    fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    fn received(&self) -> &[Arc<Counters>] {
+        &self.shared.counters[0]
+    }
+
+    fn sent(&self) -> &[Arc<Counters>] {
+        &self.shared.counters[1]
+    }
+
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let [received, _] = &self.calls;
+        vec![crate::sys::borrow(received)]
+    }
+
+    fn lease(&self, _queue: usize) -> Option<AttachedLease> {
+        self.receive.try_lease().map(AttachedLease)
+    }
+
+    fn is_wanted(&self, _queue: usize) -> bool {
+        self.receive.is_wanted()
+    }
+
+    fn source<'a>(&'a self, _queue: usize, AttachedLease(driven): &'a mut AttachedLease) -> Option<AttachedSource<'a>> {
+        driven.queue.is_some().then_some(AttachedSource { driven, shared: &self.shared })
+    }
+
+    fn sink(&self, _hint: usize, frames: usize) -> Option<AttachedSink<'_>> {
+        let counters = self.shared.counters[1].first()?;
+        let Some(driven) = self.transmit.try_enter() else {
+            counters.busy.add(frames as u64);
+            return None;
+        };
+        if driven.queue.is_none() {
+            counters.stopped.add(frames as u64);
+            return None;
+        }
+        Some(AttachedSink { driven, counters, shared: &self.shared })
+    }
+
+    fn takes(&self) -> Support {
+        self.shared.takes
+    }
+
+    fn enable_room(&self) -> bool {
+        if !self.shared.short.load(Ordering::Relaxed) {
+            return false;
+        }
+        // Nobody but the worker takes it for longer than a moment.
+        let Some(mut driven) = self.transmit.try_enter() else { return false };
+        driven.queue.as_mut().is_some_and(|queue| !queue.enable_notification())
+    }
+
+    fn disable_room(&self) {
+        if let Some(mut driven) = self.transmit.try_enter()
+            && let Some(queue) = &mut driven.queue
+        {
+            queue.disable_notification();
+        }
+    }
+
+    fn enable_notification(&self, _queue: usize) -> bool {
+        let Some(mut driven) = self.receive.try_enter() else { return false };
+        driven.queue.as_mut().is_none_or(|queue| !queue.enable_notification())
+    }
+
+    fn disable_notification(&self, _queue: usize) {
+        if let Some(mut driven) = self.receive.try_enter()
+            && let Some(queue) = &mut driven.queue
+        {
+            queue.disable_notification();
+        }
+    }
+}
+
+/// Exclusive use of the receive queue, from burst to burst.
+pub struct AttachedLease(Lease<Driven<SizedRx>>);
+
+impl std::fmt::Debug for AttachedLease {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("AttachedLease").field(&*self.0).finish()
+    }
+}
+
+/// The same for one burst.
+pub struct AttachedSource<'a> {
+    driven: &'a mut Driven<SizedRx>,
+    shared: &'a Shared,
+}
+
+impl std::fmt::Debug for AttachedSource<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("AttachedSource").field("driven", &self.driven).finish_non_exhaustive()
+    }
+}
+
+impl AttachedSource<'_> {
+    /// Ends a burst, and notifies the device of free buffers if it wants that.
+    fn end(&mut self, end: impl FnOnce(&mut SizedRx, &Counters)) {
+        let (Some(queue), Some(counters)) = (&mut self.driven.queue, self.shared.counters[0].first()) else { return };
+        end(queue, counters);
+        if queue.wants_notification() {
+            self.driven.notifier.kick();
+            counters.notifications.add(1);
+        }
+    }
+}
+
+impl Source for AttachedSource<'_> {
+    fn take(&mut self, burst: &mut Burst) -> usize {
+        let (Some(queue), Some(counters)) = (&mut self.driven.queue, self.shared.counters[0].first()) else { return 0 };
+        match queue.take(burst, counters) {
+            Ok(0) => {
+                queue.abandon(burst);
+                0
+            }
+            Ok(taken) => taken,
+            Err(fault) => {
+                self.shared.fail(&fault);
+                self.driven.queue = None;
+                burst.clear();
+                0
+            }
+        }
+    }
+
+    fn done(&mut self, burst: &mut Burst) {
+        self.end(|queue, counters| queue.done(burst, counters));
+    }
+
+    fn retains(&self) -> bool {
+        true
+    }
+
+    fn retain(&mut self, burst: &mut Burst, first: usize) {
+        self.end(|queue, counters| queue.retain(burst, first, counters));
+    }
+}
+
+/// Exclusive use of the transmit queue for one burst.
+pub struct AttachedSink<'a> {
+    driven: MutexGuard<'a, Driven<DriverTx>>,
+    counters: &'a Counters,
+    shared: &'a Shared,
+}
+
+impl std::fmt::Debug for AttachedSink<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("AttachedSink").field("driven", &*self.driven).finish_non_exhaustive()
+    }
+}
+
+impl AttachedSink<'_> {
+    /// Sends as many of these frames as there is room for; returns how many were handled, that is sent or dropped as too long, and
+    /// how many were sent.
+    fn send(&mut self, burst: &Burst, which: &[u8]) -> (usize, usize) {
+        let Driven { queue: slot, notifier } = &mut *self.driven;
+        let Some(queue) = slot else { return (which.len(), 0) };
+        if let Err(fault) = reclaim(queue) {
+            self.shared.fail(&fault);
+            *slot = None;
+            self.counters.stopped.add(which.len() as u64);
+            return (which.len(), 0);
+        }
+        let (mut handled, mut sent, mut bytes) = (0, 0, 0);
+        for index in which {
+            if burst.link_len(usize::from(*index)) > self.shared.longest {
+                self.counters.oversize.add(1);
+            } else if queue.put(burst, &[*index], self.shared.takes) == 0 {
+                break;
+            } else {
+                sent += 1;
+                bytes += burst.frames().get(usize::from(*index)).map_or(0, |frame| frame.len() as u64);
+            }
+            handled += 1;
+        }
+        queue.publish();
+        if queue.wants_notification() {
+            notifier.kick();
+            self.counters.notifications.add(1);
+        }
+        self.counters.frames.add(sent as u64);
+        self.counters.bytes.add(bytes);
+        self.counters.bursts.add(1);
+        self.shared.short.store(handled < which.len(), Ordering::Relaxed);
+        (handled, sent)
+    }
+}
+
+/// Takes back all frames that the device has sent.
+fn reclaim(queue: &mut DriverTx) -> Result<(), ringroad_ring::DriverFault> {
+    while queue.reclaim()? > 0 {}
+    Ok(())
+}
+
+impl Sink for AttachedSink<'_> {
+    fn support(&self) -> Support {
+        self.shared.takes
+    }
+
+    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        let (handled, sent) = self.send(burst, which);
+        self.counters.full.add((which.len() - handled) as u64);
+        sent
+    }
+
+    fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
+        self.send(burst, which).0
+    }
+
+    fn has_room(&mut self, frames: usize) -> bool {
+        let Some(queue) = &mut self.driven.queue else { return true };
+        // A fault is found again by the next frame.
+        let _ = reclaim(queue);
+        let room = queue.free() >= frames;
+        self.shared.short.store(!room, Ordering::Relaxed);
+        room
+    }
+}
