@@ -3,7 +3,7 @@
 
 use crate::{
     figures::{RATIO, Spread, extend},
-    lab::{Lab, add_address, add_tap, command, enter, iperf3_report, round_trips, serve},
+    lab::{Lab, add_address, add_tap, command, enter, iperf3_report, iperf3_server, round_trips, serve},
     options::Common,
     rig::on,
     session::Session,
@@ -156,7 +156,7 @@ impl<'a> Bed<'a> {
         let (host, pair) = (args.way.iter().any(|&way| way != Way::Between), args.way.contains(&Way::Between));
         let numbers: Vec<usize> =
             [(host, 0), (pair, 1), (pair, 2)].iter().filter(|(on, _)| *on).map(|&(_, n)| n).collect();
-        let mut lab = Lab::new(args.scripts.clone(), folder, common)?;
+        let mut lab = Lab::new(args.scripts.clone(), folder)?;
         let socket = |number: usize| folder.file(&format!("{}-{number}.sock", guest.name()));
         let port = |number: usize| {
             let socket = socket(number);
@@ -214,7 +214,7 @@ impl<'a> Bed<'a> {
         };
         match way {
             Way::Out | Way::In => {
-                let _server = self.lab.iperf3_server(PORT)?;
+                let _server = iperf3_server(self.common.device_cpu, PORT)?;
                 let reverse = if way == Way::In { "-R" } else { "" };
                 tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
             }
@@ -225,7 +225,7 @@ impl<'a> Bed<'a> {
                 tcp(&run(1, &format!("iperf3 -c {other} -p {PORT} {time}"))?)
             }
             Way::Udp => {
-                let _server = self.lab.iperf3_server(PORT)?;
+                let _server = iperf3_server(self.common.device_cpu, PORT)?;
                 // 14 bytes of Ethernet, 20 of IPv4, 8 of UDP, and these.
                 udp(&run(0, &format!("iperf3 -u -b 0 -l 22 -c {host} -p {PORT} {time}"))?)
             }

@@ -1,7 +1,7 @@
 //! Linux guests for benches: boots them with `scripts/guests` on a device of ours or on a TAP interface, in a network namespace
 //! of its own, and runs commands in them. Used by guest_tcp.rs.
 
-use crate::{options::Common, peer::in_chroot, rig::on};
+use crate::{peer::in_chroot, rig::on};
 use ringroad_traffic::child::{Folder, Program, ourselves};
 use serde_json::Value;
 use std::{
@@ -63,20 +63,19 @@ pub fn add_address(interface: &str, address: &str) -> Result<(), String> {
 pub struct Lab {
     scripts: PathBuf,
     folder: PathBuf,
-    device_cpu: usize,
     started: Vec<String>,
 }
 
 impl Lab {
     /// Sets up what guests need; `scripts` has the program `guests`.
-    pub fn new(scripts: PathBuf, folder: &Folder, common: &Common) -> Result<Lab, String> {
+    pub fn new(scripts: PathBuf, folder: &Folder) -> Result<Lab, String> {
         if !scripts.join("guests").exists() {
             let scripts = scripts.display();
             return Err(format!(
                 "no {scripts}/guests: run it in the project's folder, or name its scripts (--scripts)"
             ));
         }
-        let lab = Lab { scripts, folder: folder.file("guests"), device_cpu: common.device_cpu, started: Vec::new() };
+        let lab = Lab { scripts, folder: folder.file("guests"), started: Vec::new() };
         finish(&mut lab.guests("setup"))?;
         Ok(lab)
     }
@@ -101,20 +100,6 @@ impl Lab {
         let timeout = (seconds as u64 + 20).to_string();
         finish(self.guests("run").args([guest, "--timeout", &timeout, command]))
     }
-
-    /// Starts iperf3's server on the host for one test, on the CPU for all but guests.
-    pub fn iperf3_server(&self, port: u16) -> Result<Server, String> {
-        let words = in_chroot("iperf3").map_err(|missing| format!("no {missing} (scripts/peers forky sets it up)"))?;
-        on("--device-cpu", self.device_cpu, || {
-            let mut command = Command::new(words.first().map_or("", String::as_str));
-            command.args(words.iter().skip(1)).args(["-s", "-1", "-p", &port.to_string()]);
-            let failed = |error| format!("cannot run iperf3: {error}");
-            let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().map_err(failed)?;
-            let server = Server(child);
-            wait_for_listener(port)?;
-            Ok(server)
-        })
-    }
 }
 
 impl Drop for Lab {
@@ -123,6 +108,20 @@ impl Drop for Lab {
             let _ = finish(self.guests("stop").arg("--all"));
         }
     }
+}
+
+/// Starts iperf3's server in this network namespace for one test, on this CPU.
+pub fn iperf3_server(cpu: usize, port: u16) -> Result<Server, String> {
+    let words = in_chroot("iperf3").map_err(|missing| format!("no {missing} (scripts/peers forky sets it up)"))?;
+    on("--device-cpu", cpu, || {
+        let mut command = Command::new(words.first().map_or("", String::as_str));
+        command.args(words.iter().skip(1)).args(["-s", "-1", "-p", &port.to_string()]);
+        let failed = |error| format!("cannot run iperf3: {error}");
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().map_err(failed)?;
+        let server = Server(child);
+        wait_for_listener(port)?;
+        Ok(server)
+    })
 }
 
 /// A server on the host for one test. Dropped, it ends.

@@ -16,6 +16,7 @@ mod frames;
 mod guest_tcp;
 mod lab;
 mod latency;
+mod mergeable;
 mod options;
 mod packed;
 mod peer;
@@ -64,6 +65,8 @@ enum Bench {
     VsockStream(vsock_stream::Args),
     /// TCP and UDP of Linux guests through ringroad, against the same guests on a TAP interface of their own
     GuestTcp(guest_tcp::Args),
+    /// TCP to our own driver behind a TAP interface, with receive buffers of each policy
+    Mergeable(mergeable::Args),
     /// Our vsock device against rust-vmm's with the same driver and host program; guest to guest against a relay program
     VsockPeer(vsock_peer::Args),
 }
@@ -84,6 +87,7 @@ pub fn run(args: Args) -> Result<(), String> {
         Bench::VsockLatency(args) => vsock_latency::run(&args),
         Bench::VsockStream(args) => vsock_stream::run(&args),
         Bench::GuestTcp(args) => guest_tcp::run(&args),
+        Bench::Mergeable(args) => mergeable::run(&args),
         Bench::VsockPeer(args) => vsock_peer::run(&args),
     }
 }
