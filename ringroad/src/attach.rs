@@ -5,7 +5,7 @@ use crate::outcome::Outcome;
 use clap::ValueEnum;
 use ringroad_host::{
     Port, PortSettings, TapPort, Worker, WorkerConfig,
-    vhost_user::{Attach, AttachedPort},
+    vhost_user::{Attach, AttachedPort, LONG_FRAMES},
 };
 use ringroad_net::{Held, SizedDriver, Sizing};
 use ringroad_switch::{Limits, Poll};
@@ -62,6 +62,9 @@ pub struct Args {
     /// How long receive buffers are
     #[arg(long, value_enum, default_value = "auto")]
     buffers: Buffers,
+    /// Receive no frame that is longer than the MTU: the device cuts them
+    #[arg(long)]
+    no_long_frames: bool,
     /// Number of entries of each ring
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(4..=32768))]
     queue_size: u32,
@@ -90,7 +93,9 @@ pub fn run(args: Args) -> Outcome {
         Buffers::Auto => Sizing::Auto,
     };
     let (socket, queue_size, mtu) = (args.socket.clone(), args.queue_size, args.mtu);
-    let device = AttachedPort::connect(&Attach { socket, queue_size, mtu, sizing, ..Attach::default() })?;
+    let mut attach = Attach { socket, queue_size, mtu, sizing, ..Attach::default() };
+    attach.features.set(LONG_FRAMES, !args.no_long_frames);
+    let device = AttachedPort::connect(&attach)?;
     let tap = TapPort::open("tap", &args.tap, 1, Some(mtu))?;
     let worker = Worker::<Ends>::start(WorkerConfig { cpu: args.cpu, ..WorkerConfig::default() })?;
     let limits = Limits { link_local: true, storm: 0, ..Limits::NETWORK };
@@ -103,7 +108,6 @@ pub fn run(args: Args) -> Outcome {
     let tap = worker.add(Port::new(Ends::Tap(tap), settings))?;
     let handle = worker.add(Port::new(Ends::Device(device), settings))?;
     let Ends::Device(device) = handle.port().kind() else { return Err("the port is not the device".into()) };
-    device.watch(&handle)?;
     // The interface may send what the device takes.
     handle.offloads_changed();
     eprintln!("ringroad: {} is behind {}; Ctrl-C ends it", args.socket.display(), args.tap);

@@ -40,9 +40,12 @@ impl Flow {
             _ => return None,
         };
         let bytes = frame.get(at..)?;
-        let packet = Packet::read(version, bytes).ok()?;
         let mut addresses = [0; 32];
         addresses.get_mut(..len)?.copy_from_slice(bytes.get(first..first + len)?);
+        // Of headers that are too long, or wrong, the addresses are known nevertheless.
+        let Ok(packet) = Packet::read(version, bytes) else {
+            return Some(Flow { version, protocol: protocol::HOP_BY_HOP, addresses, ports: None });
+        };
         let has_ports = matches!(packet.protocol, protocol::TCP | protocol::UDP) && !packet.is_fragment;
         let ports = bytes.get(packet.header_len..).and_then(|rest| rest.first_chunk()).copied();
         Some(Flow { version, protocol: packet.protocol, addresses, ports: ports.filter(|_| has_ports) })
@@ -145,10 +148,14 @@ mod tests {
             bytes.extend([[0xfd; 16], [0xfe; 16]].concat());
             bytes.extend(extension);
             ports.iter().for_each(|port| bytes.extend(port.to_be_bytes()));
-            hash(&frame(0, ip::ETHERTYPE_V6, &bytes), 7).unwrap()
+            let frame = frame(0, ip::ETHERTYPE_V6, &bytes);
+            hash(&frame[..frame.len().min(LOOK)], 7).unwrap()
         };
         let options = [protocol::TCP, 0, 1, 4, 0, 0, 0, 0];
         assert_eq!(packet(&[], protocol::TCP, [5, 6]), packet(&options, protocol::DESTINATION, [5, 6]));
         assert_ne!(packet(&[], protocol::TCP, [5, 6]), packet(&[], protocol::TCP, [5, 7]));
+        // Behind headers that are longer than what is looked at, nothing is known.
+        let long = [&[protocol::TCP, 13][..], &[0; 110]].concat();
+        assert_eq!(packet(&long, protocol::DESTINATION, [5, 6]), packet(&long, protocol::DESTINATION, [5, 7]));
     }
 }

@@ -91,8 +91,14 @@ pub trait PortKind: Send + Sync + 'static {
         Vec::new()
     }
 
+    /// Returns descriptors that become readable when the port may have room for frames; see [`PortKind::enable_room`]. They are watched
+    /// as [`PortKind::descriptors`] are.
+    fn room_descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
+    }
+
     /// Asks queues that recently had no room for a frame to notify when they have, through the descriptors given to
-    /// [`PortHandle::watch_room`](crate::PortHandle::watch_room). Returns `false` if there is room already, or they cannot: the
+    /// [`PortHandle::watch_room`](crate::PortHandle::watch_room) or [`PortKind::room_descriptors`]. Returns `false` if there is room already, or they cannot: the
     /// worker tries again at once.
     fn enable_room(&self) -> bool {
         false
@@ -503,6 +509,9 @@ macro_rules! ports {
                 }
                 fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
                     match self { $($name::$variant(kind) => kind.descriptors()),+ }
+                }
+                fn room_descriptors(&self) -> Vec<BorrowedFd<'_>> {
+                    match self { $($name::$variant(kind) => kind.room_descriptors()),+ }
                 }
                 fn enable_room(&self) -> bool {
                     match self { $($name::$variant(kind) => kind.enable_room()),+ }

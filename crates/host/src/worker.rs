@@ -125,6 +125,9 @@ impl<K: PortKind> Worker<K> {
             handle.watch(queue, &fd)?;
             handle.start(queue);
         }
+        for (queue, fd) in (0..).zip(handle.port.kind().room_descriptors()) {
+            handle.watch_room(queue, &fd)?;
+        }
         Ok(handle)
     }
 }
@@ -227,7 +230,8 @@ impl<K: PortKind> PortHandle<K> {
 
 impl<K: PortKind> Drop for PortHandle<K> {
     fn drop(&mut self) {
-        self.port.kind().descriptors().iter().for_each(|fd| self.unwatch(fd));
+        let kind = self.port.kind();
+        kind.descriptors().iter().chain(&kind.room_descriptors()).for_each(|fd| self.unwatch(fd));
         let _ = self.events.ask(|reply| Command::Remove(self.number, reply));
     }
 }

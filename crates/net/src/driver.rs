@@ -287,6 +287,11 @@ impl DriverTx {
         self.queue.ring.free()
     }
 
+    /// Returns the number of entries of the ring.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
     /// Returns how many frames are in flight.
     pub fn under_way(&self) -> usize {
         self.under_way

@@ -57,6 +57,9 @@ impl Group {
     }
 }
 
+/// What finding a frame's flow costs, in copies of a frame.
+pub(crate) const STEERING: usize = 4;
+
 /// A queue of a port.
 pub(crate) struct To<'a, P: Port> {
     pub member: &'a Member<P>,
@@ -97,6 +100,16 @@ impl<'a, P: Port> Delivery<'a, P> {
     #[inline(always)]
     pub fn new(software: &'a mut Option<Software>, retains: bool, now: Duration) -> Self {
         Delivery { held: None, weight: 0, software, retains, behind: 0, end: BURST, waiting: None, now }
+    }
+
+    /// Frames beyond the rate of their port stay there.
+    #[cold]
+    pub fn admit(&mut self, burst: &Burst, from: &Member<P>) {
+        let (end, until) = from.admits(burst, self.now);
+        if end < burst.frames().len() {
+            self.end = end;
+            self.waiting = Some(Wait { port: None, until });
+        }
     }
 
     /// Puts frames of a burst into a port's queue, which is kept; returns how many were accepted. A panic there stops that port
@@ -165,7 +178,13 @@ impl<'a, P: Port> Delivery<'a, P> {
         let mut queue = [0; BURST];
         let steering = &member.steering;
         let steers = catch_unwind(AssertUnwindSafe(|| member.port.steer(burst, which, &mut queue)));
-        if !steers.unwrap_or_default() {
+        let steers = steers.unwrap_or_else(|payload| {
+            member.panicked(&*payload);
+            false
+        });
+        // A hash by the guest's key takes twice as long.
+        self.weight += which.len() * if steers { 2 * STEERING } else { STEERING };
+        if !steers {
             for &index in which {
                 if let Some(place) = queue.get_mut(usize::from(index)) {
                     *place = steering.queue(Flow::read(burst, index.into()), queues);

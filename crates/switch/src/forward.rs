@@ -3,7 +3,7 @@
 
 use crate::{
     Claim, Dropped, Fdb, Learned, Limits, Work,
-    delivery::{Delivery, Group, To, Wait, before},
+    delivery::{Delivery, Group, STEERING, To, Wait, before},
     member::{AT_ONCE, Member, Members},
     port::Port,
 };
@@ -210,7 +210,7 @@ impl<P: Port> Switch<P> {
             return NONE;
         }
         let paced = !member.limits.rate.is_none();
-        if paced && let Some(until) = member.paused(now) {
+        if paced && let Some(until) = member.paused(queue, now) {
             self.waiting = Some(Wait { port: None, until });
             return NONE;
         }
@@ -236,15 +236,19 @@ impl<P: Port> Switch<P> {
         // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
         // waits overlap.
         let mut delivery = Delivery::new(&mut self.software, source.retains(), now);
+        if paced && source.retains() {
+            delivery.admit(&self.burst, member);
+        }
         let origin = Origin { number: from, queue, member, poured: self.poured, now };
         if port.queues() > 1 {
             origin.note_flows(&self.burst);
+            delivery.weight += taken * STEERING;
         }
         forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
         let weight = delivery.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
         if paced {
-            member.paces(&self.burst, delivery.end, now);
+            member.paces(queue, &self.burst, delivery.end, now);
         }
         let mut frames = taken;
         if delivery.end < self.burst.frames().len() {

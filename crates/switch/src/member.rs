@@ -66,6 +66,9 @@ pub(crate) struct Member<P: Port> {
     pub limits: Limits,
     pub storm: Cell<Storm>,
     pub pace: Cell<Pace>,
+    /// Of its queues whose frames count towards its rate: the one that was served last, and the one whose turn is next.
+    last: Cell<usize>,
+    turn: Cell<Option<usize>>,
     pub notices: Cell<Notices>,
     /// The port's code has panicked.
     pub broken: Cell<bool>,
@@ -88,6 +91,8 @@ impl<P: Port> Member<P> {
             limits,
             storm: Cell::default(),
             pace: Cell::default(),
+            last: Cell::new(0),
+            turn: Cell::new(None),
             notices: Cell::new(Notices::new()),
             broken: Cell::new(false),
             open: Cell::new(None),
@@ -100,6 +105,9 @@ impl<P: Port> Member<P> {
 
     /// Sets the limits. What waits starts over.
     pub fn limit(&mut self, limits: Limits) {
+        if limits.rate != self.limits.rate {
+            self.pace.set(Pace::default());
+        }
         self.limits = limits;
         let rooms = self.rooms.get().into_iter().flatten();
         std::iter::once(&self.room).chain(rooms).for_each(|room| room.reset(!limits.wait.is_zero()));
@@ -155,20 +163,50 @@ impl<P: Port> Member<P> {
         }));
     }
 
-    /// Returns until when no frames are taken from the port, because it has sent more than its rate.
+    /// Returns until when no frames are taken from a queue, because the port has sent more than its rate, or because it is the turn
+    /// of another of its queues.
     #[cold]
-    pub fn paused(&self, now: Duration) -> Option<Duration> {
-        self.pace.get().next(now)
+    pub fn paused(&self, queue: usize, now: Duration) -> Option<Duration> {
+        let next = self.pace.get().next(now);
+        match self.turn.get() {
+            Some(other) if next.is_none() && other != queue => {
+                // Refused once only: the other one may have stopped.
+                self.turn.set(None);
+                return Some(now);
+            }
+            // Of a port whose queues are all polled, the first one would always come first.
+            None if next.is_some() && queue != self.last.get() => self.turn.set(Some(queue)),
+            _ => {}
+        }
+        next
     }
 
-    /// Counts the frames of a burst below this index towards the port's rate.
+    /// Returns how many frames of a burst may go now, at least one, and when the next one may.
     #[cold]
-    pub fn paces(&self, burst: &Burst, end: usize, now: Duration) {
+    pub fn admits(&self, burst: &Burst, now: Duration) -> (usize, Duration) {
+        let mut pace = self.pace.get();
+        let admitted = burst.frames().iter().take_while(|frame| {
+            let admitted = pace.next(now).is_none();
+            if admitted {
+                pace.take(&self.limits.rate, frame.len() as u64, 1, now);
+            }
+            admitted
+        });
+        (admitted.count().max(1), pace.next(now).unwrap_or(now))
+    }
+
+    /// Counts the frames of a queue's burst below this index towards the port's rate.
+    #[cold]
+    pub fn paces(&self, queue: usize, burst: &Burst, end: usize, now: Duration) {
         let frames = burst.frames().get(..end).unwrap_or(burst.frames());
         let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
         let mut pace = self.pace.get();
         pace.take(&self.limits.rate, bytes, frames.len(), now);
         self.pace.set(pace);
+        self.last.set(queue);
+        if self.turn.get() == Some(queue) {
+            self.turn.set(None);
+        }
     }
 
     /// Drops frames of a queue.

@@ -30,8 +30,8 @@ impl Default for Rate {
     }
 }
 
-/// Two token buckets, for bits and for frames: each is the time at which what was taken is paid for. A burst is taken as soon as
-/// everything before it is paid for, however large it is, and is paid for by the time until the next one.
+/// Two token buckets, for bits and for frames: each is the time at which what was taken is paid for. A frame is taken as soon as
+/// everything before it is paid for, however long it is, and is paid for by the time until the next one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pace {
     paid: [Duration; 2],

@@ -218,26 +218,52 @@ fn what_is_beyond_the_rate_stays_with_the_sender() {
     net.send_one(1, MacAddr::BROADCAST, mac(1));
     for pours in [false, true] {
         net.ports[0].pours.store(pours, Relaxed);
+        net.ports[0].retains.store(true, Relaxed);
         let start = Duration::from_secs(if pours { 20 } else { 10 });
         let frames: Vec<_> = (0..3).map(|number| frame(mac(1), mac(0), number)).collect();
         for _ in 0..4 {
             net.ports[0].to_send.lock().unwrap().push_back(frames.clone());
         }
         let carry = |net: &mut Net, now| (net.switch.carry(0, 0, now).frames, net.switch.take_waiting());
-        // Two bursts of three frames, four of which were saved up.
+        // Five of twelve frames: four were saved up, and the next one is paid for afterwards.
+        let at = |micros: u64| start + Duration::from_micros(micros);
+        let wait = |micros| Some(Wait { port: None, until: at(micros) });
         assert_eq!(carry(&mut net, start), (3, None));
-        assert_eq!(carry(&mut net, start), (3, None));
-        let next = start + Duration::from_millis(2);
-        let wait = Some(Wait { port: None, until: next });
-        assert_eq!(carry(&mut net, start), (0, wait));
-        assert_eq!(carry(&mut net, next - Duration::from_nanos(1)), (0, wait));
-        assert_eq!(carry(&mut net, next), (3, None));
-        assert_eq!(carry(&mut net, next + Duration::from_millis(3)), (3, None));
+        assert_eq!(carry(&mut net, start), (2, wait(1000)), "the third one stays");
+        assert_eq!(carry(&mut net, start), (0, wait(1000)));
+        assert_eq!(carry(&mut net, at(999)), (0, wait(1000)));
+        assert_eq!(carry(&mut net, at(1000)), (1, None));
+        assert_eq!(carry(&mut net, at(3000)), (2, wait(4000)));
+        assert_eq!(carry(&mut net, at(10_000)), (1, None));
+        assert_eq!(carry(&mut net, at(10_000)), (3, None));
         assert_eq!(net.ports[1].got().len(), 12, "none was dropped");
         // Another port is not concerned, and a limit that is lifted counts at once.
         assert_eq!(net.send_one(2, mac(1), mac(2)), [1]);
     }
-    net.ports[0].to_send.lock().unwrap().push_back(vec![frame(mac(1), mac(0), 1)]);
-    net.switch.limit(0, limits(|_| {}));
-    assert_eq!(net.switch.carry(0, 0, Duration::from_secs(20)).frames, 1);
+    // A rate that changes begins without debt.
+    for rate in [Rate { frames: 1, ..rate }, Rate { frames: 1000, ..rate }, Rate::NONE] {
+        net.switch.limit(0, limits(|limits| limits.rate = rate));
+        net.ports[0].to_send.lock().unwrap().push_back(vec![frame(mac(1), mac(0), 1)]);
+        assert_eq!(net.switch.carry(0, 0, Duration::from_secs(20)).frames, 1);
+    }
+}
+
+#[test]
+fn the_queues_of_a_port_take_turns_at_its_rate() {
+    let rate = Rate { bits: 0, frames: 1000, burst: Duration::from_millis(1) };
+    let mut net = Net::limited(&[limits(|limits| limits.rate = rate), limits(|_| {})]);
+    net.ports[0].queues.store(2, Relaxed);
+    let mut served = [0; 2];
+    for micros in (0..100_000).step_by(100) {
+        // Both are polled, always in the same order, and both always have frames.
+        for (queue, served) in served.iter_mut().enumerate() {
+            net.ports[0].to_send.lock().unwrap().push_back(vec![frame(mac(1), mac(0), 1)]);
+            let now = Duration::from_secs(1) + Duration::from_micros(micros);
+            *served += net.switch.carry(0, queue, now).frames;
+            net.ports[0].to_send.lock().unwrap().clear();
+            // The ports of these tests have one lease.
+            net.switch.settle(now);
+        }
+    }
+    assert!(served.iter().all(|frames| (45..=56).contains(frames)), "{served:?}");
 }

@@ -312,10 +312,10 @@ fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Er
 
 /// Reads bits a second; 0 is unlimited.
 fn bits<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
-    text(node, "\"64kb/s\" to \"1000Gb/s\" or \"unlimited\"", |text| {
-        let units = [("kb/s", 1_000), ("Mb/s", 1_000_000), ("Gb/s", 1_000_000_000)];
+    text(node, "\"1Mb/s\" to \"1000Gb/s\" or \"unlimited\"", |text| {
+        let units = [("Mb/s", 1_000_000), ("Gb/s", 1_000_000_000)];
         let bits = units.iter().find_map(|&(unit, bits)| value::amount(text, unit)?.checked_mul(bits));
-        bits.filter(|bits| (64_000..=1_000_000_000_000).contains(bits)).or((text == "unlimited").then_some(0))
+        bits.filter(|bits| (1_000_000..=1_000_000_000_000).contains(bits)).or((text == "unlimited").then_some(0))
     })
 }
 

@@ -5,7 +5,6 @@ use super::{ConnectError, RawConnection, frontend::Notifier};
 use crate::{
     gate::{Gate, Lease},
     port::PortKind,
-    worker::PortHandle,
 };
 use parking_lot::MutexGuard;
 use ringroad_frame::{Burst, Counters, Sink, Source, offload::Support};
@@ -13,7 +12,6 @@ use ringroad_net::{DriverTx, Features, Held, SizedConfig, SizedDriver, SizedRx, 
 use ringroad_wire::ethernet;
 use std::{
     fs::File,
-    io,
     os::fd::BorrowedFd,
     path::PathBuf,
     sync::{
@@ -33,7 +31,8 @@ pub struct Attach {
     pub socket: PathBuf,
     /// How long to wait for the device to listen.
     pub patience: Duration,
-    /// The features that are negotiated, if the device offers them; no control queue.
+    /// The features that are negotiated, if the device offers them; neither a control queue nor anything about the configuration
+    /// space.
     pub features: Features,
     /// Number of entries of each queue.
     pub queue_size: u32,
@@ -96,8 +95,8 @@ impl std::fmt::Debug for AttachedPort {
     }
 }
 
-/// GUEST offloads with which received frames are longer than the MTU: they need buffers that are merged.
-const LONG: Features = Features::GUEST_TSO4
+/// The features with which received frames may be longer than the MTU: they need buffers that are merged.
+pub const LONG_FRAMES: Features = Features::GUEST_TSO4
     .union(Features::GUEST_TSO6)
     .union(Features::GUEST_UFO)
     .union(Features::GUEST_USO4)
@@ -112,10 +111,12 @@ impl AttachedPort {
     pub fn connect(config: &Attach) -> Result<AttachedPort, ConnectError> {
         let Attach { name, socket: path, patience, features, queue_size, mtu, sizing } = config.clone();
         let socket = RawConnection::open(&path, false, patience)?;
-        let wanted = (features - Features::CONTROL).consistent().bits();
+        // Those about the configuration space oblige who reads it: the interface has its own address and MTU.
+        let space = Features::MAC | Features::MTU | Features::STATUS | Features::SPEED_DUPLEX;
+        let wanted = (features - Features::CONTROL - space).consistent().bits();
         let mut connection = RawConnection::negotiate(socket, &path, wanted, Protocol::empty(), 2)?;
         let offered = Features::from_bits_truncate(connection.acked);
-        let never = if offered.contains(Features::MRG_RXBUF) { Features::empty() } else { LONG };
+        let never = if offered.contains(Features::MRG_RXBUF) { Features::empty() } else { LONG_FRAMES };
         let acked = (offered - never).consistent().bits();
         connection.acked = acked | connection.acked & bits::PROTOCOL_FEATURES;
         connection.accept()?;
@@ -145,15 +146,6 @@ impl AttachedPort {
             transmit: Gate::new(Driven { queue: Some(tx), notifier: sent }),
             calls,
         })
-    }
-
-    /// To be called once it is part of a worker's switch: from then on the worker learns of room for frames.
-    ///
-    /// # Errors
-    /// The descriptor cannot be watched.
-    pub fn watch<K: PortKind>(&self, handle: &PortHandle<K>) -> io::Result<()> {
-        let [_, sent] = &self.calls;
-        handle.watch_room(0, sent)
     }
 
     /// Returns the negotiated feature bits.
@@ -240,6 +232,16 @@ impl PortKind for AttachedPort {
 
     fn takes(&self) -> Support {
         self.shared.takes
+    }
+
+    fn room_descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let [_, sent] = &self.calls;
+        vec![crate::sys::borrow(sent)]
+    }
+
+    /// After a panic in this code the device is not used any more.
+    fn abandon(&self) {
+        self.shared.failed.store(true, Ordering::Relaxed);
     }
 
     fn enable_room(&self) -> bool {
@@ -412,7 +414,8 @@ impl Sink for AttachedSink<'_> {
         let Some(queue) = &mut self.driven.queue else { return true };
         // A fault is found again by the next frame.
         let _ = reclaim(queue);
-        let room = queue.free() >= frames;
+        // No more than it can have: a frame may be cut into more segments than the ring has entries.
+        let room = queue.free() >= frames.min(queue.size() / 2);
         self.shared.short.store(!room, Ordering::Relaxed);
         room
     }

@@ -39,8 +39,8 @@ pub struct Connector {
     pub patience: Duration,
     /// Feature bits to negotiate, if the device offers them.
     pub features: u64,
-    /// Number of queue pairs. With a control queue the device must offer VIRTIO_NET_F_MQ for more than one, and uses the first one
-    /// until [`Command::Pairs`](control::Command::Pairs).
+    /// Number of queue pairs. With a control queue it must be one, or as many as the device has, which must offer VIRTIO_NET_F_MQ
+    /// then; the device uses the first one until [`Command::Pairs`](control::Command::Pairs).
     pub queue_pairs: u16,
     /// Entries of each queue.
     pub queue_size: u32,
@@ -77,8 +77,8 @@ pub enum ConnectError {
         /// The name of the missing feature.
         missing: &'static str,
     },
-    /// The device has too few queues.
-    #[error("the device has {found} queue pairs, expected at least {wanted}")]
+    /// The device has too few queues; or more, and the driver has a control queue, which is behind the last one.
+    #[error("the device has {found} queue pairs, expected {wanted}")]
     Queues {
         /// Queue pairs of the device.
         found: u64,
@@ -400,8 +400,10 @@ impl Connector {
     /// [`ConnectError`]: no device within [`Connector::patience`], it has too few queue pairs, lacks a required feature or refuses
     /// a message; the queue size is invalid, or the system has no memory or descriptors left.
     pub fn connect(&self) -> Result<Connection, ConnectError> {
+        // Where the control queue is depends on these: a driver with one pair has it behind that one.
+        let many = bits::NET_F_MQ | bits::NET_F_RSS;
         let controls_many = self.queue_pairs > 1 && self.features & bits::NET_F_CTRL_VQ != 0;
-        let features = self.features | if controls_many { bits::NET_F_MQ } else { 0 };
+        let features = if controls_many { self.features | bits::NET_F_MQ } else { self.features & !many };
         let mut handshake = self.negotiate(self.patience, features)?;
         handshake.accept()?;
         let acked = handshake.acked;
@@ -429,7 +431,8 @@ impl Connector {
         let socket = RawConnection::open(&self.socket, self.listen, patience)?;
         if self.queue_pairs > 1 {
             let found = quirks::queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
-            if found < self.queue_pairs.into() {
+            let controls = self.features & bits::NET_F_CTRL_VQ != 0;
+            if found < self.queue_pairs.into() || controls && found > self.queue_pairs.into() {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
             }
         }

@@ -24,7 +24,7 @@ mod server;
 mod session;
 mod vring;
 
-pub use attached::{Attach, AttachedLease, AttachedPort, AttachedSink, AttachedSource};
+pub use attached::{Attach, AttachedLease, AttachedPort, AttachedSink, AttachedSource, LONG_FRAMES};
 pub(crate) use call::Call;
 pub use descriptor::Kick;
 pub use device::{Ring, VhostDevice};

@@ -150,8 +150,10 @@ struct NetDevice<K: PortKind> {
 /// The control queue.
 #[derive(Default)]
 struct Controlled {
-    /// What the driver has asked for; `None`: it has no control queue.
+    /// What the driver has asked for; `None`: it has no control queue, or has not started it.
     state: Option<Control>,
+    /// Whether the driver has negotiated a control queue.
+    expected: bool,
     /// The queue that runs, and its vring.
     queue: Option<(usize, QueueThread)>,
 }
@@ -194,14 +196,19 @@ impl<K: PortKind> NetDevice<K> {
     /// Sets among how many receive queues flows are distributed: those that run and that the driver uses. Returns how many run.
     fn set_pairs(&self, controlled: &Controlled) -> usize {
         let running = self.running().iter().step_by(2).take_while(|&&runs| runs).count();
-        let used = controlled.state.as_ref().map_or(usize::MAX, |control| control.pairs().into());
+        // Without a control queue the driver uses what its frontend enables; with one, the first pair before its first command.
+        let used = match &controlled.state {
+            Some(control) => control.pairs().into(),
+            None if controlled.expected => 1,
+            None => usize::MAX,
+        };
         let rss = controlled.state.as_ref().and_then(Control::rss);
         let unchanged = |known: &Option<Arc<Rss>>| known.as_ref().map(Arc::as_ptr) == rss.map(Arc::as_ptr);
         let mut known = self.port.0.rss.lock();
-        if !unchanged(&known) {
-            *known = rss.cloned();
-        }
+        let old = if unchanged(&known) { None } else { std::mem::replace(&mut *known, rss.cloned()) };
+        // Freed outside the lock, which the worker tries.
         drop(known);
+        drop(old);
         self.port.0.pairs.store(running.min(used), Ordering::Relaxed);
         running
     }
@@ -412,6 +419,12 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
 
     fn start(&self, index: usize, ring: Ring) -> Result<u32, String> {
         let pair = index / 2;
+        let mut controlled = self.controlled();
+        controlled.expected = ring.acked & bits::NET_F_CTRL_VQ != 0;
+        if !controlled.expected {
+            controlled.state = None;
+        }
+        drop(controlled);
         match index % 2 {
             _ if self.is_control(index, ring.acked) => self.start_control(index, ring),
             0 => self.start_rx(pair, ring),

@@ -159,6 +159,11 @@ impl PortKind for VhostPort {
             counters.busy.add(frames as u64);
             return None;
         };
+        // The guest may have said meanwhile that it uses fewer: then that command waits for this gate.
+        if index > 0 && index >= port.pairs.load(Ordering::Relaxed) {
+            drop(slot);
+            return self.sink(0, frames);
+        }
         if slot.queue.is_none() {
             counters.stopped.add(frames as u64);
             return None;
@@ -172,8 +177,8 @@ impl PortKind for VhostPort {
     }
 
     fn steer(&self, burst: &Burst, which: &[u8], queues: &mut [u8; BURST]) -> bool {
-        // Held by control for as long as it takes to replace it.
-        let Some(rss) = self.0.rss.lock().clone() else { return false };
+        // While control replaces it, the switch chooses: the worker waits for nobody.
+        let Some(rss) = self.0.rss.try_lock().and_then(|rss| rss.clone()) else { return false };
         for &index in which {
             if let Some(place) = queues.get_mut(usize::from(index)) {
                 let flow = Flow::read(burst, index.into());

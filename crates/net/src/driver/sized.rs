@@ -24,6 +24,9 @@ pub enum Sizing {
     Auto,
 }
 
+/// A burst that has more bytes is long enough.
+const MOST_BYTES: u64 = 256 << 10;
+
 /// Size of a page in bytes.
 pub const PAGE: usize = 4096;
 
@@ -225,7 +228,7 @@ impl SizedRx {
         burst.start(MAX_FRAME, vnet_hdr::SIZE);
         self.pieces.start(&self.memory);
         let mut bytes = 0;
-        while burst.frames().len() < BURST {
+        while burst.frames().len() < BURST && bytes <= MOST_BYTES && self.taken.len() <= 4 * BURST {
             let count = match self.next_frame() {
                 Ok(Some(count)) => count,
                 Ok(None) => break,
@@ -258,17 +261,21 @@ impl SizedRx {
             return Err(Dropped::Silently);
         }
         let first = self.pieces.list().len();
-        let total = buffers.iter().map(|used| used.len as usize).sum();
+        // Of a buffer that was given back nothing is left, whatever the header in front of it says now.
+        let places = &self.places;
+        let place = |used: &Used| places.get(usize::from(used.id)).copied().unwrap_or_default();
+        let written = |used: &Used| (used.len as usize).min(place(used).len);
+        let total = buffers.iter().map(written).sum();
         // Adjacent buffers are one piece.
         let mut run = 0..0;
         let mut fits = true;
-        for &used in buffers {
-            let at = self.base + self.place(used).at;
+        for used in buffers {
+            let at = self.base + place(used).at;
             if run.end != at {
                 fits &= push(&mut self.pieces, &run);
                 run = at..at;
             }
-            run.end += used.len as usize;
+            run.end += written(used);
         }
         fits &= push(&mut self.pieces, &run);
         let pieces = self.pieces.list().get(first..).unwrap_or_default();
