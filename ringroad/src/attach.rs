@@ -111,13 +111,14 @@ pub fn run(args: Args) -> Outcome {
     // The interface may send what the device takes.
     handle.offloads_changed();
     eprintln!("ringroad: {} is behind {}; Ctrl-C ends it", args.socket.display(), args.tap);
+    let start = Instant::now();
     let figures = || {
         let (held, buffer) = device.held();
         let sent = handle.port().report().sent;
-        figures(held, buffer, sent.frames, sent.bytes)
+        figures(start.elapsed(), held, buffer, [sent.frames, sent.bytes])
     };
     let every = args.every.map(Duration::from_secs_f64);
-    let mut next = Instant::now();
+    let mut next = start;
     while !stop.load(Ordering::Relaxed) && !device.is_closed() {
         if every.is_some_and(|_| Instant::now() >= next) {
             println!("{}", figures());
@@ -137,10 +138,11 @@ pub fn run(args: Args) -> Outcome {
 }
 
 /// The figures so far. `truesize`: bytes of all buffers that received frames were in, used or not.
-fn figures(held: Held, buffer: usize, sent: u64, sent_bytes: u64) -> Value {
+fn figures(time: Duration, held: Held, buffer: usize, [sent, sent_bytes]: [u64; 2]) -> Value {
     let Held { frames, bytes, buffers, truesize } = held;
     let overhead = if bytes > 0 { truesize as f64 / bytes as f64 } else { 0.0 };
     json!({
+        "seconds": time.as_secs_f64(),
         "received": { "frames": frames, "bytes": bytes, "buffers": buffers, "truesize": truesize },
         "truesize_per_byte": overhead,
         "buffer": buffer,

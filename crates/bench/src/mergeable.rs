@@ -171,8 +171,11 @@ impl<'a> Bed<'a> {
         }
         driver.end();
         let text = fs::read_to_string(&file).map_err(|error| format!("cannot read {}: {error}", file.display()))?;
-        let sizes = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()?.get("buffer")?.as_f64());
-        Ok(sizes.enumerate().map(|(index, size)| (index as f64 * EVERY, size)).collect())
+        let point = |line: &str| {
+            let figures = serde_json::from_str::<Value>(line).ok()?;
+            Some((figures.get("seconds")?.as_f64()?, figures.get("buffer")?.as_f64()?))
+        };
+        Ok(text.lines().filter_map(point).collect())
     }
 }
 
