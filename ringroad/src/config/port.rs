@@ -88,7 +88,7 @@ pub struct VhostUser {
     /// Optimisations that can be turned off for measurements.
     #[serde(with = "TuningKeys")]
     pub tuning: Tuning,
-    /// The link's speed in Mb/s that the guest is told, if set in the file.
+    /// Link speed advertised to the guest, in Mb/s, if set in the file.
     #[serde(deserialize_with = "speed")]
     pub speed: Option<u32>,
     /// How long the interrupt for sent frames may wait for more of them.
