@@ -147,6 +147,16 @@ stop_daemon() {
 
 # --- checks: each sets $figure, or fails and prints its output -------------------------------------------------------------
 
+whereabouts() { # PID: what each of its threads does: its name, where it waits in the kernel, its system call
+  local thread
+  if [ -z "$1" ] || ! running "$1"; then return 0; fi
+  echo "--- threads of process $1: $(tr '\0' ' ' <"/proc/$1/cmdline" | cut -c1-80)"
+  for thread in "/proc/$1/task"/*; do
+    echo "$(cat "$thread/comm") $(cat "$thread/wchan") $(cat "$thread/syscall")"
+  done
+  ls -l "/proc/$1/fd" | sed -n 's/.* \([0-9]* ->\)/\1/p'
+}
+
 check() { # NAME, command…
   local name=$1 begun=$SECONDS log
   shift
@@ -160,6 +170,7 @@ check() { # NAME, command…
   echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
   {
     tail -n 30 "$state/output"
+    for log in "${ours[@]}" "$daemon"; do whereabouts "$log"; done
     for log in "$state"/*.log "$RINGROAD_GUESTS"/*/console.log; do
       [ -s "$log" ] || continue
       echo "--- the end of $(basename "$log")"
