@@ -272,7 +272,7 @@ in_place() {
     head=''
     check "$section.$key back" keeps "$section.$key" "$both" || true
   done
-  for line in 'poll = "50us"' 'poll = "0"' 'interrupt_delay = "0"' 'interrupt_delay = "5ms"' 'hairpin = true' 'isolated = true' \
+  for line in 'poll = "50us"' 'poll = "0"' 'interrupt_delay = "0"' 'interrupt_delay = "5ms"' 'hairpin = true' 'gro = true' 'isolated = true' \
     'tuning = { prefetch = 0 }' 'tuning = { fast_path = false, small_copy = false }' 'limits = { rate = "2Gb/s" }'; do
     key=port.${line%% *}
     [ "$key" != port.limits ] || key=port.limits.rate
@@ -283,7 +283,7 @@ in_place() {
     uml_port=''
     check "uml: $key back" keeps "$key" "$both" || true
   done
-  for line in 'poll = "1ms"' 'hairpin = true' 'mtu = 1400' 'mtu = 1500'; do
+  for line in 'poll = "1ms"' 'hairpin = true' 'gro = true' 'mtu = 1400' 'mtu = 1500'; do
     key=port.${line%% *}
     tap_port=$line
     check "host: $line" keeps "$key" "$both" || true

@@ -1,5 +1,7 @@
 //! Does for a receiver what it cannot do itself: completes checksums, cuts frames into segments. Called by whoever puts frames
-//! with an offload that may not be among [`Sink::support`].
+//! with an offload that may not be among [`Sink::support`]. The opposite is in `software/coalesced.rs`.
+
+mod coalesced;
 
 use crate::{
     ALL, BURST, Burst, HEADROOM, MAX_FRAME, Sink,
@@ -8,6 +10,7 @@ use crate::{
         segment::{Checksums, Segmenter},
     },
 };
+use coalesced::Coalescing;
 use ringroad_mem::{Region, Table};
 use std::{
     hash::{BuildHasher, RandomState},
@@ -30,6 +33,8 @@ pub struct Software {
     used: usize,
     /// Identification of the next frame's IPv6 fragments.
     ident: u32,
+    /// For receivers that want segments as one frame.
+    coalescing: Option<Box<Coalescing>>,
 }
 
 impl std::fmt::Debug for Software {
@@ -45,8 +50,14 @@ impl Software {
         let ident = RandomState::new().hash_one(0) as u32;
         let region = Region::private(ROOM, 0).ok()?;
         let pool = Arc::new(Table::default().with(region).ok()?);
-        let mut software =
-            Software { pool, burst: Burst::default(), scratch: vec![0; MAX_FRAME].into(), used: 0, ident };
+        let mut software = Software {
+            pool,
+            burst: Burst::default(),
+            scratch: vec![0; MAX_FRAME].into(),
+            used: 0,
+            ident,
+            coalescing: None,
+        };
         software.start();
         Some(software)
     }
@@ -192,17 +203,26 @@ impl Software {
     /// Adds the first `len` bytes of the scratch memory as a frame; if there is no more room, first puts all frames so far. Returns
     /// how many of those were accepted.
     fn stage(&mut self, sink: &mut impl Sink, len: usize, offload: Offload) -> usize {
-        let total = HEADROOM + len;
-        let full = self.burst.frames().len() == BURST || self.used + total > ROOM;
-        let accepted = if full { self.flush(sink) } else { 0 };
+        let accepted = self.make_room(sink, HEADROOM + len);
         let place = self.pool.regions().first().and_then(|region| region.span(self.used + HEADROOM, len));
         if let (Some(place), Some(frame)) = (place, self.scratch.get(..len)) {
             place.write(frame);
-            if self.burst.push_at(self.used as u64, total, offload).is_ok() {
-                self.used = (self.used + total).next_multiple_of(ALIGN);
-            }
+            self.push(HEADROOM + len, offload);
         }
         accepted
+    }
+
+    /// Puts all frames so far if there is no room for another one of `total` bytes with its headroom; returns how many were accepted.
+    fn make_room(&mut self, sink: &mut impl Sink, total: usize) -> usize {
+        let full = self.burst.frames().len() == BURST || self.used + total > ROOM;
+        if full { self.flush(sink) } else { 0 }
+    }
+
+    /// Adds the frame of `total` bytes that was written behind the others.
+    fn push(&mut self, total: usize, offload: Offload) {
+        if self.burst.push_at(self.used as u64, total, offload).is_ok() {
+            self.used = (self.used + total).next_multiple_of(ALIGN);
+        }
     }
 
     /// Puts all finished frames.

@@ -150,6 +150,8 @@ pub const INTERRUPT_DELAY: Duration = Duration::from_micros(300);
 pub struct PortSettings {
     /// Whether frames may go back out of it.
     pub hairpin: bool,
+    /// Whether TCP segments to it become longer frames, if it takes those (GRO).
+    pub gro: bool,
     /// For how long its worker polls it.
     pub poll: Poll,
     /// What is turned off, for measuring; only guests have it.
@@ -165,6 +167,7 @@ impl Default for PortSettings {
     fn default() -> PortSettings {
         PortSettings {
             hairpin: false,
+            gro: false,
             poll: Poll::For(Duration::ZERO),
             tuning: Tuning::default(),
             limits: Limits::GUEST,
@@ -180,6 +183,7 @@ pub struct Port<K> {
     settings: Mutex<PortSettings>,
     /// Of the settings, what the worker needs in each burst.
     hairpin: AtomicBool,
+    gro: AtomicBool,
     /// Which warnings were logged: what a guest can cause all the time is logged once.
     warned: [AtomicBool; 3],
 }
@@ -206,8 +210,8 @@ impl<K: PortKind> Port<K> {
     /// Returns a port with these settings.
     pub fn new(kind: K, settings: PortSettings) -> Port<K> {
         kind.set(&settings);
-        let hairpin = AtomicBool::new(settings.hairpin);
-        Port { kind, settings: Mutex::new(settings), hairpin, warned: Default::default() }
+        let (hairpin, gro) = (AtomicBool::new(settings.hairpin), AtomicBool::new(settings.gro));
+        Port { kind, settings: Mutex::new(settings), hairpin, gro, warned: Default::default() }
     }
 
     /// Returns what it is made of.
@@ -225,6 +229,7 @@ impl<K: PortKind> Port<K> {
     pub(crate) fn set(&self, settings: PortSettings) {
         *self.settings.lock() = settings;
         self.hairpin.store(settings.hairpin, Ordering::Relaxed);
+        self.gro.store(settings.gro, Ordering::Relaxed);
         self.kind.set(&settings);
     }
 
@@ -293,6 +298,11 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
     #[inline]
     fn hairpin(&self) -> bool {
         self.hairpin.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn coalesces(&self) -> bool {
+        self.gro.load(Ordering::Relaxed)
     }
 
     fn limits(&self) -> Limits {

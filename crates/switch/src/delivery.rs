@@ -129,16 +129,21 @@ impl<'a, P: Port> Delivery<'a, P> {
             let Some(sink) = member.port.sink(hint, all) else { return all };
             member.open.set(AT_ONCE);
             let sink = held.insert(sink);
+            let coalesces = member.port.coalesces();
             let accepted;
-            match (burst.has_offloads(), wait) {
+            match (burst.has_offloads() || coalesces, wait) {
                 (false, true) => return sink.offer(burst, which),
                 (false, false) => accepted = sink.put(burst, which),
                 (true, true) => {
+                    let offer = if coalesces { Software::offer_coalesced } else { Software::offer_finished };
                     let handled;
-                    (handled, work) = Software::offer_finished(software, sink, burst, which);
+                    (handled, work) = offer(software, sink, burst, which);
                     return handled;
                 }
-                (true, false) => (accepted, work) = Software::put_finished(software, sink, burst, which),
+                (true, false) => {
+                    let put = if coalesces { Software::put_coalesced } else { Software::put_finished };
+                    (accepted, work) = put(software, sink, burst, which);
+                }
             }
             if accepted > 0 {
                 member.room(queue).accepted(&member.limits);

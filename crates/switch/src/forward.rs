@@ -188,8 +188,8 @@ impl<P: Port> Switch<P> {
     #[inline]
     fn pour(ports: &Members<P>, from: u32, queue: usize, source: &mut P::Source<'_>) -> Option<Result<usize, u32>> {
         let (number, only) = Self::only_other(ports, from)?;
-        // Flows that go to several queues must be read first.
-        if only.broken.get() || only.port.queues() > 1 {
+        // Flows that go to several queues must be read first, and so must segments that become longer frames.
+        if only.broken.get() || only.port.queues() > 1 || only.port.coalesces() {
             return None;
         }
         let poured = match source.pour(&mut only.port.sink(from as usize + queue, 0)?) {

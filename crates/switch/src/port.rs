@@ -62,6 +62,11 @@ pub trait Port: Send + Sync {
         false
     }
 
+    /// Returns whether TCP segments to the port become longer frames, if it takes those (GRO).
+    fn coalesces(&self) -> bool {
+        false
+    }
+
     /// Returns the port's limits; called when it is added.
     fn limits(&self) -> Limits {
         Limits::default()

@@ -6,7 +6,10 @@ use common::{Bytes, Fake, Net, Panics, mac};
 use ringroad_frame::offload::{Checksum, Claim, HEADERS, Kind, Offload, Support, checksum};
 use ringroad_switch::{Dropped, Limits};
 use ringroad_wire::ethernet::MacAddr;
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 /// Payload of a segment.
 const SIZE: usize = 500;
@@ -159,4 +162,55 @@ fn segments_count_as_work() {
     };
     // Four segments each.
     assert_eq!([is_heavy(10), is_heavy(60)], [false, true]);
+}
+
+/// The complete segments of a frame, as a sender without offloads sends them.
+fn segments(whole: &[u8]) -> Vec<Bytes> {
+    let mut net = net(&[TSO, Support::empty()]);
+    net.send(0, &[whole.to_vec()]).remove(1)
+}
+
+#[test]
+fn segments_become_one_frame_for_a_port_that_coalesces() {
+    let whole = tcp(mac(1), mac(0), 3 * SIZE);
+    let segments = segments(&whole);
+    for (takes, coalesces, pours, expected) in [
+        (TSO, true, false, 1),
+        // Not read straight into its buffers.
+        (TSO, true, true, 1),
+        (TSO, false, false, 3),
+        (Support::empty(), true, false, 3),
+    ] {
+        let mut net = net(&[Support::empty(), takes]);
+        *net.ports[0].offload.lock().unwrap() = |_| Offload::NONE;
+        net.ports[0].pours.store(pours, Relaxed);
+        net.ports[1].coalesces.store(coalesces, Relaxed);
+        let got = net.send(0, &segments).remove(1);
+        assert_eq!(got.len(), expected, "{takes:?} {coalesces} {pours}");
+        if expected == 1 {
+            assert!(got[0][54..] == whole[54..] && got[0][38..42] == whole[38..42]);
+            assert_eq!(offloads(&net.ports[1])[0].gso().unwrap().size.get(), SIZE as u16);
+        } else {
+            assert!(got == segments);
+        }
+    }
+}
+
+#[test]
+fn coalesced_frames_wait_as_they_are() {
+    let segments = segments(&tcp(mac(1), mac(0), 3 * SIZE));
+    let mut net = net_of(&[Support::empty(), TSO], Limits { wait: Duration::from_secs(1), ..Limits::default() });
+    *net.ports[0].offload.lock().unwrap() = |_| Offload::NONE;
+    net.ports[0].retains.store(true, Relaxed);
+    net.ports[1].coalesces.store(true, Relaxed);
+    net.send_one(1, mac(0), mac(1));
+    net.ports[1].room.store(1, Relaxed);
+    net.ports[0].to_send.lock().unwrap().push_back(segments.clone());
+    assert_eq!(net.carry(0, 0), 1, "there is no room for all");
+    assert!(net.ports[1].got() == segments[..1]);
+    net.ports[1].room.store(usize::MAX, Relaxed);
+    net.carry(0, 0);
+    let rest = net.ports[1].got();
+    assert_eq!(rest.len(), 1, "what waited is one frame");
+    assert_eq!(rest[0].len(), 54 + 2 * SIZE);
 }

@@ -40,6 +40,8 @@ pub struct Port {
     pub mode: Mode,
     /// Whether frames may be sent back to the port that they came from.
     pub hairpin: bool,
+    /// Whether TCP segments to the port become longer frames, if its guest takes those (GRO).
+    pub gro: bool,
     /// Queue pairs, 1 to 127.
     #[serde(deserialize_with = "int::<1, { MAX_PAIRS as u64 }, u16, _, _>")]
     pub queues: u16,
@@ -105,6 +107,7 @@ impl Default for Port {
             name: String::new(),
             mode: Mode::default(),
             hairpin: false,
+            gro: false,
             queues: 1,
             mtu: None,
             poll: None,

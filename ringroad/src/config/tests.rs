@@ -26,6 +26,7 @@ socket = "/run/ringroad/vm1.sock"
 role = "client"
 mode = "reflect"
 hairpin = true
+gro = true
 features = { packed = true, in_order = false, mrg_rxbuf = true, event_idx = true, indirect = true, mtu = false }
 queues = 2
 mac = "52:54:00:12:34:56"
@@ -77,6 +78,7 @@ fn example() {
         name: "vm1".into(),
         mode: Mode::Reflect,
         hairpin: true,
+        gro: true,
         mtu: Some(1500),
         poll: Some(Poll::Unlimited),
         limits: Limits {
@@ -106,6 +108,7 @@ fn example() {
         name: "uplink".into(),
         mode: Mode::Switch,
         hairpin: false,
+        gro: false,
         mtu: None,
         poll: None,
         limits: Limits { addresses: 4096, storm: 0, wait: Duration::ZERO, ..Limits::GUEST },
@@ -340,6 +343,7 @@ fn broken_files() {
             vm1("mode = \"hub\""),
             "5: port \"vm1\": key `mode`: expected \"switch\", \"reflect\", \"drop\" or \"generate\", found \"hub\"",
         ),
+        (vm1("gro = \"on\""), "5: port \"vm1\": key `gro`: expected true or false, found \"on\""),
         (vm1("hairpin = 1"), "5: port \"vm1\": key `hairpin`: expected true or false, found 1"),
         (vm1("queues = 128"), "5: port \"vm1\": key `queues`: expected 1 to 127, found 128"),
         (vm1("queues = 0"), "5: port \"vm1\": key `queues`: expected 1 to 127, found 0"),

@@ -133,7 +133,7 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
-    let Port { name: _, mode, hairpin, queues, mtu, poll, kind, limits } = before;
+    let Port { name: _, mode, hairpin, gro, queues, mtu, poll, kind, limits } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
             let VhostUser { socket, role, features, mac: _, fixed: _, tuning, speed, interrupt_delay, frontend } =
@@ -177,6 +177,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     }
     diff.key("port.mode", InPlace, mode, &after.mode);
     diff.key("port.hairpin", InPlace, hairpin, &after.hairpin);
+    diff.key("port.gro", InPlace, gro, &after.gro);
     diff.key("port.poll", InPlace, poll, &after.poll);
     diff.changes
 }
@@ -301,6 +302,7 @@ socket = "/run/v"
             ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),
             ("[workers]\npoll = \"0\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
             ("mtu = 1500", "hairpin = true", "port vm1: key `port.hairpin`: in place"),
+            ("mtu = 1500", "gro = true", "port vm1: key `port.gro`: in place"),
             ("mtu = 1500", "poll = \"1ms\"", "port vm1: key `port.poll`: in place"),
             ("\"/run/1\"", "\"/run/2\"", "port vm1: key `port.socket`: reconnects the guest"),
             ("\"rr0\"", "\"rr1\"", "port host: key `port.interface`: recreates the interface"),

@@ -241,7 +241,7 @@ enum Kind {
 
 /// Returns a port's settings. `poll`: the default for ports that set none.
 fn settings(port: &config::Port, poll: Poll) -> PortSettings {
-    let config::Port { hairpin, mut limits, .. } = *port;
+    let config::Port { hairpin, gro, mut limits, .. } = *port;
     let (tuning, interrupt_delay) = match &port.kind {
         config::Kind::VhostUser(guest) => {
             // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
@@ -250,7 +250,7 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
         }
         config::Kind::Tap(_) => Default::default(),
     };
-    PortSettings { hairpin, poll: port.poll.unwrap_or(poll), tuning, limits, interrupt_delay }
+    PortSettings { hairpin, gro, poll: port.poll.unwrap_or(poll), tuning, limits, interrupt_delay }
 }
 
 impl Running {

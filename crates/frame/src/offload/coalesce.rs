@@ -11,7 +11,7 @@ use crate::BURST;
 use ringroad_wire::{
     checksum::Sum,
     ethernet,
-    ip::{Ipv4, Ipv6, Version},
+    ip::{Ipv4, Ipv6, Packet, Version, protocol},
     l4::{Tcp, flags},
 };
 use std::ops::Range;
@@ -296,6 +296,13 @@ impl TcpFrame {
             && same(transport + 14..transport + 16)
             && same(transport + 18..end)
     }
+}
+
+/// Returns whether a frame that begins like this is of TCP: its checksum is worth verifying, so that it can be coalesced.
+pub fn is_tcp(head: &[u8]) -> bool {
+    let Some((ethertype, network)) = ethernet::payload(head) else { return false };
+    let Some(version) = version(ethertype) else { return false };
+    Packet::read(version, head.get(network..).unwrap_or_default()).is_ok_and(|packet| packet.protocol == protocol::TCP)
 }
 
 /// Returns whether these bytes of both are there and the same.

@@ -5,17 +5,17 @@ use etherparse::{Ipv4HeaderSlice, NetSlice, SlicedPacket, TransportSlice};
 const CSUM: Support = Support::CHECKSUM;
 
 /// A receiver that keeps what it gets.
-struct Recorder {
-    support: Support,
+pub(in crate::software) struct Recorder {
+    pub support: Support,
     /// It drops what is more.
-    room: usize,
-    got: Vec<(Vec<u8>, Offload)>,
+    pub room: usize,
+    pub got: Vec<(Vec<u8>, Offload)>,
     /// Number of frames of each call.
-    calls: Vec<usize>,
+    pub calls: Vec<usize>,
 }
 
 impl Recorder {
-    fn new(support: Support) -> Recorder {
+    pub fn new(support: Support) -> Recorder {
         Recorder { support, room: usize::MAX, got: Vec::new(), calls: Vec::new() }
     }
 }
@@ -55,7 +55,7 @@ fn forwarded(burst: &Burst, index: usize) -> Vec<u8> {
 }
 
 /// A TCP frame to be finished, and what is left to do to it. `size`: payload of a segment; 0: only the checksum.
-fn tcp(kind: Kind, vlan: bool, seed: usize, payload: usize, size: u16) -> (Vec<u8>, Offload) {
+pub(in crate::software) fn tcp(kind: Kind, vlan: bool, seed: usize, payload: usize, size: u16) -> (Vec<u8>, Offload) {
     let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2];
     if vlan {
         frame.extend([0x81, 0x00, 0x20, 5]);
@@ -94,12 +94,12 @@ fn tcp(kind: Kind, vlan: bool, seed: usize, payload: usize, size: u16) -> (Vec<u
 }
 
 /// A frame that is not looked into.
-fn plain(seed: usize, len: usize) -> (Vec<u8>, Offload) {
+pub(in crate::software) fn plain(seed: usize, len: usize) -> (Vec<u8>, Offload) {
     ((0..len).map(|at| (at * 7 + seed) as u8).collect(), Offload::NONE)
 }
 
 /// A burst of these frames, in memory of its own.
-fn burst(frames: &[(Vec<u8>, Offload)]) -> (Burst, Arc<Table>) {
+pub(in crate::software) fn burst(frames: &[(Vec<u8>, Offload)]) -> (Burst, Arc<Table>) {
     let len = frames.iter().map(|(frame, _)| HEADROOM + frame.len() + 3).sum();
     let memory = Arc::new(Table::default().with(Region::private(len, 0).unwrap()).unwrap());
     let mut burst = Burst::default();
@@ -113,7 +113,7 @@ fn burst(frames: &[(Vec<u8>, Offload)]) -> (Burst, Arc<Table>) {
     (burst, memory)
 }
 
-fn all(frames: &[(Vec<u8>, Offload)]) -> &'static [u8] {
+pub(in crate::software) fn all(frames: &[(Vec<u8>, Offload)]) -> &'static [u8] {
     &ALL[..frames.len()]
 }
 
@@ -305,7 +305,7 @@ fn frames_of_a_receiver_that_panicked_go_to_no_other() {
 }
 
 /// A receiver that refuses what it has no room for, and says so beforehand.
-struct Small(Recorder);
+pub(in crate::software) struct Small(pub Recorder);
 
 impl Sink for Small {
     fn support(&self) -> Support {

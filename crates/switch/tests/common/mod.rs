@@ -63,6 +63,8 @@ pub struct Fake {
     /// What it takes, what is left to do to a frame that it sends, and was to those that it got.
     pub support: Mutex<Support>,
     pub offload: Mutex<fn(&[u8]) -> Offload>,
+    /// Whether segments to it become longer frames.
+    pub coalesces: AtomicBool,
     pub got_offloads: Mutex<Vec<Offload>>,
     pub limits: Limits,
     /// What the switch has dropped of its frames, what others have claimed, and how often there was no room for an address.
@@ -119,6 +121,7 @@ impl Fake {
             sinks: AtomicUsize::new(0),
             support: Mutex::new(Support::empty()),
             offload: Mutex::new(|_| Offload::NONE),
+            coalesces: AtomicBool::new(false),
             got_offloads: Mutex::default(),
             limits,
             dropped: Mutex::default(),
@@ -331,6 +334,10 @@ impl Port for Fake {
 
     fn is_flooded(&self) -> bool {
         self.flooded
+    }
+
+    fn coalesces(&self) -> bool {
+        self.coalesces.load(Relaxed)
     }
 
     fn hairpin(&self) -> bool {
