@@ -16,11 +16,11 @@ const HEAVY_PIECES: usize = 4 * BURST;
 pub struct Burst {
     /// Pieces of all frames.
     pieces: Pieces,
-    frames: [Frame; BURST],
+    pub(crate) frames: [Frame; BURST],
     /// For frames from `singles` on: the index behind the frame's last piece.
     ends: [u16; BURST],
     /// What is left to do to the frames that are marked so.
-    offloads: [Offload; BURST],
+    pub(crate) offloads: [Offload; BURST],
     /// Whether there are any.
     has_offloads: bool,
     /// Whether frames are added reflected; see [`Burst::reflect`].
@@ -309,7 +309,7 @@ impl Burst {
     #[inline(always)]
     pub fn rest(&self, index: usize) -> Rest<'_> {
         let pieces = self.pieces.list().get(self.range(index)).unwrap_or_default();
-        let head = self.frames.get(index).map_or(0, |frame| frame.head_len().saturating_sub(HEADROOM));
+        let head = self.frames.get(index).map_or(0, Frame::consumed);
         Rest { pieces, skip: self.lead + head }
     }
 

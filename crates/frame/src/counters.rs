@@ -74,6 +74,8 @@ counters! {
     link_local,
     /// Frames dropped because they came from an isolated port and went to another one.
     isolated,
+    /// Frames dropped because of their VLAN: the port they came from is not a member of it, or their tag is invalid or in excess.
+    vlan,
     /// Frames with a source address of another port: the address has moved, or was not learned. Not drops.
     claimed,
     /// Frames whose source address was not learned because there was no room in the forwarding table. Not drops.
@@ -97,7 +99,7 @@ counters! {
 impl Snapshot {
     /// Returns the number of frames dropped, for any reason.
     pub fn dropped(&self) -> u64 {
-        let switched = self.storm + self.spoofed + self.link_local + self.isolated;
+        let switched = self.storm + self.spoofed + self.link_local + self.isolated + self.vlan;
         self.full + self.oversize + self.runt + self.offload + self.stopped + self.busy + switched
     }
 }

@@ -12,11 +12,20 @@ pub const HEADROOM: usize = 12;
 /// on this copy, and this copy is what is forwarded.
 pub const HEAD: usize = 32;
 
+/// Length of the shortest head that has a VLAN tag, and the EtherType behind it.
+pub(crate) const TAGGED: usize = HEADROOM + ethernet::HEADER + ethernet::TAG;
+
+// What is left of the longest head without its tag is shorter than the shortest one with a tag.
+const _: () = assert!(HEAD - ethernet::TAG < TAGGED && HEAD < RETAGGED as usize);
 const _: () = assert!(BURST <= u8::MAX as usize && HEAD >= HEADROOM + ethernet::HEADER);
 
 /// Flag in `head_len`: the burst has an offload for the frame. With it a head is never just [`HEAD`] bytes long, so that fast paths,
 /// which compare with that, leave the frame to others.
 pub(crate) const OFFLOADED: u8 = 0x80;
+
+/// Flag in `head_len`: a VLAN tag was pushed or popped, so the head ends elsewhere than the bytes that it was read from. Fast paths
+/// leave such a frame to others, too.
+pub(crate) const RETAGGED: u8 = 0x40;
 
 /// A frame: its head in private memory, the rest still in the sender's buffers.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +35,7 @@ pub struct Frame {
     pub(crate) extent: u32,
     /// Index of its first piece in the burst.
     pub(crate) piece: u16,
-    /// Bytes of the head in use, including the headroom; and [`OFFLOADED`].
+    /// Bytes of the head in use, including the headroom; and [`OFFLOADED`], [`RETAGGED`].
     pub(crate) head_len: u8,
     /// Its addresses are forwarded swapped. Not in the head itself: a wide load of the head soon after a store to a part of it
     /// would stall.
@@ -45,7 +54,20 @@ impl Frame {
     /// Returns the bytes of the head in use, including the headroom.
     #[inline(always)]
     pub(crate) fn head_len(&self) -> usize {
-        usize::from(self.head_len & !OFFLOADED)
+        usize::from(self.head_len & !(OFFLOADED | RETAGGED))
+    }
+
+    /// Returns how many of the sender's bytes the head stands for, without headroom.
+    #[inline(always)]
+    pub(crate) fn consumed(&self) -> usize {
+        if self.head_len & RETAGGED == 0 { self.head_len().saturating_sub(HEADROOM) } else { self.consumed_retagged() }
+    }
+
+    /// A head that a tag was pushed into has at least [`TAGGED`] bytes, one that lost a tag always less.
+    #[cold]
+    fn consumed_retagged(&self) -> usize {
+        let len = self.head_len().saturating_sub(HEADROOM);
+        if self.head_len() >= TAGGED { len.saturating_sub(ethernet::TAG) } else { len + ethernet::TAG }
     }
 
     /// Returns whether the burst has an offload for the frame.

@@ -23,6 +23,7 @@ mod head;
 pub mod offload;
 mod port;
 mod software;
+mod tag;
 
 pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some, write_some};
 pub use counters::{Counter, Counters, Snapshot};
@@ -31,6 +32,7 @@ pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;
 pub use port::{Poured, Sink, Source};
 pub use software::Software;
+pub use tag::Tag;
 
 use ringroad_wire::{ethernet, ip::Ipv6};
 

@@ -141,6 +141,18 @@ impl Offload {
         Ok(Offload { gso: Some(Gso { kind, ecn, size, header_len: headers.end as u16 }), ..partial })
     }
 
+    /// Returns the offload of the frame with `tag` more bytes (or fewer, if it is negative) behind its addresses; `None` if what
+    /// it refers to would not lie behind the Ethernet header then.
+    pub(crate) fn moved(self, tag: i16) -> Option<Offload> {
+        let Checksum::Partial { start, offset } = self.checksum else { return Some(self) };
+        let start = start.checked_add_signed(tag).filter(|&start| usize::from(start) >= ethernet::HEADER)?;
+        let gso = match self.gso {
+            Some(gso) => Some(Gso { header_len: gso.header_len.checked_add_signed(tag)?, ..gso }),
+            None => None,
+        };
+        Some(Offload { checksum: Checksum::Partial { start, offset }, gso })
+    }
+
     /// Returns what a port must support to take the frame as it is.
     pub const fn needs(self) -> Support {
         match (self.checksum, self.gso) {

@@ -4,6 +4,8 @@
 mod examples;
 #[path = "offload/reference.rs"]
 mod reference;
+#[path = "offload/tags.rs"]
+mod tags;
 
 use proptest::{collection::vec, option, prelude::*, sample::select};
 use reference::{Spec, check, coalesced, segments, survive};
@@ -46,6 +48,12 @@ proptest! {
     #[test]
     fn segments_are_put_together_again(spec in any_spec(5000)) {
         check(&spec);
+    }
+
+    /// A VLAN tag is pushed onto a frame that is to be cut, or popped.
+    #[test]
+    fn with_a_tag_more_or_less(spec in any_spec(3000), support in any::<u8>()) {
+        tags::check(&spec, Support::from_bits_retain(support));
     }
 
     /// Headers of any kind with anything changed, or cut anywhere.

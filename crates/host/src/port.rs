@@ -4,7 +4,7 @@
 use parking_lot::Mutex;
 use ringroad_frame::{BURST, Burst, Counters, Sink, Snapshot, Source, offload::Support};
 use ringroad_ring::Tuning;
-use ringroad_switch::{Claim, Dropped, Limits, Poll};
+use ringroad_switch::{Claim, Dropped, Limits, Poll, Vlans};
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     os::fd::BorrowedFd,
@@ -158,6 +158,8 @@ pub struct PortSettings {
     pub tuning: Tuning,
     /// What it may do to other ports.
     pub limits: Limits,
+    /// The VLANs that it belongs to. As long as any port has VLANs, those without are access ports of VLAN 1.
+    pub vlans: Option<Vlans>,
     /// How long a guest's interrupt for sent frames may wait for more of them, unless its driver sets that; zero: not at all.
     pub interrupt_delay: Duration,
 }
@@ -171,6 +173,7 @@ impl Default for PortSettings {
             poll: Poll::For(Duration::ZERO),
             tuning: Tuning::default(),
             limits: Limits::GUEST,
+            vlans: None,
             interrupt_delay: INTERRUPT_DELAY,
         }
     }
@@ -185,13 +188,14 @@ pub struct Port<K> {
     hairpin: AtomicBool,
     gro: AtomicBool,
     /// Which warnings were logged: what a guest can cause all the time is logged once.
-    warned: [AtomicBool; 3],
+    warned: [AtomicBool; 4],
 }
 
 /// Indices of warnings that are logged once.
 const STORM: usize = 0;
 const SPOOFED: usize = 1;
 const CROWDED: usize = 2;
+const VLAN: usize = 3;
 
 /// The counters of a port: `received` came from it, `sent` went to it.
 #[derive(Clone, Debug, Default)]
@@ -309,6 +313,10 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
         self.settings().limits
     }
 
+    fn vlans(&self) -> Option<Vlans> {
+        self.settings().vlans
+    }
+
     #[inline]
     fn weight(&self) -> usize {
         self.kind.weight()
@@ -338,6 +346,16 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
             }
             Dropped::LinkLocal => counters.link_local.add(frames),
             Dropped::Isolated => counters.isolated.add(frames),
+            Dropped::Vlan => {
+                counters.vlan.add(frames);
+                if self.first(VLAN) {
+                    log::warn!(
+                        "port {name}: frames of VLANs that the port does not belong to, or with tags that are wrong, are dropped and \
+                         counted as `vlan`; not logged again; keys `vlan`, `trunk` and `native` say which VLANs it belongs to, and \
+                         without them it is VLAN 1"
+                    );
+                }
+            }
         }
     }
 

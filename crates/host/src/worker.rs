@@ -68,7 +68,7 @@ type Change<K> = Box<dyn FnOnce(&K) + Send>;
 enum Command<K> {
     Add(Arc<Port<K>>, mpsc::Sender<u32>),
     Remove(u32, mpsc::Sender<()>),
-    Set(u32, PortSettings, mpsc::Sender<()>),
+    Set(u32, Box<PortSettings>, mpsc::Sender<()>),
     Change(u32, Change<K>, mpsc::Sender<()>),
     Configure(WorkerConfig, mpsc::Sender<io::Result<()>>),
     Start(Key),
@@ -163,7 +163,7 @@ impl<K: PortKind> PortHandle<K> {
     /// Changes the port's settings, from the next burst on. Its guest does not notice.
     pub fn set(&self, settings: PortSettings) {
         let before = self.port.settings();
-        let _ = self.events.ask(|reply| Command::Set(self.number, settings, reply));
+        let _ = self.events.ask(|reply| Command::Set(self.number, Box::new(settings), reply));
         if (settings.tuning, settings.interrupt_delay) != (before.tuning, before.interrupt_delay) {
             self.port.kind().tune(&settings);
             self.settle();
@@ -450,7 +450,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     let _ = reply.send(());
                 }
                 Command::Set(number, settings, reply) => {
-                    self.set(number, settings);
+                    self.set(number, *settings);
                     let _ = reply.send(());
                 }
                 Command::Change(number, change, reply) => {
@@ -504,6 +504,9 @@ impl<'a, K: PortKind> Loop<'a, K> {
         served.poll = settings.poll;
         if settings.limits != before.limits {
             self.switch.limit(number, settings.limits);
+        }
+        if settings.vlans != before.vlans {
+            self.switch.set_vlans(number, settings.vlans);
         }
         self.schedule.set_poll(|key: Key| key.port == number, settings.poll);
         self.wake_all(number);

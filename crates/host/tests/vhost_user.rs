@@ -26,6 +26,8 @@ mod pairs;
 mod queues;
 #[path = "vhost_user/reconnect.rs"]
 mod reconnect;
+#[path = "vhost_user/vlans.rs"]
+mod vlans;
 #[path = "vhost_user/waiting.rs"]
 mod waiting;
 

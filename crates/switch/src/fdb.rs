@@ -1,4 +1,4 @@
-//! The forwarding table: at which port each address was last seen. Called by `forward.rs` for each flow of a burst.
+//! The forwarding table: at which port each address was last seen, by VLAN. Called by `forward.rs` for each flow of a burst.
 
 use ringroad_wire::ethernet::MacAddr;
 use std::hash::{BuildHasher, RandomState};
@@ -11,13 +11,15 @@ const MOST: usize = 1 << 20;
 const OWN: u16 = u16::MAX;
 /// Default for the seconds of silence after which an address may move.
 const HOLD: u32 = 2;
+/// Where the VLAN is in an entry's key, which is 0 as long as ports have no VLANs, and for ports' own addresses.
+const VLAN: u32 = 49;
 /// Buckets that are searched for aged addresses if a port has no room for a new one.
 const SWEEP: usize = 4;
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Entry {
-    /// The address with bit 48 set; 0 if the entry is empty.
+    /// The address with bit 48 set, and from bit 49 on the VLAN; 0 if the entry is empty.
     key: u64,
     port: u16,
     /// The port that had it first, which gets it back as soon as it sends; or [`OWN`].
@@ -121,14 +123,27 @@ impl Fdb {
     }
 
     #[inline(always)]
-    fn key(address: MacAddr) -> u64 {
-        address.to_u64() | 1 << 48
+    fn key(address: MacAddr, vlan: u16) -> u64 {
+        address.to_u64() | 1 << 48 | (vlan as u64) << VLAN
     }
 
     /// Returns the port at which an address was last seen; `now` in seconds since the table was created.
     #[inline(always)]
     pub fn lookup(&self, address: MacAddr, now: u32) -> Option<u32> {
-        let key = Self::key(address);
+        self.lookup_in(0, address, now)
+    }
+
+    /// Returns the port whose own address it is, in whatever VLAN.
+    pub fn owner(&self, address: MacAddr) -> Option<u32> {
+        let key = Self::key(address, 0);
+        let found = self.buckets.get(self.index(key))?.0.iter().find(|entry| entry.key == key)?;
+        (found.home == OWN).then_some(found.port.into())
+    }
+
+    /// Returns the port at which an address was last seen in a VLAN; see [`Fdb::owner`] for ports' own addresses.
+    #[inline(always)]
+    pub fn lookup_in(&self, vlan: u16, address: MacAddr, now: u32) -> Option<u32> {
+        let key = Self::key(address, vlan);
         let bucket = self.buckets.get(self.index(key))?;
         let found = bucket.0.iter().find(|entry| entry.key == key)?;
         found.is_live(now, self.ageing).then_some(found.port.into())
@@ -137,7 +152,13 @@ impl Fdb {
     /// Records that an address was seen at a port now, if it may be there.
     #[inline(always)]
     pub fn learn(&mut self, address: MacAddr, port: u32, now: u32) -> Learned {
-        let key = Self::key(address);
+        self.learn_in(0, address, port, now)
+    }
+
+    /// Records that an address was seen at a port in a VLAN now, if it may be there.
+    #[inline(always)]
+    pub fn learn_in(&mut self, vlan: u16, address: MacAddr, port: u32, now: u32) -> Learned {
+        let key = Self::key(address, vlan);
         let index = self.index(key);
         let Some(bucket) = self.buckets.get_mut(index) else { return Learned::Crowded };
         match bucket.0.iter_mut().find(|entry| entry.key == key) {
@@ -328,7 +349,7 @@ impl Fdb {
     }
 
     fn own(&mut self, address: MacAddr, port: u32) -> Result<(), u32> {
-        let key = Self::key(address);
+        let key = Self::key(address, 0);
         let Ok(number) = u16::try_from(port) else { return Ok(()) };
         let index = self.index(key);
         let bucket = self.buckets.get_mut(index);
@@ -380,6 +401,23 @@ impl Fdb {
         if let Some(share) = self.share_mut(port) {
             share.used = 0;
         }
+    }
+
+    /// Removes the addresses learned from a port in other VLANs than these.
+    pub fn forget_vlans(&mut self, port: u32, keep: impl Fn(u16) -> bool) {
+        let mut forgotten = 0;
+        for entry in self.buckets.iter_mut().flat_map(|bucket| &mut bucket.0).filter(|entry| entry.home != OWN) {
+            if entry.key == 0 || keep((entry.key >> VLAN) as u16) {
+                continue;
+            }
+            if u32::from(entry.port) == port {
+                *entry = Entry::default();
+                forgotten -= 1;
+            } else if u32::from(entry.home) == port {
+                entry.home = entry.port;
+            }
+        }
+        self.uses(port, forgotten);
     }
 
     /// Removes a port's addresses, including its own.

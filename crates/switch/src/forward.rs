@@ -2,13 +2,15 @@
 //! Called by the worker in `host`.
 
 use crate::{
-    Claim, Dropped, Fdb, Learned, Limits, Work,
-    delivery::{Delivery, Group, STEERING, To, Wait, before},
+    Claim, Fdb, Limits, Vlans, Work,
+    decide::{NOWHERE, Origin, decide, receivers},
+    delivery::{Delivery, Group, STEERING, Wait, before},
     member::{AT_ONCE, Member, Members},
     port::Port,
+    tagged,
 };
-use ringroad_frame::{ALL, BURST, Burst, Flow, Poured, Software, Source};
-use ringroad_wire::ethernet::{Addresses, MacAddr};
+use ringroad_frame::{ALL, BURST, Burst, Poured, Software, Source};
+use ringroad_wire::ethernet::Addresses;
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -25,6 +27,8 @@ pub struct Switch<P: Port> {
     software: Option<Software>,
     /// Frames were poured since there are just these two ports, so the table may have missed that an address moved.
     poured: bool,
+    /// Some port has VLANs. Then each port belongs to VLANs, and the table is kept by VLAN.
+    vlans: bool,
     /// What the queue waits for that was carried last.
     waiting: Option<Wait>,
 }
@@ -41,7 +45,15 @@ impl<P: Port> std::fmt::Debug for Switch<P> {
 impl<P: Port> Switch<P> {
     /// Creates a switch without ports.
     pub fn new(fdb: Fdb) -> Self {
-        Switch { ports: Vec::new(), fdb, burst: Burst::default(), software: None, poured: false, waiting: None }
+        Switch {
+            ports: Vec::new(),
+            fdb,
+            burst: Burst::default(),
+            software: None,
+            poured: false,
+            vlans: false,
+            waiting: None,
+        }
     }
 
     /// Adds a port; returns its number.
@@ -54,11 +66,12 @@ impl<P: Port> Switch<P> {
         if free.is_none() {
             self.ports.push(None);
         }
-        let limits = port.limits();
+        let (limits, vlans) = (port.limits(), port.vlans());
         if let Some(place) = self.ports.get_mut(number) {
             *place = Some(Member::new(port, limits));
         }
         self.limit(number as u32, limits);
+        self.set_vlans(number as u32, vlans);
         number as u32
     }
 
@@ -74,10 +87,31 @@ impl<P: Port> Switch<P> {
         }
     }
 
+    /// Sets a port's VLANs. Addresses learned from it in others are forgotten. As long as any port has VLANs, those without are access
+    /// ports of VLAN 1; if none has, tags are payload.
+    pub fn set_vlans(&mut self, number: u32, vlans: Option<Vlans>) {
+        let Some(Some(member)) = self.ports.get_mut(number as usize) else { return };
+        member.vlans = vlans.map(Box::new);
+        self.key_by_vlan();
+        if let (true, Some(Some(member))) = (self.vlans, self.ports.get(number as usize)) {
+            self.fdb.forget_vlans(number, |vlan| member.vlans().has(vlan));
+        }
+    }
+
+    /// When the first port gets VLANs, or the last one loses them, addresses are learned anew.
+    fn key_by_vlan(&mut self) {
+        let vlans = self.ports.iter().flatten().any(|member| member.vlans.is_some());
+        if std::mem::replace(&mut self.vlans, vlans) != vlans {
+            (0..self.ports.len() as u32).for_each(|number| self.fdb.forget(number));
+        }
+    }
+
     /// Removes a port and the addresses learned from it.
     pub fn remove(&mut self, number: u32) -> Option<Arc<P>> {
         self.fdb.remove(number);
-        self.ports.get_mut(number as usize)?.take().map(|member| member.port)
+        let member = self.ports.get_mut(number as usize)?.take();
+        self.key_by_vlan();
+        member.map(|member| member.port)
     }
 
     /// Releases the memory of the last burst and all leases.
@@ -217,7 +251,7 @@ impl<P: Port> Switch<P> {
         let port = &*member.port;
         let Some(mut lease) = member.lease(queue) else { return NONE };
         let Some(mut source) = port.source(queue, &mut lease) else { return NONE };
-        let pours = source.pours() && !paced;
+        let pours = source.pours() && !paced && !self.vlans;
         match pours.then(|| Self::pour(&self.ports, from, queue, &mut source)).flatten() {
             Some(Ok(frames)) => {
                 self.poured |= frames > 0;
@@ -244,7 +278,11 @@ impl<P: Port> Switch<P> {
             origin.note_flows(&self.burst);
             delivery.weight += taken * STEERING;
         }
-        forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
+        if self.vlans {
+            tagged::forward(&self.ports, &mut self.fdb, &mut self.burst, &origin, &mut delivery);
+        } else {
+            forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
+        }
         let weight = delivery.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
         if paced {
@@ -271,117 +309,6 @@ const POUR_AGAIN: Duration = Duration::from_secs(1);
 /// A burst that costs as much as copying this many frames is a whole turn.
 const HEAVY: usize = 4 * BURST;
 
-/// The source of a burst.
-struct Origin<'a, P: Port> {
-    number: u32,
-    queue: usize,
-    member: &'a Member<P>,
-    /// See [`Switch`].
-    poured: bool,
-    now: Duration,
-}
-
-impl<P: Port> Origin<'_, P> {
-    /// Remembers which queue the flows of these frames came from, for the way back.
-    #[inline(never)]
-    fn note_flows(&self, burst: &Burst) {
-        let steering = &self.member.steering;
-        let flows = (0..burst.frames().len()).filter_map(|index| Flow::read(burst, index));
-        flows.for_each(|flow| steering.note(&flow, self.queue));
-    }
-
-    /// Returns a port as the destination of these frames.
-    #[inline(always)]
-    fn to<'b>(&self, member: &'b Member<P>) -> To<'b, P> {
-        To { member, hint: self.number as usize + self.queue, queue: 0 }
-    }
-}
-
-/// Returns the ports to which a frame from one of them is flooded.
-fn receivers<P: Port>(ports: &Members<P>, from: u32, link_local: bool) -> impl Iterator<Item = &Member<P>> {
-    let isolated = is_isolated(ports, from);
-    ports.iter().enumerate().filter_map(move |(number, member)| {
-        let member = member.as_ref()?;
-        let wanted = member.port.is_flooded()
-            && (number as u32 != from || member.port.hairpin())
-            && (!link_local || member.limits.link_local)
-            && (!isolated || !member.limits.isolated || number as u32 == from);
-        wanted.then_some(member)
-    })
-}
-
-/// Instead of a port's number: the frame is flooded.
-const FLOOD: u32 = u32::MAX;
-/// It is flooded to the ports that forward link-local frames.
-const LOCAL: u32 = FLOOD - 1;
-/// It is dropped: the port may not use the source address.
-const SPOOFED: u32 = FLOOD - 2;
-/// It is dropped: the port does not forward link-local frames.
-const FILTERED: u32 = FLOOD - 3;
-/// It is ignored: its destination is at the port that it came from.
-const NOWHERE: u32 = FLOOD - 4;
-/// It is dropped: both ports are isolated.
-const ISOLATED: u32 = FLOOD - 5;
-
-/// Learns the source and looks up the destination, once for consecutive frames of one flow.
-#[inline(always)]
-fn decide<P: Port>(ports: &Members<P>, fdb: &mut Fdb, addresses: Addresses, from: &Origin<'_, P>) -> u32 {
-    let now = from.now.as_secs() as u32;
-    let Addresses { source, destination } = addresses;
-    let limits = &from.member.limits;
-    if limits.fixed && Some(source) != limits.own {
-        return SPOOFED;
-    }
-    if !source.is_multicast() {
-        let learned = fdb.learn(source, from.number, now);
-        if learned != Learned::Known && is_refused(ports, source, learned, from) {
-            return SPOOFED;
-        }
-    }
-    if !destination.is_multicast() {
-        return match fdb.lookup(destination, now) {
-            None => FLOOD,
-            Some(at) if limits.isolated && at != from.number && is_isolated(ports, at) => ISOLATED,
-            Some(at) if at != from.number || from.member.port.hairpin() => at,
-            // The table may have missed that it moved.
-            Some(_) if from.poured => FLOOD,
-            Some(_) => NOWHERE,
-        };
-    }
-    match (destination.is_link_local(), limits.link_local) {
-        (false, _) => FLOOD,
-        (true, true) => LOCAL,
-        (true, false) => FILTERED,
-    }
-}
-
-#[cold]
-fn is_isolated<P: Port>(ports: &Members<P>, number: u32) -> bool {
-    ports.get(number as usize).and_then(Option::as_ref).is_some_and(|member| member.limits.isolated)
-}
-
-/// Reports to the port that an address was not simply learned. Returns whether its frames are dropped.
-#[cold]
-fn is_refused<P: Port>(ports: &Members<P>, address: MacAddr, learned: Learned, from: &Origin<'_, P>) -> bool {
-    let (claim, at) = match learned {
-        Learned::Known => return false,
-        Learned::Crowded => {
-            from.member.port.crowded(from.queue);
-            return false;
-        }
-        Learned::Moved(at) => (Claim::Moved, at),
-        Learned::Held(at) => (Claim::Held, at),
-        Learned::Owned(at) => (Claim::Owned, at),
-    };
-    if let Some(Some(other)) = ports.get(at as usize) {
-        let mut notices = from.member.notices.get();
-        let report = notices.take(from.now.as_secs() as u32);
-        from.member.notices.set(notices);
-        from.member.port.claimed(from.queue, address, claim, &other.port, report);
-    }
-    claim == Claim::Owned
-}
-
 /// Learns sources, looks up destinations, and puts the frames there, destination by destination.
 #[inline]
 fn forward<'a, P: Port>(
@@ -395,13 +322,13 @@ fn forward<'a, P: Port>(
     let frames = burst.frames();
     let Some(first) = frames.first() else { return };
     let mut flow = first.addresses();
-    let first = decide(ports, fdb, Addresses::from_words(flow), from);
+    let first = decide::<P, false>(ports, fdb, 0, Addresses::from_words(flow), from);
     let (mut to, mut mixed) = (first, false);
     for (frame, place) in frames.iter().zip(&mut destinations) {
         // Frames of one flow mostly come together.
         if frame.addresses() != flow {
             flow = frame.addresses();
-            to = decide(ports, fdb, Addresses::from_words(flow), from);
+            to = decide::<P, false>(ports, fdb, 0, Addresses::from_words(flow), from);
             mixed |= to != first;
         }
         *place = to;
@@ -452,27 +379,9 @@ fn spread<'a, P: Port>(
     which: &[u8],
     delivery: &mut Delivery<'a, P>,
 ) {
-    let member = from.member;
-    let local = match to {
-        FLOOD => false,
-        LOCAL => true,
-        SPOOFED => return member.dropped(from.queue, Dropped::Spoofed, which.len()),
-        FILTERED => return member.dropped(from.queue, Dropped::LinkLocal, which.len()),
-        ISOLATED => return member.dropped(from.queue, Dropped::Isolated, which.len()),
-        // Nowhere, or to a port that was removed.
-        _ => return,
-    };
-    let mut storm = member.storm.get();
-    // Flooding to a single port costs no more than a frame addressed to it.
-    let granted = match receivers(ports, from.number, local).nth(1) {
-        Some(_) => storm.take(which.len(), member.limits.storm, from.now),
-        None => which.len(),
-    };
-    member.storm.set(storm);
-    if granted < which.len() {
-        member.dropped(from.queue, Dropped::Storm, which.len() - granted);
-    }
-    let which = which.get(..granted).unwrap_or_default();
+    let Some(local) = from.floods(to, which.len()) else { return };
+    let several = receivers(ports, from.number, local).nth(1).is_some();
+    let which = from.granted(which, several);
     if !which.is_empty() {
         for receiver in receivers(ports, from.number, local) {
             delivery.put_dropping(from.to(receiver), burst, which);

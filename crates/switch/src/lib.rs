@@ -16,6 +16,7 @@
     )
 )]
 
+mod decide;
 mod delivery;
 mod fdb;
 mod forward;
@@ -26,6 +27,8 @@ mod pace;
 mod port;
 mod schedule;
 mod steering;
+mod tagged;
+mod vlan;
 
 pub use delivery::Wait;
 pub use fdb::{Fdb, Learned};
@@ -35,3 +38,4 @@ pub use limits::{Claim, Dropped, Limits};
 pub use pace::Rate;
 pub use port::{Port, panic_message};
 pub use schedule::{Poll, Schedule, Work};
+pub use vlan::{Vid, Vlans};

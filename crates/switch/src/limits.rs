@@ -61,6 +61,8 @@ pub enum Dropped {
     LinkLocal,
     /// Both ports are isolated.
     Isolated,
+    /// The port does not admit the frame's VLAN, or the tag is invalid or one too many.
+    Vlan,
 }
 
 /// What becomes of an address of one port that another port uses as source.

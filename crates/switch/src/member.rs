@@ -1,7 +1,7 @@
 //! A port and its state in the switch. Used by `forward.rs` and `delivery.rs`.
 
 use crate::{
-    Dropped, Limits,
+    Dropped, Limits, Vlans,
     limits::{Notices, Storm},
     pace::Pace,
     port::{Port, panic_message},
@@ -64,6 +64,7 @@ impl Room {
 pub(crate) struct Member<P: Port> {
     pub port: Arc<P>,
     pub limits: Limits,
+    pub vlans: Option<Box<Vlans>>,
     pub storm: Cell<Storm>,
     pub pace: Cell<Pace>,
     /// Of its queues whose frames count towards its rate: the one that was served last, and the one whose turn is next.
@@ -89,6 +90,7 @@ impl<P: Port> Member<P> {
         Member {
             port,
             limits,
+            vlans: None,
             storm: Cell::default(),
             pace: Cell::default(),
             last: Cell::new(0),
@@ -111,6 +113,11 @@ impl<P: Port> Member<P> {
         self.limits = limits;
         let rooms = self.rooms.get().into_iter().flatten();
         std::iter::once(&self.room).chain(rooms).for_each(|room| room.reset(!limits.wait.is_zero()));
+    }
+
+    /// Returns the VLANs that it belongs to, if any port has VLANs.
+    pub fn vlans(&self) -> &Vlans {
+        self.vlans.as_deref().unwrap_or(&Vlans::DEFAULT)
     }
 
     /// Returns what is known of a queue's room; always the same if flows do not choose between queues.

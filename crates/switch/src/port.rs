@@ -1,6 +1,6 @@
 //! A port as the switch sees it. Implemented in `host`, called by `forward.rs`.
 
-use crate::{Claim, Dropped, Limits};
+use crate::{Claim, Dropped, Limits, Vlans};
 use ringroad_frame::{BURST, Burst, Sink, Source};
 use ringroad_wire::ethernet::MacAddr;
 use std::{any::Any, time::Duration};
@@ -70,6 +70,12 @@ pub trait Port: Send + Sync {
     /// Returns the port's limits; called when it is added.
     fn limits(&self) -> Limits {
         Limits::default()
+    }
+
+    /// Returns the VLANs that the port belongs to, if it has any; called when it is added. See
+    /// [`Switch::set_vlans`](crate::Switch::set_vlans).
+    fn vlans(&self) -> Option<Vlans> {
+        None
     }
 
     /// Returns the cost of a frame from or to the port, relative to copying one to a guest. A system call per frame costs more.

@@ -13,11 +13,20 @@ pub const HEADER: usize = 14;
 /// Size of the smallest frame in bytes, without its frame check sequence.
 pub const ZLEN: usize = 60;
 
-/// Size of two VLAN tags in bytes.
-pub const TAGS: usize = 8;
+/// Size of a VLAN tag in bytes: its EtherType and the tag control information.
+pub const TAG: usize = 4;
 
-/// EtherTypes of VLAN tags: IEEE 802.1Q, and 802.1ad for the outer of two.
-const TAG_TYPES: [u16; 2] = [0x8100, 0x88a8];
+/// Size of two VLAN tags in bytes.
+pub const TAGS: usize = 2 * TAG;
+
+/// EtherType of a customer's VLAN tag (IEEE 802.1Q, table 9-1).
+pub const C_TAG: u16 = 0x8100;
+
+/// EtherType of a provider's VLAN tag, the outer of two (IEEE 802.1Q, table 9-1).
+pub const S_TAG: u16 = 0x88a8;
+
+/// EtherTypes of VLAN tags.
+const TAG_TYPES: [u16; 2] = [C_TAG, S_TAG];
 
 /// Returns the EtherType of the frame that starts with `head`, behind up to two VLAN tags, and the position in bytes of what
 /// follows it. A third tag counts as the payload's type. `None` if `head` is too short.
@@ -28,7 +37,7 @@ pub fn payload(head: &[u8]) -> Option<(u16, usize)> {
         if !TAG_TYPES.contains(&ethertype) || at == HEADER + TAGS {
             return Some((ethertype, at));
         }
-        at += TAGS / 2;
+        at += TAG;
     }
 }
 

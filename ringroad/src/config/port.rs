@@ -14,7 +14,7 @@ use ringroad_host::{
 };
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
-use ringroad_switch::{Limits, Poll, Rate};
+use ringroad_switch::{Limits, Poll, Rate, Vid, Vlans};
 use ringroad_wire::ethernet::MacAddr;
 use serde::{Deserialize, Deserializer};
 use std::{path::PathBuf, time::Duration};
@@ -54,6 +54,9 @@ pub struct Port {
     /// Limits on its effect on other ports.
     #[serde(skip)]
     pub limits: Limits,
+    /// The VLANs that it belongs to, if any are set in the file.
+    #[serde(skip)]
+    pub vlans: Option<Vlans>,
     /// The kind of port, with the settings of that kind.
     #[serde(skip)]
     pub kind: Kind,
@@ -112,6 +115,7 @@ impl Default for Port {
             mtu: None,
             poll: None,
             limits: Limits::default(),
+            vlans: None,
             kind: Kind::default(),
         }
     }
@@ -176,6 +180,19 @@ struct Common {
     isolated: bool,
 }
 
+/// Keys of a port's VLANs.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct VlanKeys {
+    #[serde(deserialize_with = "vlan")]
+    vlan: Option<Vid>,
+    /// `None` within: all.
+    #[serde(deserialize_with = "trunk")]
+    trunk: Option<Option<Vec<Vid>>>,
+    #[serde(deserialize_with = "vlan")]
+    native: Option<Vid>,
+}
+
 /// Keys of `limits` about a port's effect on other ports.
 #[derive(Default, Deserialize)]
 #[serde(default)]
@@ -226,7 +243,7 @@ pub(super) fn ports(root: &Table, taken: &mut Taken) -> Result<Vec<Port>, Config
 pub(super) const EXPECTED: &str = "at least one port, written [[port]]";
 
 fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
-    let common = [keys(Port::deserialize), keys(Common::deserialize)].concat();
+    let common = [keys(Port::deserialize), keys(Common::deserialize), keys(VlanKeys::deserialize)].concat();
     let guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
     let tap = [common, keys(Tap::deserialize)].concat();
     table.only(None, &[&guest[..], &tap].concat())?;
@@ -237,6 +254,7 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     table.require("kind", "\"vhost-user\" or \"tap\"")?;
     // Nothing would wake a generating port: no frames arrive.
     port.poll = port.poll.or((port.mode == Mode::Generate).then_some(Poll::Unlimited));
+    port.vlans = vlans(table)?;
     let neighbours = keys(Neighbours::deserialize);
     let default = if kind == TAP {
         table.only_of_kind(TAP, &tap, VHOST_USER)?;
@@ -272,6 +290,36 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
         ..default
     };
     Ok(port)
+}
+
+/// Reads the VLANs of a port.
+fn vlans(table: &Table) -> Result<Option<Vlans>, ConfigError> {
+    let VlanKeys { vlan, trunk, native } = table.read()?;
+    match (vlan, trunk) {
+        (Some(_), Some(_)) => Err(table.error("trunk", "the port has key `vlan`, too; remove one of them")),
+        (_, None) if native.is_some() => Err(table.error("native", "requires key `trunk`, which is missing")),
+        (Some(vlan), None) => Ok(Some(Vlans::access(vlan))),
+        (None, Some(Some(vlans))) => Ok(Some(Vlans::trunk(vlans, native))),
+        (None, Some(None)) => Ok(Some(Vlans::all(native))),
+        (None, None) => Ok(None),
+    }
+}
+
+fn vlan<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Vid>, D::Error> {
+    let vid = u64::deserialize(node).ok().and_then(|number| Vid::new(number.try_into().ok()?));
+    vid.map(Some).ok_or_else(|| wrong("1 to 4094"))
+}
+
+fn trunk<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Option<Vec<Vid>>>, D::Error> {
+    let vids = match Value::deserialize(node) {
+        Ok(Value::String(text)) if text == "all" => return Ok(Some(None)),
+        Ok(Value::Array(list)) => {
+            list.iter().map(|value| Vid::new(value.as_integer()?.try_into().ok()?)).collect::<Option<Vec<_>>>()
+        }
+        _ => None,
+    };
+    let vids = vids.filter(|vids| !vids.is_empty());
+    vids.map(|vids| Some(Some(vids))).ok_or_else(|| wrong("a list of VLANs, 1 to 4094 each, or \"all\""))
 }
 
 fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {

@@ -5,7 +5,7 @@ use ringroad_host::vhost_user::Role;
 use ringroad_net::Features;
 use ringroad_ring::Tuning;
 
-use ringroad_switch::{Gather, Limits, Poll, Rate};
+use ringroad_switch::{Gather, Limits, Poll, Rate, Vid, Vlans};
 use ringroad_wire::ethernet::MacAddr;
 use std::{path::Path, time::Duration};
 
@@ -33,6 +33,7 @@ mac = "52:54:00:12:34:56"
 addresses = "fixed"
 limits = { addresses = 2, storm = 1_000, wait = "2ms", rate = "20Mb/s", frames = 500, burst = "3ms" }
 isolated = true
+vlan = 10
 link_local = "forward"
 speed = "25Gb/s"
 interrupt_delay = "2ms"
@@ -44,6 +45,8 @@ kind = "tap"
 interface = "rr0"
 limits = { storm = "unlimited" }
 full = "drop"
+trunk = [10, 20]
+native = 1
 "#;
 
 /// A valid vhost-user port in lines 1 to 4, then `rest` from line 5 on.
@@ -54,6 +57,10 @@ fn vm1(rest: &str) -> String {
 /// A valid TAP port in lines 1 to 4, then `rest` from line 5 on.
 fn rr0(rest: &str) -> String {
     format!("[[port]]\nname = \"up\"\nkind = \"tap\"\ninterface = \"rr0\"\n{rest}")
+}
+
+fn vid(number: u16) -> Vid {
+    Vid::new(number).unwrap()
 }
 
 fn parse(text: &str) -> Config {
@@ -91,6 +98,7 @@ fn example() {
             rate: Rate { bits: 20_000_000, frames: 500, burst: Duration::from_millis(3) },
             wait: Duration::from_millis(2),
         },
+        vlans: Some(Vlans::access(vid(10))),
         queues: 2,
         kind: Kind::VhostUser(VhostUser {
             socket: "/run/ringroad/vm1.sock".into(),
@@ -112,6 +120,7 @@ fn example() {
         mtu: None,
         poll: None,
         limits: Limits { addresses: 4096, storm: 0, wait: Duration::ZERO, ..Limits::GUEST },
+        vlans: Some(Vlans::trunk([10, 20].map(vid), Some(vid(1)))),
         queues: 1,
         kind: Kind::Tap("rr0".into()),
     };
@@ -139,7 +148,7 @@ fn defaults() {
         rate: Rate { bits: 0, frames: 0, burst: Duration::from_millis(10) },
         wait: Duration::from_millis(5),
     };
-    assert_eq!(port.limits, limits);
+    assert_eq!((port.limits, port.vlans), (limits, None));
     assert_eq!((port.mode, port.hairpin, port.queues, port.mtu, port.poll), (Mode::Switch, false, 1, None, None));
     let (role, features) = (Role::Server, Features::default());
     let (tuning, interrupt_delay) = (Tuning::default(), ringroad_host::INTERRUPT_DELAY);
@@ -171,6 +180,16 @@ fn each_tuning_has_its_key() {
     assert_eq!(read("small_copy = false"), Tuning { small_copy: false, ..all });
     let found = error(&vm1("[port.tuning]\nprefetch = 32"));
     assert!(found.contains("tuning.prefetch") && found.contains("31"), "{found}");
+}
+
+#[test]
+fn vlans_of_ports() {
+    let read = |rest: &str| parse(&vm1(rest)).ports[0].vlans;
+    assert_eq!(read("vlan = 4094"), Some(Vlans::access(vid(4094))));
+    assert_eq!(read("trunk = [1, 1, 4094]"), Some(Vlans::trunk([1, 4094].map(vid), None)));
+    assert_eq!(read("trunk = [20]\nnative = 10"), Some(Vlans::trunk([vid(20)], Some(vid(10)))));
+    assert_eq!(read("trunk = \"all\""), Some(Vlans::all(None)));
+    assert_eq!(read("trunk = \"all\"\nnative = 1"), Some(Vlans::all(Some(vid(1)))));
 }
 
 #[test]
@@ -381,6 +400,25 @@ fn broken_files() {
             vm1("addresses = \"any\""),
             "5: port \"vm1\": key `addresses`: expected \"learn\" or \"fixed\", found \"any\"",
         ),
+        (vm1("vlan = 0"), "5: port \"vm1\": key `vlan`: expected 1 to 4094, found 0"),
+        (vm1("vlan = 4095"), "5: port \"vm1\": key `vlan`: expected 1 to 4094, found 4095"),
+        (vm1("vlan = [10]"), "5: port \"vm1\": key `vlan`: expected 1 to 4094, found [10]"),
+        (
+            vm1("trunk = 10"),
+            "5: port \"vm1\": key `trunk`: expected a list of VLANs, 1 to 4094 each, or \"all\", found 10",
+        ),
+        (
+            vm1("trunk = []"),
+            "5: port \"vm1\": key `trunk`: expected a list of VLANs, 1 to 4094 each, or \"all\", found []",
+        ),
+        (vm1("trunk = [1, 4095]"), "5: port \"vm1\": key `trunk`: expected a list of VLANs, 1 to 4094 each, or"),
+        (vm1("trunk = \"any\""), "5: port \"vm1\": key `trunk`: expected a list of VLANs, 1 to 4094 each, or"),
+        (
+            vm1("vlan = 1\ntrunk = [2]"),
+            "6: port \"vm1\": key `trunk`: the port has key `vlan`, too; remove one of them",
+        ),
+        (vm1("native = 1"), "5: port \"vm1\": key `native`: requires key `trunk`, which is missing"),
+        (vm1("vlan = 1\nnative = 1"), "6: port \"vm1\": key `native`: requires key `trunk`, which is missing"),
         (vm1("isolated = 1"), "5: port \"vm1\": key `isolated`: "),
         (
             vm1("limits = { rate = \"999kb/s\" }"),

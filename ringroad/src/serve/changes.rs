@@ -133,7 +133,7 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
-    let Port { name: _, mode, hairpin, gro, queues, mtu, poll, kind, limits } = before;
+    let Port { name: _, mode, hairpin, gro, queues, mtu, poll, kind, limits, vlans } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
             let VhostUser { socket, role, features, mac: _, fixed: _, tuning, speed, interrupt_delay, frontend } =
@@ -171,6 +171,8 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
         diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
         diff.key("port.isolated", InPlace, isolated, &after.limits.isolated);
+        // `vlan`, `trunk` and `native` are in this one value.
+        diff.key(vlan_key(before, after), InPlace, vlans, &after.vlans);
         diff.key("port.limits.rate", InPlace, &rate.bits, &after.limits.rate.bits);
         diff.key("port.limits.frames", InPlace, &rate.frames, &after.limits.rate.frames);
         diff.key("port.limits.burst", InPlace, &rate.burst, &after.limits.rate.burst);
@@ -180,6 +182,12 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     diff.key("port.gro", InPlace, gro, &after.gro);
     diff.key("port.poll", InPlace, poll, &after.poll);
     diff.changes
+}
+
+/// Returns the key that gives a port its VLANs.
+fn vlan_key(before: &Port, after: &Port) -> &'static str {
+    let vlans = after.vlans.or(before.vlans);
+    if vlans.is_some_and(|vlans| !vlans.is_access()) { "port.trunk" } else { "port.vlan" }
 }
 
 /// Compares the socket settings of two ports or devices.
@@ -299,6 +307,8 @@ socket = "/run/v"
             ("mtu = 1500", "limits = { burst = \"2ms\" }", "port vm1: key `port.limits.burst`: in place"),
             ("mtu = 1500", "speed = \"1Gb/s\"", "port vm1: key `port.speed`: reconnects the guest"),
             ("mtu = 1500", "isolated = true", "port vm1: key `port.isolated`: in place"),
+            ("mtu = 1500", "vlan = 10", "port vm1: key `port.vlan`: in place"),
+            ("mtu = 1500", "trunk = [10]", "port vm1: key `port.trunk`: in place"),
             ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),
             ("[workers]\npoll = \"0\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
             ("mtu = 1500", "hairpin = true", "port vm1: key `port.hairpin`: in place"),

@@ -58,7 +58,7 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
     let groups = [
         ("", &["port"][..]),
         ("from port", &["frames", "bytes"]),
-        ("from port, dropped", &["total", "storm", "spoofed"]),
+        ("from port, dropped", &["total", "storm", "spoofed", "vlan"]),
         ("to port", &["frames", "bytes"]),
         ("to port, dropped", &["no buffer", "oversize", "not running"]),
         ("events", &["faults", "panics", "claimed", "notified", "filtered"]),
@@ -76,6 +76,7 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
             received.dropped(),
             received.storm,
             received.spoofed,
+            received.vlan,
             sent.frames,
             sent.bytes,
             sent.full,

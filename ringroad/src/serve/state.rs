@@ -250,7 +250,8 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
         }
         config::Kind::Tap(_) => Default::default(),
     };
-    PortSettings { hairpin, gro, poll: port.poll.unwrap_or(poll), tuning, limits, interrupt_delay }
+    let poll = port.poll.unwrap_or(poll);
+    PortSettings { hairpin, gro, poll, tuning, limits, vlans: port.vlans, interrupt_delay }
 }
 
 impl Running {

@@ -18,14 +18,14 @@ fn counters() {
     let out = serve.out();
     let columns = |line: usize| {
         let columns = out.lines().nth(line).unwrap().split("  ").map(str::trim).filter(|c| !["", "|"].contains(c));
-        columns.take(8).collect::<Vec<_>>()
+        columns.take(9).collect::<Vec<_>>()
     };
     let groups: Vec<&str> = out.lines().next().unwrap().split('|').map(str::trim).collect();
     assert_eq!(groups, ["", "from port", "from port, dropped", "to port", "to port, dropped", "events"]);
-    assert_eq!(columns(1), ["port", "frames", "bytes", "total", "storm", "spoofed", "frames", "bytes"]);
+    assert_eq!(columns(1), ["port", "frames", "bytes", "total", "storm", "spoofed", "vlan", "frames", "bytes"]);
     // Four frames of 61 to 64 bytes one way, four of 1514 the other.
-    assert_eq!(columns(2), ["left", "4", "250", "0", "0", "0", "4", "6 056"]);
-    assert_eq!(columns(3), ["right", "4", "6 056", "0", "0", "0", "4", "250"]);
+    assert_eq!(columns(2), ["left", "4", "250", "0", "0", "0", "0", "4", "6 056"]);
+    assert_eq!(columns(3), ["right", "4", "6 056", "0", "0", "0", "0", "4", "250"]);
     serve.stop("INT");
 
     // The reader of the counters may close the pipe.
@@ -168,7 +168,7 @@ fn jumbo_frames() {
     serve.prints("plain");
     let out = serve.out();
     let plain = out.lines().find(|line| line.starts_with("plain")).unwrap();
-    let oversize = plain.split("  ").map(str::trim).filter(|cell| !["", "|"].contains(cell)).nth(9).unwrap();
+    let oversize = plain.split("  ").map(str::trim).filter(|cell| !["", "|"].contains(cell)).nth(10).unwrap();
     assert_eq!(oversize, "8", "four sizes, twice: {out}");
     serve.stop("TERM");
 }

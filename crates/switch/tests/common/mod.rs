@@ -7,7 +7,7 @@ use ringroad_frame::{
 };
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::BURST;
-use ringroad_switch::{Claim, Dropped, Fdb, Limits, Port, Switch};
+use ringroad_switch::{Claim, Dropped, Fdb, Limits, Port, Switch, Vlans};
 use ringroad_wire::{ethernet::MacAddr, vnet_hdr};
 use std::{
     collections::VecDeque,
@@ -67,6 +67,7 @@ pub struct Fake {
     pub coalesces: AtomicBool,
     pub got_offloads: Mutex<Vec<Offload>>,
     pub limits: Limits,
+    pub vlans: Option<Vlans>,
     /// What the switch has dropped of its frames, what others have claimed, and how often there was no room for an address.
     pub dropped: Mutex<Vec<(Dropped, usize)>>,
     pub claims: Mutex<Vec<(MacAddr, Claim, bool)>>,
@@ -94,6 +95,14 @@ impl Fake {
     }
 
     pub fn limited(flooded: bool, hairpin: bool, limits: Limits) -> Arc<Fake> {
+        Self::made(flooded, hairpin, limits, None)
+    }
+
+    pub fn of_vlans(vlans: Option<Vlans>) -> Arc<Fake> {
+        Self::made(true, false, Limits::default(), vlans)
+    }
+
+    fn made(flooded: bool, hairpin: bool, limits: Limits, vlans: Option<Vlans>) -> Arc<Fake> {
         let region = Region::private(BURST * BUFFER, 0).unwrap();
         Arc::new(Fake {
             memory: Arc::new(Table::default().with(region).unwrap()),
@@ -124,6 +133,7 @@ impl Fake {
             coalesces: AtomicBool::new(false),
             got_offloads: Mutex::default(),
             limits,
+            vlans,
             dropped: Mutex::default(),
             claims: Mutex::default(),
             crowded: AtomicUsize::new(0),
@@ -346,6 +356,10 @@ impl Port for Fake {
 
     fn limits(&self) -> Limits {
         self.limits
+    }
+
+    fn vlans(&self) -> Option<Vlans> {
+        self.vlans
     }
 
     fn dropped(&self, _: usize, why: Dropped, frames: usize) {
