@@ -272,9 +272,8 @@ in_place() {
     head=''
     check "$section.$key back" keeps "$section.$key" "$both" || true
   done
-  for line in 'poll = "50us"' 'poll = "0"' 'interrupt_delay = "0"' 'interrupt_delay = "5ms"' 'hairpin = true' 'gro = true' 'isolated = true' \\
-    'vlan = 1' $'trunk = [7]\
-native = 1' 'tuning = { prefetch = 0 }' 'tuning = { fast_path = false, small_copy = false }' \\
+  for line in 'poll = "50us"' 'poll = "0"' 'interrupt_delay = "0"' 'interrupt_delay = "5ms"' 'hairpin = true' 'gro = true' 'isolated = true' \
+    'vlan = 1' $'trunk = [7]\nnative = 1' 'tuning = { prefetch = 0 }' 'tuning = { fast_path = false, small_copy = false }' \
     'limits = { rate = "2Gb/s" }'; do
     key=port.${line%% *}
     [ "$key" != port.limits ] || key=port.limits.rate

@@ -7,7 +7,7 @@ use crate::{
     sandbox,
 };
 use ringroad_frame::offload::Support;
-use ringroad_switch::{Fdb, Gather, Poll, Port as _, Schedule, Switch, Wait, panic_message};
+use ringroad_switch::{Direction, Fdb, Gather, Mirror, Poll, Port as _, Schedule, Switch, Wait, panic_message};
 use std::{
     cell::RefCell,
     io,
@@ -68,6 +68,7 @@ type Change<K> = Box<dyn FnOnce(&K) + Send>;
 enum Command<K> {
     Add(Arc<Port<K>>, mpsc::Sender<u32>),
     Remove(u32, mpsc::Sender<()>),
+    Mirror(u32, Mirror, mpsc::Sender<()>),
     Set(u32, Box<PortSettings>, mpsc::Sender<()>),
     Change(u32, Change<K>, mpsc::Sender<()>),
     Configure(WorkerConfig, mpsc::Sender<io::Result<()>>),
@@ -168,6 +169,14 @@ impl<K: PortKind> PortHandle<K> {
             self.port.kind().tune(&settings);
             self.settle();
         }
+    }
+
+    /// Copies the frames of the port in these directions to another port of the same worker, which has no other traffic then; `None`:
+    /// to none. That ends when the other port is removed.
+    pub fn mirror(&self, target: Option<&PortHandle<K>>, frames: &[Direction]) {
+        let (from, to) = (frames.contains(&Direction::From), frames.contains(&Direction::To));
+        let mirror = Mirror { port: target.map(|target| target.number), captures: false, from, to };
+        let _ = self.events.ask(|reply| Command::Mirror(self.number, mirror, reply));
     }
 
     /// Changes something in the port's kind between two bursts. Addresses learned from the port are forgotten.
@@ -440,17 +449,15 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     let _ = reply.send(number);
                 }
                 Command::Remove(number, reply) => {
-                    self.switch.remove(number);
-                    if let Some(port) = self.ports.get_mut(number as usize) {
-                        *port = None;
-                    }
-                    self.schedule.forget(|key| key.port == number);
-                    self.known.retain(|key| key.port != number);
-                    self.tell_offloads();
+                    self.remove(number);
                     let _ = reply.send(());
                 }
                 Command::Set(number, settings, reply) => {
                     self.set(number, *settings);
+                    let _ = reply.send(());
+                }
+                Command::Mirror(number, mirror, reply) => {
+                    self.switch.set_mirror(number, mirror);
                     let _ = reply.send(());
                 }
                 Command::Change(number, change, reply) => {
@@ -483,6 +490,16 @@ impl<'a, K: PortKind> Loop<'a, K> {
             }
         }
         true
+    }
+
+    fn remove(&mut self, number: u32) {
+        self.switch.remove(number);
+        if let Some(port) = self.ports.get_mut(number as usize) {
+            *port = None;
+        }
+        self.schedule.forget(|key| key.port == number);
+        self.known.retain(|key| key.port != number);
+        self.tell_offloads();
     }
 
     /// Tells each port which offloads at least one other port takes.

@@ -75,6 +75,7 @@ pub(crate) fn receivers<P: Port>(ports: &Members<P>, from: u32, link_local: bool
     ports.iter().enumerate().filter_map(move |(number, member)| {
         let member = member.as_ref()?;
         let wanted = member.port.is_flooded()
+            && !member.is_mirror
             && (number as u32 != from || member.port.hairpin())
             && (!link_local || member.limits.link_local)
             && (!isolated || !member.limits.isolated || number as u32 == from);

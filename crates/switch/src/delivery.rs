@@ -1,10 +1,11 @@
 //! Puts the frames of a burst where they go: into a port's queue or, by their flows, into several. Used by `forward.rs`.
 
 use crate::{
-    member::{AT_ONCE, Member},
+    member::{AT_ONCE, Member, Members},
+    mirror::Direction,
     port::Port,
 };
-use ringroad_frame::{BURST, Burst, Flow, Sink, Software};
+use ringroad_frame::{ALL, BURST, Burst, Flow, Sink, Software};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     time::Duration,
@@ -80,6 +81,7 @@ impl<P: Port> Copy for To<'_, P> {}
 
 /// The state of delivering a burst.
 pub(crate) struct Delivery<'a, P: Port + 'a> {
+    pub ports: &'a Members<P>,
     /// The last destination, kept until the source has published.
     held: Option<P::Sink<'a>>,
     /// Cost of the copies so far.
@@ -98,8 +100,8 @@ pub(crate) struct Delivery<'a, P: Port + 'a> {
 impl<'a, P: Port> Delivery<'a, P> {
     /// Nothing was delivered yet.
     #[inline(always)]
-    pub fn new(software: &'a mut Option<Software>, retains: bool, now: Duration) -> Self {
-        Delivery { held: None, weight: 0, software, retains, behind: 0, end: BURST, waiting: None, now }
+    pub fn new(ports: &'a Members<P>, software: &'a mut Option<Software>, retains: bool, now: Duration) -> Self {
+        Delivery { ports, held: None, weight: 0, software, retains, behind: 0, end: BURST, waiting: None, now }
     }
 
     /// Frames beyond the rate of their port stay there.
@@ -112,9 +114,59 @@ impl<'a, P: Port> Delivery<'a, P> {
         }
     }
 
-    /// Puts frames of a burst into a port's queue, which is kept; returns how many were accepted. A panic there stops that port
-    /// only: the others get their frames, and the source its buffers.
+    /// Puts frames of a burst into a port's queue, which is kept; returns how many were handled.
+    #[inline(always)]
     fn put(&mut self, to: To<'a, P>, burst: &Burst, which: &[u8], wait: bool) -> usize {
+        if to.member.is_mirrored {
+            self.put_mirrored(to, burst, which, wait)
+        } else {
+            self.put_there(to, burst, which, wait)
+        }
+    }
+
+    /// Puts frames into the queue of a port that is mirrored. One that others are mirrored to gets none.
+    #[cold]
+    fn put_mirrored(&mut self, to: To<'a, P>, burst: &Burst, which: &[u8], wait: bool) -> usize {
+        if to.member.is_mirror {
+            return which.len();
+        }
+        let handled = self.put_there(to, burst, which, wait);
+        self.copy(to.member, Direction::To, burst, which.get(..handled).unwrap_or_default());
+        handled
+    }
+
+    /// Copies the frames that come from a port's queue. Those that stayed there after the last burst are copied only once.
+    pub fn mirror_from(&mut self, from: &Member<P>, queue: usize, burst: &Burst) {
+        let count = burst.frames().len();
+        let again = from.copied_before(queue).min(count);
+        let which = ALL.get(again..count).unwrap_or_default();
+        self.copy(from, Direction::From, burst, which);
+    }
+
+    /// Copies these frames of a port.
+    fn copy(&mut self, of: &Member<P>, direction: Direction, burst: &Burst, which: &[u8]) {
+        let wanted = if direction == Direction::From { of.mirror.from } else { of.mirror.to };
+        if !wanted || which.is_empty() {
+            return;
+        }
+        if of.mirror.captures {
+            of.port.capture(direction, burst, which);
+        }
+        if let Some(Some(target)) = of.mirror.port.and_then(|number| self.ports.get(number as usize)) {
+            self.put_copies(target, burst, which);
+        }
+    }
+
+    /// Puts copies of frames into the first queue of a port that others are mirrored to, as far as there is room.
+    fn put_copies(&mut self, member: &'a Member<P>, burst: &Burst, which: &[u8]) {
+        // The frames themselves may still have to wait.
+        let behind = self.behind;
+        self.put_there(To { member, hint: 0, queue: 0 }, burst, which, false);
+        self.behind = behind;
+    }
+
+    /// A panic there stops that port only: the others get their frames, and the source its buffers.
+    fn put_there(&mut self, to: To<'a, P>, burst: &Burst, which: &[u8], wait: bool) -> usize {
         let To { member, hint, queue } = to;
         // First release the previous destination: it may be the same one.
         self.held = None;

@@ -2,7 +2,7 @@
 //! Called by the worker in `host`.
 
 use crate::{
-    Claim, Fdb, Limits, Vlans, Work,
+    Claim, Dropped, Fdb, Limits, Mirror, Vlans, Work,
     decide::{NOWHERE, Origin, decide, receivers},
     delivery::{Delivery, Group, STEERING, Wait, before},
     member::{AT_ONCE, Member, Members},
@@ -29,6 +29,8 @@ pub struct Switch<P: Port> {
     poured: bool,
     /// Some port has VLANs. Then each port belongs to VLANs, and the table is kept by VLAN.
     vlans: bool,
+    /// Some port has VLANs, or frames of some port are copied.
+    special: bool,
     /// What the queue waits for that was carried last.
     waiting: Option<Wait>,
 }
@@ -52,6 +54,7 @@ impl<P: Port> Switch<P> {
             software: None,
             poured: false,
             vlans: false,
+            special: false,
             waiting: None,
         }
     }
@@ -104,13 +107,40 @@ impl<P: Port> Switch<P> {
         if std::mem::replace(&mut self.vlans, vlans) != vlans {
             (0..self.ports.len() as u32).for_each(|number| self.fdb.forget(number));
         }
+        self.special = vlans || self.ports.iter().flatten().any(|member| !member.mirror.is_none());
+    }
+
+    /// Sets which of a port's frames are copied, and where to. Addresses learned from a port that gets copies are forgotten.
+    pub fn set_mirror(&mut self, number: u32, mirror: Mirror) {
+        if let Some(Some(member)) = self.ports.get_mut(number as usize) {
+            member.mirror = Mirror { port: mirror.port.filter(|&port| port != number), ..mirror };
+        }
+        self.note_mirrors();
+    }
+
+    /// Tells each port whether others are mirrored to it.
+    fn note_mirrors(&mut self) {
+        let mirrors = self.ports.iter().flatten().map(|member| member.mirror).filter(|mirror| !mirror.is_none());
+        let targets: Vec<u32> = mirrors.filter_map(|mirror| mirror.port).collect();
+        for (number, member) in (0..).zip(&mut self.ports) {
+            let Some(member) = member else { continue };
+            member.is_mirror = targets.contains(&number);
+            member.is_mirrored = member.is_mirror || !member.mirror.is_none();
+            if member.is_mirror {
+                self.fdb.forget(number);
+            }
+        }
+        self.key_by_vlan();
     }
 
     /// Removes a port and the addresses learned from it.
     pub fn remove(&mut self, number: u32) -> Option<Arc<P>> {
         self.fdb.remove(number);
         let member = self.ports.get_mut(number as usize)?.take();
-        self.key_by_vlan();
+        for other in self.ports.iter_mut().flatten().filter(|other| other.mirror.port == Some(number)) {
+            other.mirror.port = None;
+        }
+        self.note_mirrors();
         member.map(|member| member.port)
     }
 
@@ -251,7 +281,7 @@ impl<P: Port> Switch<P> {
         let port = &*member.port;
         let Some(mut lease) = member.lease(queue) else { return NONE };
         let Some(mut source) = port.source(queue, &mut lease) else { return NONE };
-        let pours = source.pours() && !paced && !self.vlans;
+        let pours = source.pours() && !paced && !self.special;
         match pours.then(|| Self::pour(&self.ports, from, queue, &mut source)).flatten() {
             Some(Ok(frames)) => {
                 self.poured |= frames > 0;
@@ -269,7 +299,7 @@ impl<P: Port> Switch<P> {
         }
         // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
         // waits overlap.
-        let mut delivery = Delivery::new(&mut self.software, source.retains(), now);
+        let mut delivery = Delivery::new(&self.ports, &mut self.software, source.retains(), now);
         if paced && source.retains() {
             delivery.admit(&self.burst, member);
         }
@@ -278,11 +308,8 @@ impl<P: Port> Switch<P> {
             origin.note_flows(&self.burst);
             delivery.weight += taken * STEERING;
         }
-        if self.vlans {
-            tagged::forward(&self.ports, &mut self.fdb, &mut self.burst, &origin, &mut delivery);
-        } else {
-            forward(&self.ports, &mut self.fdb, &self.burst, &origin, &mut delivery);
-        }
+        let special = self.special.then_some(self.vlans);
+        forward_any(special, &mut self.fdb, &mut self.burst, &origin, &mut delivery);
         let weight = delivery.weight + taken * port.weight();
         let heavy = weight > HEAVY || self.burst.is_heavy();
         if paced {
@@ -291,6 +318,9 @@ impl<P: Port> Switch<P> {
         let mut frames = taken;
         if delivery.end < self.burst.frames().len() {
             (frames, self.waiting) = (delivery.end, delivery.waiting);
+            if self.special {
+                member.stay(queue, self.burst.frames().len() - delivery.end);
+            }
             source.retain(&mut self.burst, delivery.end);
         } else {
             source.done(&mut self.burst);
@@ -309,8 +339,46 @@ const POUR_AGAIN: Duration = Duration::from_secs(1);
 /// A burst that costs as much as copying this many frames is a whole turn.
 const HEAVY: usize = 4 * BURST;
 
+/// Forwards a burst. `special`: ports have VLANs or are mirrored; whether they have VLANs.
+#[inline(always)]
+fn forward_any<'a, P: Port>(
+    special: Option<bool>,
+    fdb: &mut Fdb,
+    burst: &mut Burst,
+    from: &Origin<'_, P>,
+    delivery: &mut Delivery<'a, P>,
+) {
+    match special {
+        None => forward(delivery.ports, fdb, burst, from, delivery),
+        Some(vlans) => forward_special(vlans, fdb, burst, from, delivery),
+    }
+}
+
+/// As `forward`, where ports have VLANs or are mirrored.
+#[cold]
+fn forward_special<'a, P: Port>(
+    vlans: bool,
+    fdb: &mut Fdb,
+    burst: &mut Burst,
+    from: &Origin<'_, P>,
+    delivery: &mut Delivery<'a, P>,
+) {
+    let (ports, count) = (delivery.ports, burst.frames().len());
+    if from.member.is_mirror {
+        if count > 0 {
+            from.member.dropped(from.queue, Dropped::Isolated, count);
+        }
+        return;
+    }
+    delivery.mirror_from(from.member, from.queue, burst);
+    match vlans {
+        true => tagged::forward(ports, fdb, burst, from, delivery),
+        false => forward(ports, fdb, burst, from, delivery),
+    }
+}
+
 /// Learns sources, looks up destinations, and puts the frames there, destination by destination.
-#[inline]
+#[inline(always)]
 fn forward<'a, P: Port>(
     ports: &'a Members<P>,
     fdb: &mut Fdb,

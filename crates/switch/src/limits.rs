@@ -59,7 +59,7 @@ pub enum Dropped {
     Spoofed,
     /// The destination is a link-local address.
     LinkLocal,
-    /// Both ports are isolated.
+    /// Both ports are isolated, or the frame came from a port that others are mirrored to.
     Isolated,
     /// The port does not admit the frame's VLAN, or the tag is invalid or one too many.
     Vlan,

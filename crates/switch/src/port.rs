@@ -1,6 +1,6 @@
 //! A port as the switch sees it. Implemented in `host`, called by `forward.rs`.
 
-use crate::{Claim, Dropped, Limits, Vlans};
+use crate::{Claim, Direction, Dropped, Limits, Vlans};
 use ringroad_frame::{BURST, Burst, Sink, Source};
 use ringroad_wire::ethernet::MacAddr;
 use std::{any::Any, time::Duration};
@@ -85,6 +85,10 @@ pub trait Port: Send + Sync {
 
     /// Frames from a queue were dropped by the switch. Called by the holder of the queue's lease.
     fn dropped(&self, _queue: usize, _why: Dropped, _frames: usize) {}
+
+    /// Frames of the port are to be captured; see [`Mirror::captures`](crate::Mirror::captures). They are whole, but may have work left to
+    /// do.
+    fn capture(&self, _direction: Direction, _burst: &Burst, _which: &[u8]) {}
 
     /// An address was not learned because the port has too many. Called by the holder of the queue's lease.
     fn crowded(&self, _queue: usize) {}

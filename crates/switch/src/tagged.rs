@@ -71,21 +71,9 @@ impl Form {
     }
 }
 
-/// As in `forward.rs`: learns sources, looks up destinations, and puts the frames there, destination by destination. Only the call
-/// is cold: it keeps the registers of the path without VLANs.
-#[cold]
-pub(crate) fn forward<'a, P: Port>(
-    ports: &'a Members<P>,
-    fdb: &mut Fdb,
-    burst: &mut Burst,
-    from: &Origin<'_, P>,
-    delivery: &mut Delivery<'a, P>,
-) {
-    carry(ports, fdb, burst, from, delivery);
-}
-
+/// As in `forward.rs`: learns sources, looks up destinations, and puts the frames there, destination by destination.
 #[inline(never)]
-fn carry<'a, P: Port>(
+pub(crate) fn forward<'a, P: Port>(
     ports: &'a Members<P>,
     fdb: &mut Fdb,
     burst: &mut Burst,

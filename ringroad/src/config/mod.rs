@@ -12,6 +12,7 @@ mod check;
 mod error;
 mod file;
 mod frontend;
+mod mirror;
 mod port;
 mod sandbox;
 mod table;

@@ -3,6 +3,7 @@
 use super::{
     error::ConfigError,
     frontend::{Frontend, LimitKeys},
+    mirror::{self, Mirror},
     table::{Table, keys},
     taken::Taken,
     value::{self, NAME, choice, int, text, wrong},
@@ -57,6 +58,9 @@ pub struct Port {
     /// The VLANs that it belongs to, if any are set in the file.
     #[serde(skip)]
     pub vlans: Option<Vlans>,
+    /// Where its frames are copied to.
+    #[serde(deserialize_with = "mirror::mirror")]
+    pub mirror: Option<Mirror>,
     /// The kind of port, with the settings of that kind.
     #[serde(skip)]
     pub kind: Kind,
@@ -116,6 +120,7 @@ impl Default for Port {
             poll: None,
             limits: Limits::default(),
             vlans: None,
+            mirror: None,
             kind: Kind::default(),
         }
     }
@@ -236,7 +241,13 @@ pub(super) fn ports(root: &Table, taken: &mut Taken) -> Result<Vec<Port>, Config
         let name = table.get("name")?.get_ref().as_str().filter(|name| value::is_name(name))?;
         Some(format!("{name:?}"))
     };
-    root.list("port", EXPECTED, name)?.iter().map(|table| port(table, taken)).collect()
+    let tables = root.list("port", EXPECTED, name)?;
+    let ports = tables.iter().map(|table| port(table, taken)).collect::<Result<Vec<_>, _>>()?;
+    let all: Vec<_> = ports.iter().map(|port| (port.name.as_str(), port.mirror.is_some())).collect();
+    for (table, port) in tables.iter().zip(&ports) {
+        port.mirror.as_ref().map_or(Ok(()), |mirror| mirror::check(table, &port.name, mirror, &all))?;
+    }
+    Ok(ports)
 }
 
 /// What the list of ports must be.

@@ -99,6 +99,7 @@ fn example() {
             wait: Duration::from_millis(2),
         },
         vlans: Some(Vlans::access(vid(10))),
+        mirror: None,
         queues: 2,
         kind: Kind::VhostUser(VhostUser {
             socket: "/run/ringroad/vm1.sock".into(),
@@ -121,6 +122,7 @@ fn example() {
         poll: None,
         limits: Limits { addresses: 4096, storm: 0, wait: Duration::ZERO, ..Limits::GUEST },
         vlans: Some(Vlans::trunk([10, 20].map(vid), Some(vid(1)))),
+        mirror: None,
         queues: 1,
         kind: Kind::Tap("rr0".into()),
     };

@@ -133,7 +133,7 @@ fn program(before: &Config, after: &Config) -> Vec<Change> {
 pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     use Effect::{InPlace, Reconnects, Recreates};
     let mut diff = Diff::new(format!("port {}", after.name));
-    let Port { name: _, mode, hairpin, gro, queues, mtu, poll, kind, limits, vlans } = before;
+    let Port { name: _, mode, hairpin, gro, queues, mtu, poll, kind, limits, vlans, mirror } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
             let VhostUser { socket, role, features, mac: _, fixed: _, tuning, speed, interrupt_delay, frontend } =
@@ -178,6 +178,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         diff.key("port.limits.burst", InPlace, &rate.burst, &after.limits.rate.burst);
     }
     diff.key("port.mode", InPlace, mode, &after.mode);
+    diff.key("port.mirror", InPlace, mirror, &after.mirror);
     diff.key("port.hairpin", InPlace, hairpin, &after.hairpin);
     diff.key("port.gro", InPlace, gro, &after.gro);
     diff.key("port.poll", InPlace, poll, &after.poll);
@@ -307,6 +308,7 @@ socket = "/run/v"
             ("mtu = 1500", "limits = { burst = \"2ms\" }", "port vm1: key `port.limits.burst`: in place"),
             ("mtu = 1500", "speed = \"1Gb/s\"", "port vm1: key `port.speed`: reconnects the guest"),
             ("mtu = 1500", "isolated = true", "port vm1: key `port.isolated`: in place"),
+            ("mtu = 1500", "mirror = \"host\"", "port vm1: key `port.mirror`: in place"),
             ("mtu = 1500", "vlan = 10", "port vm1: key `port.vlan`: in place"),
             ("mtu = 1500", "trunk = [10]", "port vm1: key `port.trunk`: in place"),
             ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),

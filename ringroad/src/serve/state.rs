@@ -62,6 +62,7 @@ impl State {
                 ports.push(Running::start(port, config.workers.poll, &worker, &progress)?);
             }
         }
+        mirror(&ports);
         let vsocks = Vsocks::start(config, &progress)?;
         progress.at("waiting for signals");
         Ok(State { ports, vsocks, worker, config: config.clone(), sandbox, progress })
@@ -182,6 +183,7 @@ impl State {
         }
         let place = |name: &str| config.ports.iter().position(|port| port.name == name);
         self.ports.sort_by_key(|running| place(&running.config.name));
+        mirror(&self.ports);
     }
 
     /// Prints the counters to stdout; `all`: each vsock connection too.
@@ -252,6 +254,22 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
     };
     let poll = port.poll.unwrap_or(poll);
     PortSettings { hairpin, gro, poll, tuning, limits, vlans: port.vlans, interrupt_delay }
+}
+
+/// Has frames of ports copied to others, whose numbers change when they are restarted. The worker remembers what it was told before.
+fn mirror(ports: &[Running]) {
+    for running in ports {
+        let mirror = running.config.mirror.as_ref();
+        let target = mirror.and_then(|mirror| ports.iter().find(|other| other.config.name == mirror.port));
+        if mirror.is_some() && target.is_none() {
+            log::error!(
+                "port {}: the port of its key `mirror` does not run; its frames are not copied",
+                running.config.name
+            );
+        }
+        let frames = mirror.map_or(&[][..], |mirror| &mirror.frames);
+        running.handle().mirror(target.map(Running::handle), frames);
+    }
 }
 
 impl Running {

@@ -7,7 +7,7 @@ use ringroad_frame::{
 };
 use ringroad_mem::{Region, Span, Table};
 use ringroad_ring::BURST;
-use ringroad_switch::{Claim, Dropped, Fdb, Limits, Port, Switch, Vlans};
+use ringroad_switch::{Claim, Direction, Dropped, Fdb, Limits, Port, Switch, Vlans};
 use ringroad_wire::{ethernet::MacAddr, vnet_hdr};
 use std::{
     collections::VecDeque,
@@ -72,6 +72,8 @@ pub struct Fake {
     pub dropped: Mutex<Vec<(Dropped, usize)>>,
     pub claims: Mutex<Vec<(MacAddr, Claim, bool)>>,
     pub crowded: AtomicUsize,
+    /// Of what it was told to capture.
+    pub captured: Mutex<Vec<(Direction, Bytes)>>,
     /// Where its code panics, and what was said of it.
     pub panics: Mutex<Option<Panics>>,
     pub fell: Mutex<Vec<String>>,
@@ -137,6 +139,7 @@ impl Fake {
             dropped: Mutex::default(),
             claims: Mutex::default(),
             crowded: AtomicUsize::new(0),
+            captured: Mutex::default(),
             panics: Mutex::default(),
             fell: Mutex::default(),
         })
@@ -365,6 +368,14 @@ impl Port for Fake {
     fn dropped(&self, _: usize, why: Dropped, frames: usize) {
         assert!(self.leased.load(Relaxed) && frames > 0);
         self.dropped.lock().unwrap().push((why, frames));
+    }
+
+    fn capture(&self, direction: Direction, burst: &Burst, which: &[u8]) {
+        for index in which.iter().map(|&index| usize::from(index)) {
+            let mut bytes = vec![0; burst.frames()[index].len()];
+            assert_eq!(burst.copy(index, 0, &mut bytes), bytes.len());
+            self.captured.lock().unwrap().push((direction, bytes));
+        }
     }
 
     fn crowded(&self, _: usize) {
