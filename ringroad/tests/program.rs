@@ -6,6 +6,8 @@ mod idle;
 mod config;
 #[path = "program/machine.rs"]
 mod machine;
+#[path = "program/mirror.rs"]
+mod mirror;
 #[path = "program/reload.rs"]
 mod reload;
 #[path = "program/tools.rs"]

@@ -80,6 +80,8 @@ counters! {
     claimed,
     /// Frames whose source address was not learned because there was no room in the forwarding table. Not drops.
     crowded,
+    /// Frames from or to the port that its capture lacks: the file has its size, or is written too slowly. Not drops.
+    uncaptured,
     /// Frames that the driver did not want, as it has chosen other addresses or VLANs. Not drops.
     filtered,
     /// Frames dropped because the queue was not running.

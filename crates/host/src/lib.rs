@@ -7,6 +7,7 @@
     deny(clippy::indexing_slicing, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable)
 )]
 
+mod capture;
 mod deaf;
 mod event_loop;
 mod gate;
@@ -21,6 +22,7 @@ pub mod vhost_user;
 pub mod vsock;
 mod worker;
 
+pub use capture::{Capture, CaptureConfig, make_capture};
 pub use port::{INTERRUPT_DELAY, Port, PortKind, PortReport, PortSettings};
 pub use quota::Quota;
 pub use sys::{

@@ -1,10 +1,11 @@
 //! A port of the switch: a [`PortKind`] with its settings and what is logged of it. Kinds are in files of their own (`tap.rs`,
 //! `vhost_user/port.rs`, or whoever embeds this crate); [`ports!`](crate::ports) makes several kinds one.
 
+use crate::capture::Capture;
 use parking_lot::Mutex;
 use ringroad_frame::{BURST, Burst, Counters, Sink, Snapshot, Source, offload::Support};
 use ringroad_ring::Tuning;
-use ringroad_switch::{Claim, Dropped, Limits, Poll, Vlans};
+use ringroad_switch::{Claim, Direction, Dropped, Limits, Poll, Vlans};
 use ringroad_wire::ethernet::MacAddr;
 use std::{
     os::fd::BorrowedFd,
@@ -187,6 +188,7 @@ pub struct Port<K> {
     /// Of the settings, what the worker needs in each burst.
     hairpin: AtomicBool,
     gro: AtomicBool,
+    capture: Mutex<Option<Arc<Capture>>>,
     /// Which warnings were logged: what a guest can cause all the time is logged once.
     warned: [AtomicBool; 4],
 }
@@ -215,7 +217,8 @@ impl<K: PortKind> Port<K> {
     pub fn new(kind: K, settings: PortSettings) -> Port<K> {
         kind.set(&settings);
         let (hairpin, gro) = (AtomicBool::new(settings.hairpin), AtomicBool::new(settings.gro));
-        Port { kind, settings: Mutex::new(settings), hairpin, gro, warned: Default::default() }
+        let (capture, warned) = Default::default();
+        Port { kind, settings: Mutex::new(settings), hairpin, gro, capture, warned }
     }
 
     /// Returns what it is made of.
@@ -235,6 +238,12 @@ impl<K: PortKind> Port<K> {
         self.hairpin.store(settings.hairpin, Ordering::Relaxed);
         self.gro.store(settings.gro, Ordering::Relaxed);
         self.kind.set(&settings);
+    }
+
+    /// Sets where the port's frames are captured.
+    pub(crate) fn set_capture(&self, capture: Option<Arc<Capture>>) {
+        // The former one may take a while to end.
+        let _former = std::mem::replace(&mut *self.capture.lock(), capture);
     }
 
     /// Returns the sum of the counters of all queues.
@@ -356,6 +365,16 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
                     );
                 }
             }
+        }
+    }
+
+    fn capture(&self, direction: Direction, burst: &Burst, which: &[u8]) {
+        // Locked only while it is changed. Not cloned: whoever drops the last one waits for its thread.
+        let capture = self.capture.try_lock();
+        let capture = capture.as_ref().and_then(|capture| capture.as_ref());
+        let missed = capture.map_or(which.len(), |capture| capture.add(direction, burst, which));
+        if let Some(counters) = self.kind.received().first() {
+            counters.uncaptured.add(missed as u64);
         }
     }
 

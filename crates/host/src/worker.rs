@@ -2,6 +2,7 @@
 //! it commands, which it takes between bursts.
 
 use crate::{
+    capture::Capture,
     event_loop::{EventLoop, Events, pin},
     port::{Port, PortKind, PortSettings},
     sandbox,
@@ -171,11 +172,12 @@ impl<K: PortKind> PortHandle<K> {
         }
     }
 
-    /// Copies the frames of the port in these directions to another port of the same worker, which has no other traffic then; `None`:
-    /// to none. That ends when the other port is removed.
-    pub fn mirror(&self, target: Option<&PortHandle<K>>, frames: &[Direction]) {
+    /// Copies the frames of the port in these directions to another port of the same worker, which has no other traffic then, and to a
+    /// file; `None`: to none. The former ends when the other port is removed.
+    pub fn mirror(&self, target: Option<&PortHandle<K>>, capture: Option<Arc<Capture>>, frames: &[Direction]) {
         let (from, to) = (frames.contains(&Direction::From), frames.contains(&Direction::To));
-        let mirror = Mirror { port: target.map(|target| target.number), captures: false, from, to };
+        let mirror = Mirror { port: target.map(|target| target.number), captures: capture.is_some(), from, to };
+        self.port.set_capture(capture);
         let _ = self.events.ask(|reply| Command::Mirror(self.number, mirror, reply));
     }
 

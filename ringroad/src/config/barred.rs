@@ -28,6 +28,15 @@ pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
     for port in &config.ports {
         let owner = port.owner();
         let mut find = |key, message| found.push(Finding::new(config, &owner, key, message));
+        if let Some(capture) = port.capture().filter(|capture| !in_force.allows_file(&capture.file)) {
+            let shown = capture.file.display();
+            find(
+                "mirror",
+                format!(
+                    "the sandbox, fixed at start, does not allow writing {shown}; only files of captures that the file had at start; restart"
+                ),
+            );
+        }
         match &port.kind {
             Kind::VhostUser(VhostUser { socket, frontend, .. }) => {
                 may_use(socket, in_force).unwrap_or_else(|message| find("socket", message));

@@ -2,7 +2,7 @@
 //! calls it before it starts or reloads anything, `serve --check` does only this. Each finding has the line in the file, what was
 //! expected, what was found, and what to do.
 
-use super::{Config, Kind, VhostUser};
+use super::{Config, Kind, VhostUser, mirror};
 use ringroad_host::vhost_user::Role;
 use std::{
     collections::HashMap,
@@ -48,6 +48,9 @@ pub fn check(config: &Config) -> Vec<Finding> {
     let mut macs: HashMap<_, &str> = HashMap::new();
     for port in &config.ports {
         let owner = port.owner();
+        if let Some(capture) = port.capture() {
+            mirror::can_be_written(&capture.file).unwrap_or_else(|message| find(&owner, "mirror", message));
+        }
         match &port.kind {
             Kind::VhostUser(VhostUser { socket, role, .. }) => {
                 if *role == Role::Server {

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::ports::Mode;
 use ringroad_host::{
-    INTERRUPT_DELAY,
+    CaptureConfig, INTERRUPT_DELAY,
     vhost_user::{MAX_PAIRS, Role},
 };
 use ringroad_net::Features;
@@ -154,6 +154,11 @@ impl Port {
         format!("port {:?}", self.name)
     }
 
+    /// Returns the file that its frames are captured in.
+    pub fn capture(&self) -> Option<&CaptureConfig> {
+        self.mirror.as_ref()?.capture.as_ref()
+    }
+
     /// Returns the settings of a guest's port.
     pub fn vhost_user(&self) -> Option<&VhostUser> {
         match &self.kind {
@@ -243,7 +248,7 @@ pub(super) fn ports(root: &Table, taken: &mut Taken) -> Result<Vec<Port>, Config
     };
     let tables = root.list("port", EXPECTED, name)?;
     let ports = tables.iter().map(|table| port(table, taken)).collect::<Result<Vec<_>, _>>()?;
-    let all: Vec<_> = ports.iter().map(|port| (port.name.as_str(), port.mirror.is_some())).collect();
+    let all: Vec<_> = ports.iter().map(|port| (port.name.as_str(), port.mirror.as_ref())).collect();
     for (table, port) in tables.iter().zip(&ports) {
         port.mirror.as_ref().map_or(Ok(()), |mirror| mirror::check(table, &port.name, mirror, &all))?;
     }

@@ -31,6 +31,9 @@ impl Sandbox {
             return Ok(Sandbox { in_force: None, fixed: None });
         }
         json.map_or(Ok(()), make)?;
+        for file in captures(config) {
+            ringroad_host::make_capture(file).map_err(|error| format!("cannot write {}: {error}", file.display()))?;
+        }
         let mut needs = needs(config, file);
         needs.write.extend(json.map(Path::to_owned));
         let folder = fs::canonicalize(file).ok().map(|real| config::folder(&real).to_owned());
@@ -126,7 +129,13 @@ fn needs(config: &Config, file: &Path) -> Confinement {
     folders.dedup();
     let forwards = config.vsocks.iter().flat_map(|vsock| &vsock.forward).map(|(_, address)| address.port());
     let tcp = forwards.chain(config.sandbox.tcp.iter().copied()).collect();
-    Confinement { folders, read: files(file), write: Vec::new(), tcp, privileges }
+    let write = captures(config).map(Path::to_owned).collect();
+    Confinement { folders, read: files(file), write, tcp, privileges }
+}
+
+/// Returns the files that frames are captured in.
+fn captures(config: &Config) -> impl Iterator<Item = &Path> {
+    config.ports.iter().filter_map(config::Port::capture).map(|capture| capture.file.as_path())
 }
 
 /// Returns the capabilities that the configuration needs now, or may need for a reload.

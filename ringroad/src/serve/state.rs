@@ -14,12 +14,12 @@ use crate::{
     ports::{Measured, Ports},
 };
 use ringroad_host::{
-    Port, PortHandle, PortReport, PortSettings, TapPort, Worker, WorkerConfig,
+    Capture, CaptureConfig, Port, PortHandle, PortReport, PortSettings, TapPort, Worker, WorkerConfig,
     vhost_user::{Role, Server, VhostConfig},
 };
 use ringroad_net::Config as Space;
 use ringroad_switch::Poll;
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -62,7 +62,7 @@ impl State {
                 ports.push(Running::start(port, config.workers.poll, &worker, &progress)?);
             }
         }
-        mirror(&ports);
+        mirror(&mut ports);
         let vsocks = Vsocks::start(config, &progress)?;
         progress.at("waiting for signals");
         Ok(State { ports, vsocks, worker, config: config.clone(), sandbox, progress })
@@ -183,7 +183,7 @@ impl State {
         }
         let place = |name: &str| config.ports.iter().position(|port| port.name == name);
         self.ports.sort_by_key(|running| place(&running.config.name));
-        mirror(&self.ports);
+        mirror(&mut self.ports);
     }
 
     /// Prints the counters to stdout; `all`: each vsock connection too.
@@ -234,6 +234,8 @@ type ServedPort = Measured<Ports>;
 struct Running {
     config: config::Port,
     kind: Kind,
+    /// Where its frames are captured.
+    capture: Option<(CaptureConfig, Arc<Capture>)>,
 }
 
 enum Kind {
@@ -256,19 +258,21 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
     PortSettings { hairpin, gro, poll, tuning, limits, vlans: port.vlans, interrupt_delay }
 }
 
-/// Has frames of ports copied to others, whose numbers change when they are restarted. The worker remembers what it was told before.
-fn mirror(ports: &[Running]) {
-    for running in ports {
+/// Has frames of ports copied to others, whose numbers change when they are restarted, and to files.
+fn mirror(ports: &mut [Running]) {
+    for running in ports.iter_mut() {
+        running.capture();
+    }
+    for running in ports.iter() {
         let mirror = running.config.mirror.as_ref();
-        let target = mirror.and_then(|mirror| ports.iter().find(|other| other.config.name == mirror.port));
-        if mirror.is_some() && target.is_none() {
-            log::error!(
-                "port {}: the port of its key `mirror` does not run; its frames are not copied",
-                running.config.name
-            );
+        let name = mirror.and_then(|mirror| mirror.port.as_ref());
+        let target = name.and_then(|name| ports.iter().find(|other| other.config.name == *name));
+        if name.is_some() && target.is_none() {
+            log::error!("port {}: the port of its key `mirror` does not run and gets no copies", running.config.name);
         }
         let frames = mirror.map_or(&[][..], |mirror| &mirror.frames);
-        running.handle().mirror(target.map(Running::handle), frames);
+        let capture = running.capture.as_ref().map(|(_, capture)| capture.clone());
+        running.handle().mirror(target.map(Running::handle), capture, frames);
     }
 }
 
@@ -311,7 +315,26 @@ impl Running {
                 Kind::Tap(worker.add(Port::new(Measured::new(Ports::Tap(tap), mode), settings))?)
             }
         };
-        Ok(Running { config: port.clone(), kind })
+        Ok(Running { config: port.clone(), kind, capture: None })
+    }
+
+    /// Starts a capture, or ends it; one that has not changed goes on.
+    fn capture(&mut self) {
+        let wanted = self.config.capture();
+        if self.capture.as_ref().map(|(config, _)| config) == wanted {
+            return;
+        }
+        // Complete before the next one may begin in the same file.
+        self.handle().mirror(None, None, &[]);
+        let wanted = wanted.cloned();
+        self.capture = None;
+        self.capture = wanted.and_then(|config| match Capture::start(&self.config.name, &config) {
+            Ok(capture) => Some((config, Arc::new(capture))),
+            Err(error) => {
+                log::error!("port {}: cannot capture in {}: {error}", self.config.name, config.file.display());
+                None
+            }
+        });
     }
 
     fn handle(&self) -> &PortHandle<ServedPort> {

@@ -64,6 +64,8 @@ pub enum SandboxError {
 pub struct InForce {
     /// Directories that may be used, as canonical paths.
     folders: Vec<PathBuf>,
+    /// Files that may be written, as canonical paths.
+    files: Vec<PathBuf>,
     tcp: Vec<u16>,
     /// Capabilities that were kept, and those before; `None`: unchanged.
     privileges: Option<(Vec<Privilege>, Vec<Privilege>)>,
@@ -85,6 +87,11 @@ impl InForce {
     pub fn allows_folder(&self, folder: &Path) -> bool {
         let within = |path: PathBuf| self.folders.iter().any(|allowed| path.starts_with(allowed));
         !self.landlock.files || fs::canonicalize(folder).is_ok_and(within)
+    }
+
+    /// Returns whether a file can be written.
+    pub fn allows_file(&self, file: &Path) -> bool {
+        !self.landlock.files || fs::canonicalize(file).is_ok_and(|file| self.files.contains(&file))
     }
 
     /// Returns whether a TCP port can be connected to.
@@ -147,7 +154,7 @@ pub fn confine(confinement: &Confinement) -> Result<InForce, SandboxError> {
         return Err(SandboxError::Threads(threads));
     }
     let mut missing = Vec::new();
-    let Confinement { folders, tcp, .. } = confinement;
+    let Confinement { folders, write, tcp, .. } = confinement;
     // Created now, as it cannot be created under the rules.
     let notes = notes::common_folder().ok();
     let mut note = |what: &str, error: &dyn fmt::Display| missing.push(format!("{what}: {error}"));
@@ -164,7 +171,8 @@ pub fn confine(confinement: &Confinement) -> Result<InForce, SandboxError> {
     let mut tcp = tcp.clone();
     tcp.sort_unstable();
     tcp.dedup();
-    Ok(InForce { folders, tcp, privileges, no_new_privileges, landlock, calls, missing })
+    let files = write.iter().filter_map(|file| fs::canonicalize(file).ok()).collect();
+    Ok(InForce { folders, files, tcp, privileges, no_new_privileges, landlock, calls, missing })
 }
 
 /// Drops all capabilities except `keep`, irrevocably. Returns which of [`Privilege::ALL`] are left, and which there were.
