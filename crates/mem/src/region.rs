@@ -1,5 +1,5 @@
-//! One memory mapping shared with a peer. Created by the vhost-user session (SET_MEM_TABLE, ADD_MEM_REG), by drivers for
-//! their own memory, and for files that must outlive the process.
+//! One memory mapping shared with a peer. Created by the vhost-user session (SET_MEM_TABLE, ADD_MEM_REG), by the vfio-user
+//! session (DMA_MAP), by drivers for their own memory, and for files that must outlive the process.
 
 use crate::{
     sigbus::{self, Watch},
@@ -90,6 +90,8 @@ pub struct Region {
     watch: Option<&'static Watch>,
     /// Device and inode of the file received from the peer.
     identity: (u64, u64),
+    /// Nothing written here reaches the peer's file.
+    read_only: bool,
 }
 
 impl std::fmt::Debug for Region {
@@ -111,6 +113,29 @@ impl Region {
     /// [`Error::Empty`], [`Error::Overflow`], [`Error::BeyondFile`] if the file is too short, [`Error::Map`] if a system
     /// call fails.
     pub fn map(file: &File, offset: u64, len: u64, guest: u64, user: u64) -> Result<Arc<Region>, Error> {
+        Self::map_with(file, offset, len, guest, user, libc::MAP_SHARED)
+    }
+
+    /// Like [`Region::map`], for memory that the device may only read; the file need not be open for writing. A [`crate::Table`]
+    /// finds it with [`crate::Table::readable`] only.
+    ///
+    /// The mapping is private: its spans stay valid for writes, as all spans are, but what is written never reaches the file. So a
+    /// device that writes by mistake neither changes the peer's memory nor ends the process. Until then it shows the file.
+    ///
+    /// # Errors
+    /// As for [`Region::map`].
+    pub fn map_read_only(file: &File, offset: u64, len: u64, guest: u64, user: u64) -> Result<Arc<Region>, Error> {
+        Self::map_with(file, offset, len, guest, user, libc::MAP_PRIVATE)
+    }
+
+    fn map_with(
+        file: &File,
+        offset: u64,
+        len: u64,
+        guest: u64,
+        user: u64,
+        sharing: libc::c_int,
+    ) -> Result<Arc<Region>, Error> {
         if len == 0 {
             return Err(Error::Empty { guest });
         }
@@ -131,7 +156,7 @@ impl Region {
         }
         let from = offset & !(page - 1);
         let map_len = (end - from).next_multiple_of(page) as usize;
-        let map = mmap(map_len, libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd(), from)?;
+        let map = mmap(map_len, sharing | libc::MAP_NORESERVE, file.as_raw_fd(), from)?;
         // SAFETY: offset - from < page <= map_len.
         let start = unsafe { map.add((offset - from) as usize) };
         let (map, len) = (map.as_ptr() as usize, len as usize);
@@ -144,6 +169,7 @@ impl Region {
             map_len,
             watch: Some(sigbus::watch(map, map_len)),
             identity,
+            read_only: sharing == libc::MAP_PRIVATE,
         }))
     }
 
@@ -179,11 +205,14 @@ impl Region {
         let start = mmap(map_len, libc::MAP_SHARED | populate, fd, 0)?;
         // SAFETY: advice about a mapping that this function owns; failure is harmless.
         unsafe { libc::madvise(start.as_ptr().cast(), map_len, libc::MADV_HUGEPAGE) };
+        Ok((Arc::new(Region::own(start, len, guest, map_len)), file))
+    }
+
+    /// Memory of this process, with its user address.
+    fn own(start: NonNull<u8>, len: usize, guest: u64, map_len: usize) -> Region {
         let map = start.as_ptr() as usize;
-        Ok((
-            Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }),
-            file,
-        ))
+        let (user, watch, identity) = (map as u64, None, (0, 0));
+        Region { start, len, guest, user, map, map_len, watch, identity, read_only: false }
     }
 
     /// Seals a file from [`Region::create`] so that no peer can ever truncate it.
@@ -204,8 +233,7 @@ impl Region {
     pub fn private(len: usize, guest: u64) -> Result<Arc<Region>, Error> {
         let map_len = len.next_multiple_of(4096);
         let start = mmap(map_len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)?;
-        let map = start.as_ptr() as usize;
-        Ok(Arc::new(Region { start, len, guest, user: map as u64, map, map_len, watch: None, identity: (0, 0) }))
+        Ok(Arc::new(Region::own(start, len, guest, map_len)))
     }
 
     /// Returns the `len` bytes at `offset`; `None` unless all of them lie inside the region.
@@ -253,6 +281,11 @@ impl Region {
     /// Mapped address space in bytes: whole pages of the file system.
     pub fn mapped(&self) -> usize {
         self.map_len
+    }
+
+    /// Returns whether it is from [`Region::map_read_only`].
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
     }
 
     /// Returns whether the peer has truncated the file. From then on the region reads as zeros.
@@ -303,6 +336,25 @@ mod tests {
         assert_eq!(&out, b"abc");
         assert!(part.span(100, 0).is_some() && part.span(100, 1).is_none() && part.span(101, 0).is_none());
         assert!(part.span(1, usize::MAX).is_none());
+    }
+
+    #[test]
+    fn a_read_only_region_shows_the_file_and_never_changes_it() {
+        let file = file(8192);
+        let shared = Region::map(&file, 0, 8192, 0, 0).unwrap();
+        let reader = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+        assert!(Region::map(&reader, 0, 8192, 0, 0).is_err(), "not open for writing");
+        let region = Region::map_read_only(&reader, 0, 8192, 0, 0).unwrap();
+        assert!(region.is_read_only() && !shared.is_read_only());
+        let read = |region: &Region| region.span(4096, 4).unwrap().array::<4>(0).unwrap();
+        for bytes in [*b"once", *b"more"] {
+            shared.span(4096, 4).unwrap().write(&bytes);
+            assert_eq!(read(&region), bytes);
+        }
+        region.span(4096, 4).unwrap().write(b"lost");
+        assert_eq!(read(&shared), *b"more");
+        file.set_len(4096).unwrap();
+        assert_eq!((read(&shared), shared.is_lost()), ([0; 4], true));
     }
 
     #[test]

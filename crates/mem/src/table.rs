@@ -1,4 +1,5 @@
-//! The memory table of a port: translates guest addresses to [`Span`]s. Built by the vhost-user session, used by the rings.
+//! The memory table of a port: translates guest addresses to [`Span`]s. Built by the sessions of vhost-user and vfio-user, used
+//! by the rings.
 
 use crate::{Error, Region, Span};
 #[cfg(not(loom))]
@@ -13,6 +14,8 @@ pub const SLOTS: usize = 509;
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     regions: Vec<Arc<Region>>,
+    /// Apart, so that a lookup for writing cannot find them.
+    read_only: Vec<Arc<Region>>,
 }
 
 /// Cache of the region that matched last. Each user of a table keeps its own; most tables have one or two regions, so it
@@ -40,20 +43,21 @@ impl Table {
     /// # Errors
     /// [`Error::TooMany`], or [`Error::Overlap`] if it overlaps another region in guest or user addresses.
     pub fn with(&self, region: Arc<Region>) -> Result<Table, Error> {
-        if self.regions.len() >= SLOTS {
+        if self.regions.len() + self.read_only.len() >= SLOTS {
             return Err(Error::TooMany);
         }
         let (guest, user, len) = (region.guest(), region.user(), region.len() as u64);
         let apart = |a: u64, a_len: u64, b: u64, b_len: u64| a + a_len <= b || b + b_len <= a;
-        for other in &self.regions {
+        for other in self.all() {
             let other_len = other.len() as u64;
             if !apart(guest, len, other.guest(), other_len) || !apart(user, len, other.user(), other_len) {
                 return Err(Error::Overlap { guest, len, other: other.guest(), other_len });
             }
         }
-        let mut regions = self.regions.clone();
+        let mut table = self.clone();
+        let regions = if region.is_read_only() { &mut table.read_only } else { &mut table.regions };
         regions.insert(regions.partition_point(|r| r.guest() < guest), region);
-        Ok(Table { regions })
+        Ok(table)
     }
 
     /// Returns this table without the region that has these addresses and this size.
@@ -61,25 +65,33 @@ impl Table {
     /// # Errors
     /// [`Error::Unknown`] if there is no such region.
     pub fn without(&self, guest: u64, user: u64, len: u64) -> Result<Table, Error> {
-        let is = |r: &Arc<Region>| r.guest() == guest && r.user() == user && r.len() as u64 == len;
-        let at = self.regions.iter().position(is).ok_or(Error::Unknown { guest, user, len })?;
-        let mut regions = self.regions.clone();
-        regions.remove(at);
-        Ok(Table { regions })
+        let is = |r: &&Arc<Region>| r.guest() == guest && r.user() == user && r.len() as u64 == len;
+        if !self.all().any(|r| is(&r)) {
+            return Err(Error::Unknown { guest, user, len });
+        }
+        let mut table = self.clone();
+        table.regions.retain(|r| !is(&r));
+        table.read_only.retain(|r| !is(&r));
+        Ok(table)
     }
 
-    /// Returns the regions, sorted by guest address.
+    /// Returns the regions that may be written, sorted by guest address.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.regions
     }
 
-    /// Returns whether a peer has truncated the file of any region.
-    pub fn is_lost(&self) -> bool {
-        self.regions.iter().any(|r| r.is_lost())
+    /// Returns all regions: those that may be written, then those that may not.
+    pub fn all(&self) -> impl Iterator<Item = &Arc<Region>> {
+        self.regions.iter().chain(&self.read_only)
     }
 
-    /// Translates a guest address; `None` unless the whole range lies in one region. Tries the region in `hit` first and
-    /// updates it.
+    /// Returns whether a peer has truncated the file of any region.
+    pub fn is_lost(&self) -> bool {
+        self.all().any(|r| r.is_lost())
+    }
+
+    /// Translates a guest address; `None` unless the whole range lies in one region that may be written. Tries the region in
+    /// `hit` first and updates it.
     #[inline(always)]
     pub fn span(&self, address: u64, len: usize, hit: &mut Hit) -> Option<Span<'_>> {
         if let Some(region) = self.regions.get(hit.0)
@@ -92,6 +104,15 @@ impl Table {
         let span = region.span((address - region.guest()) as usize, len)?;
         *hit = Hit(index);
         Some(span)
+    }
+
+    /// Like [`Table::span`], for reading: the region may be read-only ([`Region::map_read_only`]).
+    #[inline]
+    pub fn readable(&self, address: u64, len: usize, hit: &mut Hit) -> Option<Span<'_>> {
+        self.span(address, len, hit).or_else(|| {
+            let (_, region) = find(&self.read_only, address)?;
+            region.span((address - region.guest()) as usize, len)
+        })
     }
 
     /// Returns the cached region.
@@ -116,9 +137,7 @@ impl Table {
     }
 
     fn find(&self, address: u64) -> Option<(usize, &Arc<Region>)> {
-        let index = self.regions.partition_point(|r| r.guest() <= address).checked_sub(1)?;
-        let region = self.regions.get(index)?;
-        (address - region.guest() < region.len() as u64).then_some((index, region))
+        find(&self.regions, address)
     }
 
     /// Returns the `len` words at a frontend address, which is how vhost-user addresses rings; `None` if they do not all
@@ -142,6 +161,14 @@ impl Table {
         let (_, region) = self.find(address)?;
         Words::new(region, (address - region.guest()) as usize, len)
     }
+}
+
+/// Returns the region with a guest address, and its index.
+#[inline]
+fn find(regions: &[Arc<Region>], address: u64) -> Option<(usize, &Arc<Region>)> {
+    let index = regions.partition_point(|r| r.guest() <= address).checked_sub(1)?;
+    let region = regions.get(index)?;
+    (address - region.guest() < region.len() as u64).then_some((index, region))
 }
 
 #[cfg(test)]
@@ -188,6 +215,30 @@ mod tests {
         let mut hit = Hit(1);
         assert!(back.span(0x1000, 1, &mut hit).is_none());
         assert!(back.span(0x2000, 1, &mut hit).is_some());
+    }
+
+    #[test]
+    fn read_only_regions_are_found_for_reading_only() {
+        let (_, file) = Region::create(4096, 0, false).unwrap();
+        let read_only = |guest| Region::map_read_only(&file, 0, 4096, guest, guest).unwrap();
+        let table = Table::default().with(file_region(0x1000, 0x1000, 4096)).unwrap();
+        let table = table.with(read_only(0x2000)).unwrap();
+        assert!(matches!(table.with(read_only(0x1800)), Err(Error::Overlap { .. })));
+        assert!(matches!(table.with(file_region(0x2fff, 0x9000, 4096)), Err(Error::Overlap { .. })));
+        let mut hit = Hit::default();
+        for (address, len, write, read) in [
+            (0x1000, 4096, true, true),
+            (0x2000, 4096, false, true),
+            (0x1fff, 2, false, false),
+            (0x3000, 1, false, false),
+        ] {
+            assert_eq!(table.span(address, len, &mut hit).is_some(), write, "{address:#x}");
+            assert_eq!(table.readable(address, len, &mut hit).is_some(), read, "{address:#x}");
+        }
+        assert!(table.guest_words::<AtomicU16>(0x2000, 1).is_none() && table.search(0x2000, 1).is_none());
+        assert_eq!((table.regions().len(), table.all().count()), (1, 2));
+        let table = table.without(0x2000, 0x2000, 4096).unwrap();
+        assert!(table.readable(0x2000, 1, &mut hit).is_none());
     }
 
     #[test]
