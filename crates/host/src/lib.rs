@@ -15,6 +15,7 @@ mod notes;
 mod port;
 mod quota;
 pub mod sandbox;
+mod socket;
 #[allow(unsafe_code, reason = "one of the two places with unsafe code, `mem` being the other: system calls")]
 mod sys;
 mod tap;

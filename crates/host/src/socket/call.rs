@@ -1,5 +1,5 @@
-//! Descriptors for notifying a frontend (vhost-user, SET_VRING_CALL and SET_VRING_ERR). Created by `session.rs`, signalled by
-//! the devices' queues.
+//! Descriptors for notifying a frontend: SET_VRING_CALL and SET_VRING_ERR of vhost-user, SET_IRQS of vfio-user. Created by the
+//! sessions, signalled by the devices.
 
 use super::descriptor::CallFd;
 use crate::sys;

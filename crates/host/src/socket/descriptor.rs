@@ -1,5 +1,5 @@
 //! Validates the descriptors that a frontend sends. Each is checked once, here, before any other use, and becomes a type that
-//! determines its use: a [`Kick`] is waited for, a [`CallFd`] written to, a [`MemoryFile`] mapped. Called by `session.rs`.
+//! determines its use: a [`Kick`] is waited for, a [`CallFd`] written to, a [`MemoryFile`] mapped. Called by the sessions.
 //!
 //! A descriptor may be a file on a FUSE mount of the frontend: then `fstat`, `fstatfs`, `poll`, a page fault and even `close`
 //! block for as long as the frontend likes. So it is identified by its link in /proc (`d_path`, which uses names in kernel
@@ -150,6 +150,9 @@ pub(crate) struct Disposal(Arc<AtomicUsize>);
 impl Disposal {
     pub(crate) fn close(&self, files: impl IntoIterator<Item = File>) {
         let files: Vec<File> = files.into_iter().collect();
+        if files.is_empty() {
+            return;
+        }
         let pending = self.0.clone();
         pending.fetch_add(1, Ordering::Relaxed);
         let close = move || {

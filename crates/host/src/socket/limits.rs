@@ -13,7 +13,7 @@ pub struct Rate {
 }
 
 impl Rate {
-    pub(super) fn quota(self) -> Quota {
+    pub(crate) fn quota(self) -> Quota {
         Quota::new(self.burst, self.rate)
     }
 }
@@ -22,13 +22,14 @@ impl Rate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of address space for its memory; memory beyond that is refused. Up to twice as much is mapped while memory is
-    /// replaced (SET_MEM_TABLE, ADD_MEM_REG).
+    /// replaced (SET_MEM_TABLE, ADD_MEM_REG, DMA_MAP).
     pub mapped: u64,
-    /// Memory regions, also the reply to GET_MAX_MEM_SLOTS; at most [`ringroad_mem::SLOTS`].
+    /// Memory regions, also the reply to GET_MAX_MEM_SLOTS and the `max_dma_maps` of vfio-user; at most
+    /// [`ringroad_mem::SLOTS`].
     pub regions: usize,
     /// Connections that are accepted; the others wait in the socket's backlog.
     pub connects: Rate,
-    /// Messages that are handled; the others wait in the socket.
+    /// Messages that are handled; the others wait in the socket. Register accesses over vfio-user do not count.
     pub messages: Rate,
     /// Refused messages on one connection; the connection ends beyond that.
     pub refusals: Rate,

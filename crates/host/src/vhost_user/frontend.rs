@@ -1,8 +1,8 @@
 //! The front end of vhost-user: a driver that connects to any vhost-user network device (DPDK's virtio-user). Used by the
 //! program's traffic tools; `vsock/client.rs` shares [`RawConnection`].
 
-use super::{place::connect, quirks};
-use crate::sys;
+use super::quirks;
+use crate::{socket::connect, sys};
 use ringroad_mem::Region;
 use ringroad_net::{
     Driver, DriverConfig, DriverError, bits,

@@ -1,8 +1,8 @@
 //! The inflight region of a connection (vhost-user, GET_INFLIGHT_FD and SET_INFLIGHT_FD): created or mapped for `session.rs`,
 //! with one part per vring. `ringroad_ring::Inflight` handles its contents.
 
-use super::{descriptor::MemoryFile, quirks};
-use crate::sys;
+use super::quirks;
+use crate::{socket::MemoryFile, sys};
 use ringroad_mem::{Region, Words, sync::AtomicU64};
 use ringroad_ring::{Inflight, MAX_SIZE};
 use std::{

@@ -2,7 +2,6 @@
 
 use super::{
     Access, QueueThread, Ring, SocketError, VhostDevice, Vring,
-    limits::{Lines, say},
     port::{Slot, VhostPort},
     server::{Role, Socket, SocketConfig},
 };
@@ -10,6 +9,7 @@ use crate::{
     gate::Gate,
     notes,
     port::{Port, PortKind, PortSettings},
+    socket::{Lines, say},
     worker::{PortHandle, Worker},
 };
 use ringroad_frame::{copy_some, offload::Support, write_some};

@@ -1,13 +1,11 @@
 //! A guest as a port of the switch: its queues, those that run, behind a gate each. Made by `net.rs`.
 
-use super::{
-    Kick, Vring,
-    limits::{Lines, say},
-};
+use super::{Kick, Vring};
 use crate::{
     deaf::{Deaf, Said},
     gate::{Gate, Lease},
     port::{PortKind, PortSettings},
+    socket::{Lines, say},
 };
 use parking_lot::{Mutex, MutexGuard};
 use ringroad_frame::{BURST, Burst, Counters, Flow, Poured, Sink, Source, offload::Support};

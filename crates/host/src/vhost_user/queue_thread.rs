@@ -1,11 +1,11 @@
 //! A vring served by a thread of its own: all that a simple device needs ([`QueueThread`]). Used by whoever brings a
 //! [`VhostDevice`](super::VhostDevice) of their own, and by `net.rs` for the control queue.
 
-use super::{
-    Kick, Limits, Ring, Vring,
-    limits::{Lines, say},
+use super::{Kick, Limits, Ring, Vring};
+use crate::{
+    socket::{Lines, say},
+    sys,
 };
-use crate::sys;
 use ringroad_mem::Table;
 use ringroad_ring::{BURST, Chains, DeviceRing, Fault};
 use std::{

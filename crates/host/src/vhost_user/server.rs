@@ -2,27 +2,23 @@
 //! the devices in `net.rs` and `vsock/guest.rs`.
 
 use super::{
-    Access, Limits, Place, SocketError, bind,
-    call::Alarm,
-    descriptor::Disposal,
     device::VhostDevice,
-    limits::{Lines, say},
-    place::connect,
     quirks::{self, CANNOT_REFUSE, Early, explain, is_violation},
     session::{Session, SessionContext},
 };
-use crate::{Quota, notes::Notes, sys};
+use crate::{
+    Quota,
+    notes::Notes,
+    socket::{Access, Alarm, Current, Disposal, Door, Limits, Lines, Place, RETRY, Serving, SocketError, bind, say},
+    sys,
+};
 use std::{
     io,
-    net::Shutdown,
-    os::{
-        fd::AsFd,
-        unix::net::{UnixListener, UnixStream},
-    },
+    os::{fd::AsFd, unix::net::UnixStream},
     panic::{AssertUnwindSafe, catch_unwind},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, MutexGuard},
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 use vhost::vhost_user::BackendReqHandler;
@@ -38,21 +34,14 @@ pub enum Role {
     Client,
 }
 
-/// Interval between attempts to connect.
-const RETRY: Duration = Duration::from_millis(250);
+/// What peers are called in log lines.
+const PEER: &str = "frontend";
 
 /// Interval at which a thread polls a condition that has no event.
 const RECHECK: Duration = Duration::from_millis(5);
 
-/// How long dropping a [`Socket`] waits for its thread, which a frontend can delay by a descriptor that is slow to close.
-const STOP_TIMEOUT: Duration = Duration::from_millis(500);
-
 /// How long a frontend that made a notification block cannot reconnect: each attempt costs other ports a few milliseconds.
 const EXCLUSION: Duration = Duration::from_secs(1);
-
-/// The current connection. A frontend that sends half a message, or does not read replies, blocks the thread; dropping the
-/// [`Socket`] shuts the connection down.
-type Current = Arc<Mutex<Option<UnixStream>>>;
 
 /// Configuration of a socket and of what its frontends may do.
 #[derive(Clone, Copy, Debug)]
@@ -87,17 +76,14 @@ impl Default for SocketConfig<'_> {
 /// A socket with a device behind it, and the thread that serves it. Dropped, it disconnects the frontend and removes the
 /// socket.
 pub struct Socket {
-    name: String,
-    stop: EventFd,
-    current: Current,
-    thread: Option<JoinHandle<()>>,
+    serving: Serving,
     place: Option<Place>,
     live: Live,
 }
 
 impl std::fmt::Debug for Socket {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("Socket").field("name", &self.name).finish_non_exhaustive()
+        out.debug_struct("Socket").field("name", &self.serving.name).finish_non_exhaustive()
     }
 }
 
@@ -148,13 +134,15 @@ impl Socket {
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
-            let (path, current) = (path.to_owned(), current.clone());
-            thread::Builder::new().name(format!("vhost {name}")).stack_size(256 << 10).spawn(move || {
-                Thread { device, path, attention, stop, current, listener, context, connects }.run();
-            })
+            let (name, path, lines) = (device.name().to_owned(), path.to_owned(), context.lines.clone());
+            let door = Door { name, peer: PEER, listener, path, stop, connects, lines };
+            let thread = Thread { device, attention, current: current.clone(), door, context };
+            let builder = thread::Builder::new().name(format!("vhost {}", config.name)).stack_size(256 << 10);
+            builder.spawn(move || thread.run())
         };
         let thread = Some(thread.map_err(failed)?);
-        Ok(Socket { name: name.to_owned(), stop, current, thread, place, live })
+        let serving = Serving { name: name.to_owned(), peer: PEER, stop, current, thread };
+        Ok(Socket { serving, place, live })
     }
 
     /// Changes limits and access. Limits on messages and refusals take effect with the next connection.
@@ -165,31 +153,7 @@ impl Socket {
         *self.live.limits.lock() = limits;
         self.live.connects.set(limits.connects.burst, limits.connects.rate);
         self.live.lines.set(limits.lines);
-        self.place.as_ref().map_or(Ok(()), |place| place.give(&self.name, access))
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        let _ = self.stop.write(1);
-        // After `stop`: the thread sees either that or the shutdown of its connection.
-        if let Some(stream) = &*lock(&self.current) {
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-        let Some(thread) = self.thread.take() else { return };
-        let start = Instant::now();
-        while !thread.is_finished() && start.elapsed() < STOP_TIMEOUT {
-            thread::sleep(Duration::from_micros(200));
-        }
-        if thread.is_finished() {
-            let _ = thread.join();
-        } else {
-            let waited = STOP_TIMEOUT.as_millis();
-            log::error!(
-                "{}: the frontend has blocked the port's thread for {waited} ms; not waiting for it any longer",
-                self.name
-            );
-        }
+        self.place.as_ref().map_or(Ok(()), |place| place.give(&self.serving.name, access))
     }
 }
 
@@ -199,13 +163,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 struct Thread<D> {
     device: D,
-    path: PathBuf,
     attention: EventFd,
-    stop: EventFd,
     current: Current,
-    listener: Option<UnixListener>,
+    door: Door,
     context: SessionContext,
-    connects: Arc<Quota>,
 }
 
 /// How a connection ended.
@@ -242,9 +203,9 @@ impl<D: VhostDevice> Thread<D> {
             let end = catch_unwind(AssertUnwindSafe(|| self.serve(stream, &session)));
             // Stops the queues. Not within the call above: a panic during unwinding aborts the process.
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
-            *lock(&self.current) = None;
+            *self.current.lock() = None;
             self.device.disconnected();
-            let mut pause = self.listener.is_none().then_some(RETRY);
+            let mut pause = self.door.listener.is_none().then_some(RETRY);
             match end {
                 Ok(End::Closed(why)) => say!(lines, Info, "{name}: frontend disconnected: {why}"),
                 Ok(End::Excluded) => {
@@ -273,79 +234,21 @@ impl<D: VhostDevice> Thread<D> {
             }
             // A peer that closes each connection at once must not cause a busy loop.
             if let Some(pause) = pause
-                && self.stops_within(pause)
+                && self.door.stops_within(pause)
             {
                 return;
             }
         }
     }
 
-    /// Sleeps for `time`; returns `true` at once if the thread is to stop.
-    fn stops_within(&self, time: Duration) -> bool {
-        let end = Instant::now() + time;
-        loop {
-            let left = end.saturating_duration_since(Instant::now());
-            match sys::wait_readable([Some(sys::borrow(&self.stop))], Some(left)) {
-                Ok([true]) | Err(_) => return true,
-                // poll's timeout is in whole milliseconds.
-                Ok([false]) if left < Duration::from_millis(1) => return false,
-                Ok([false]) => {}
-            }
-        }
-    }
-
     /// Waits for a frontend. Returns `None` if the thread is to stop.
     fn next_frontend(&self) -> Option<UnixStream> {
-        let mut said = false;
-        loop {
-            while self.context.disposal.is_busy() {
-                if self.stops_within(RECHECK) {
-                    return None;
-                }
-            }
-            let connected = match &self.listener {
-                Some(listener) => {
-                    match sys::wait_readable([Some(sys::borrow(&self.stop)), Some(listener.as_fd())], None) {
-                        Ok([false, true]) => {}
-                        Ok([false, false]) => continue,
-                        Ok([true, _]) => return None,
-                        Err(error) => {
-                            log::error!("{}: cannot wait for a frontend: {error}; device stopped", self.device.name());
-                            return None;
-                        }
-                    }
-                    if !self.may_connect() {
-                        return None;
-                    }
-                    listener.accept().map(|(stream, _)| stream)
-                }
-                None => connect(&self.path),
-            };
-            match connected {
-                Ok(stream) if stream.set_nonblocking(false).is_ok() => return Some(stream),
-                // The frontend has closed its connection already.
-                Err(error) if self.listener.is_some() && error.kind() == io::ErrorKind::WouldBlock => continue,
-                // Mostly EMFILE: the frontend stays in the backlog, so the listener stays readable; retry after a pause.
-                Err(error) if self.listener.is_some() && !std::mem::replace(&mut said, true) => {
-                    log::error!("{}: cannot accept a frontend: {error}; retrying", self.device.name());
-                }
-                _ => {}
-            }
-            if self.stops_within(RETRY) {
+        while self.context.disposal.is_busy() {
+            if self.door.stops_within(RECHECK) {
                 return None;
             }
         }
-    }
-
-    /// Waits until the connection rate allows another one. Returns `false` if the thread is to stop.
-    fn may_connect(&self) -> bool {
-        while self.connects.take().is_none() {
-            let until = self.connects.until().unwrap_or_else(|| Instant::now() + RETRY);
-            if self.stops_within(until.saturating_duration_since(Instant::now())) {
-                return false;
-            }
-        }
-        true
+        self.door.next()
     }
 
     /// Serves one connection and returns why it ended.
@@ -354,7 +257,7 @@ impl<D: VhostDevice> Thread<D> {
             Ok(both) => both,
             Err(error) => return End::Closed(error.to_string()),
         };
-        *lock(&self.current) = Some(current);
+        *self.current.lock() = Some(current);
         // Both may be left over from the previous connection.
         let _ = self.attention.read();
         let _ = self.context.alarm.take();
@@ -389,9 +292,9 @@ impl<D: VhostDevice> Thread<D> {
         let timeout = [idle.read, idle.accept].into_iter().flatten().min();
         // At least a millisecond: with 0, poll would not sleep at all.
         let timeout = timeout.map(|until| (until - now).max(Duration::from_millis(1)));
-        let listener = self.listener.as_ref().filter(|_| idle.accept.is_none());
+        let listener = self.door.listener.as_ref().filter(|_| idle.accept.is_none());
         let fds = [
-            Some(sys::borrow(&self.stop)),
+            Some(sys::borrow(&self.door.stop)),
             Some(sys::borrow(&self.attention)),
             Some(socket.as_fd()).filter(|_| idle.read.is_none()),
             listener.map(|listener| listener.as_fd()),
@@ -412,34 +315,12 @@ impl<D: VhostDevice> Thread<D> {
             Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {
                 Ok([true]) => Ok(true),
                 _ => {
-                    idle.accept = self.turn_away();
+                    idle.accept = self.door.turn_away();
                     Ok(false)
                 }
             },
             Ok(_) => Ok(false),
             Err(error) => Err(End::Closed(error.to_string())),
-        }
-    }
-
-    /// Turns away a second frontend: the socket has one device. Returns until when further ones stay in the backlog; `None`:
-    /// no limit.
-    fn turn_away(&self) -> Option<Instant> {
-        let listener = self.listener.as_ref()?;
-        if self.connects.take().is_none() {
-            return self.connects.until().or_else(|| Some(Instant::now() + RETRY));
-        }
-        match listener.accept() {
-            Ok(_) => {
-                let name = self.device.name();
-                say!(
-                    self.context.lines,
-                    Warn,
-                    "{name}: a second frontend was turned away: the first one is still connected, expected to disconnect first"
-                );
-                None
-            }
-            // Not accepted; it is still in the backlog.
-            Err(_) => Some(Instant::now() + RETRY),
         }
     }
 }

@@ -1,15 +1,12 @@
 //! One connection of a frontend: the state that its messages set up, and the vrings that run by it. `server.rs` calls it
 //! through the `vhost` crate, message by message. Every message is validated; an invalid one is refused with a log line.
 
-use super::{
-    Call, Kick, Limits, Ring, VhostDevice, Vring,
-    call::Alarm,
-    descriptor::{CallFd, Disposal, MemoryFile, Refused},
-    inflight::InflightRegion,
-    limits::{Lines, say},
-    quirks::Early,
+use super::{Ring, VhostDevice, Vring, inflight::InflightRegion, quirks::Early};
+use crate::{
+    Quota,
+    notes::Notes,
+    socket::{Alarm, Call, CallFd, Disposal, Kick, Limits, Lines, MemoryFile, Refused, say},
 };
-use crate::{Quota, notes::Notes};
 use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::{Addresses, SetupError, bits};

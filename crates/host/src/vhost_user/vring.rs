@@ -1,7 +1,7 @@
 //! What a vring has beside its queue: the descriptors that notify its driver, and how it stopped. Set by the session,
 //! used by the device, on any thread.
 
-use super::Call;
+use crate::socket::Call;
 use parking_lot::Mutex;
 use std::sync::{
     Arc,

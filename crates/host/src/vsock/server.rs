@@ -10,7 +10,8 @@ use super::{
 use crate::{
     event_loop::EventLoop,
     notes,
-    vhost_user::{Kick, Place, Ring, Socket, SocketConfig, SocketError, VhostDevice, Vring, bind},
+    socket::{Place, bind},
+    vhost_user::{Kick, Ring, Socket, SocketConfig, SocketError, VhostDevice, Vring},
 };
 use parking_lot::Mutex;
 use ringroad_ring::bits;

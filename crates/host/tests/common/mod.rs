@@ -177,12 +177,17 @@ pub fn start_server(config: VhostConfig, worker: &Worker) -> Result<Server, Sock
     Server::start(config, worker, |port| port)
 }
 
-pub fn worker() -> Worker {
+/// Keeps what is logged from now on.
+pub fn keep_log() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         log::set_logger(&LOG).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
     });
+}
+
+pub fn worker() -> Worker {
+    keep_log();
     Worker::start(WorkerConfig { cpu: None, addresses: 64, ageing: 300, hold: 2, gather: Gather::Auto, turn: 4 })
         .unwrap()
 }

@@ -1,0 +1,20 @@
+//! What the Unix sockets of all protocols need against their peers: `place` creates them, `limits` bounds what a peer may use,
+//! `descriptor` validates the descriptors that it sends, `call` notifies it without blocking, `door` lets one in at a time, `serving`
+//! ends the thread that serves it. Used by `vhost_user`, `vfio_user` and `vsock`.
+
+mod call;
+mod descriptor;
+mod door;
+mod limits;
+mod place;
+mod serving;
+
+pub(crate) use call::{Alarm, Call};
+pub use descriptor::Kick;
+pub(crate) use descriptor::{CallFd, Disposal, MemoryFile, Refused};
+pub(crate) use door::{Door, RETRY};
+pub use limits::{Limits, Rate};
+pub(crate) use limits::{Lines, say};
+pub use place::{Access, SocketError};
+pub(crate) use place::{Place, bind, connect};
+pub(crate) use serving::{Current, Serving};
