@@ -1,4 +1,4 @@
-//! Everything that touches the kernel: both ends of vhost-user sockets, TAP interfaces, threads, epoll.
+//! Everything that touches the kernel: both ends of vhost-user and vfio-user sockets, TAP interfaces, threads, epoll.
 //!
 //! `unsafe` code is confined to `sys`.
 #![deny(unsafe_code)]
@@ -19,6 +19,7 @@ mod socket;
 #[allow(unsafe_code, reason = "one of the two places with unsafe code, `mem` being the other: system calls")]
 mod sys;
 mod tap;
+pub mod vfio_user;
 pub mod vhost_user;
 pub mod vsock;
 mod worker;

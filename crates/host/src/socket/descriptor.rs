@@ -140,6 +140,17 @@ impl MemoryFile {
     pub(crate) fn map(&self, offset: u64, len: u64, guest: u64, user: u64) -> Result<Arc<Region>, ringroad_mem::Error> {
         Region::map(&self.0, offset, len, guest, user)
     }
+
+    /// Maps a part of it for reading, see [`Region::map_read_only`].
+    pub(crate) fn map_read_only(
+        &self,
+        offset: u64,
+        len: u64,
+        guest: u64,
+        user: u64,
+    ) -> Result<Arc<Region>, ringroad_mem::Error> {
+        Region::map_read_only(&self.0, offset, len, guest, user)
+    }
 }
 
 /// Closes refused descriptors. Closing a FUSE file may block until the frontend answers, so a separate thread does it: the

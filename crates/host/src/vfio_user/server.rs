@@ -1,0 +1,365 @@
+//! The thread of a vfio-user socket: accepts clients and serves one connection at a time.
+
+use super::{
+    VfioDevice,
+    messages::{Header, NO_REPLY, command, receive, send},
+    session::{LONGEST, Session, SessionContext, check},
+    version::FDS,
+};
+use crate::{
+    Quota,
+    socket::{Access, Alarm, Current, Disposal, Door, Limits, Lines, Place, Serving, SocketError, bind, say},
+    sys,
+};
+use parking_lot::Mutex;
+use std::{
+    convert::Infallible,
+    fs::File,
+    io,
+    os::{fd::AsFd, unix::net::UnixStream},
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use zerocopy::IntoBytes;
+
+/// Interval at which a thread polls a condition that has no event.
+const RECHECK: Duration = Duration::from_millis(5);
+
+/// How long a client that made a notification block cannot reconnect: each attempt costs other ports a few milliseconds.
+const EXCLUSION: Duration = Duration::from_secs(1);
+
+/// After so many messages without a wait, other events have their turn.
+const TURN: u32 = 64;
+
+/// Configuration of a socket and of what its clients may do.
+#[derive(Clone, Copy, Debug)]
+pub struct ServerConfig<'a> {
+    /// Name in log lines.
+    pub name: &'a str,
+    /// Where it is.
+    pub path: &'a Path,
+    /// Limits of its clients. Register accesses are not limited by `messages`: they are what a device is for, and cost nobody
+    /// else's time.
+    pub limits: Limits,
+    /// Who may connect.
+    pub access: Access,
+}
+
+impl<'a> ServerConfig<'a> {
+    /// A socket with this name and path, for this user only, with the default limits.
+    pub fn new(name: &'a str, path: &'a Path) -> ServerConfig<'a> {
+        ServerConfig { name, path, ..ServerConfig::default() }
+    }
+}
+
+impl Default for ServerConfig<'_> {
+    /// A socket for this user only, with the default limits. Name and path are empty.
+    fn default() -> Self {
+        ServerConfig { name: "", path: Path::new(""), limits: Limits::default(), access: Access::default() }
+    }
+}
+
+/// A socket with a PCI device behind it, and the thread that serves it. Dropped, it disconnects the client and removes the socket.
+pub struct Server {
+    serving: Serving,
+    place: Place,
+    limits: Arc<Mutex<Limits>>,
+    connects: Arc<Quota>,
+    lines: Lines,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Server").field("name", &self.serving.name).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Serves a device at a socket.
+    ///
+    /// # Errors
+    /// The socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
+    pub fn start<D: VfioDevice>(config: ServerConfig<'_>, device: D) -> Result<Server, SocketError> {
+        let ServerConfig { name, path, limits, access } = config;
+        let failed = |error: io::Error| SocketError::Start { name: name.to_owned(), error };
+        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed);
+        let (listener, place) = bind(name, path, access)?;
+        sys::guard::start().map_err(failed)?;
+        let (stop, attention) = (eventfd()?, eventfd()?);
+        let alarm = Arc::new(Alarm::new(attention.try_clone().map_err(failed)?));
+        let (lines, connects) = (Lines::new(name, limits.lines), Arc::new(limits.connects.quota()));
+        let limits = Arc::new(Mutex::new(limits));
+        let context =
+            SessionContext { limits: limits.clone(), lines: lines.clone(), alarm, disposal: Disposal::default() };
+        let current = Current::default();
+        let thread = {
+            let (stop, name) = (stop.try_clone().map_err(failed)?, device.name().to_owned());
+            let (path, listener, peer) = (path.to_owned(), Some(listener), "client");
+            let door = Door { name, peer, listener, path, stop, connects: connects.clone(), lines: lines.clone() };
+            let thread = Thread { device, attention, current: current.clone(), door, context };
+            thread::Builder::new()
+                .name(format!("vfio {name}", name = config.name))
+                .stack_size(256 << 10)
+                .spawn(move || thread.run())
+        };
+        let thread = Some(thread.map_err(failed)?);
+        let serving = Serving { name: name.to_owned(), peer: "client", stop, current, thread };
+        Ok(Server { serving, place, limits, connects, lines })
+    }
+
+    /// Changes limits and access. Limits on messages and refusals take effect with the next connection.
+    ///
+    /// # Errors
+    /// Owner or mode cannot be changed; the limits are in effect nevertheless.
+    pub fn set(&self, limits: Limits, access: Access) -> Result<(), SocketError> {
+        *self.limits.lock() = limits;
+        self.connects.set(limits.connects.burst, limits.connects.rate);
+        self.lines.set(limits.lines);
+        self.place.give(&self.serving.name, access)
+    }
+}
+
+struct Thread<D> {
+    device: D,
+    attention: EventFd,
+    current: Current,
+    door: Door,
+    context: SessionContext,
+}
+
+/// How a connection ended.
+enum End {
+    /// The reason, for the log.
+    Closed(String),
+    /// The client did what it may not.
+    Violation(String),
+    /// A notification to the client blocked.
+    Excluded,
+}
+
+impl From<io::Error> for End {
+    fn from(error: io::Error) -> End {
+        End::Closed(error.to_string())
+    }
+}
+
+impl<D: VfioDevice> Thread<D> {
+    fn run(&self) {
+        let (name, lines) = (self.device.name(), &self.context.lines);
+        while let Some(stream) = self.next_client() {
+            match sys::peer_of(stream.as_fd()) {
+                Some((process, user)) => say!(lines, Info, "{name}: client connected, process {process}, user {user}"),
+                None => say!(lines, Info, "{name}: client connected"),
+            }
+            let mut session = Session::new(self.device.clone(), self.context.clone());
+            // A panic is a bug in ringroad; a client that triggers one loses its own connection and nothing else.
+            let end = catch_unwind(AssertUnwindSafe(|| self.serve(stream, &mut session)));
+            // Takes the memory from the device. Not within the call above: a panic during unwinding aborts the process.
+            let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
+            *self.current.lock() = None;
+            self.device.disconnected();
+            let excluded = matches!(end, Ok(End::Excluded));
+            self.say(end);
+            if stopped.is_err() {
+                log::error!(
+                    "{name}: a panic while the device was stopped, a bug in ringroad; please report it; its socket is closed"
+                );
+                return;
+            }
+            if excluded && self.door.stops_within(EXCLUSION) {
+                return;
+            }
+        }
+    }
+
+    /// Waits for a client. Returns `None` if the thread is to stop.
+    fn next_client(&self) -> Option<UnixStream> {
+        while self.context.disposal.is_busy() {
+            if self.door.stops_within(RECHECK) {
+                return None;
+            }
+        }
+        self.door.next()
+    }
+
+    /// Logs and counts how a connection ended.
+    fn say(&self, end: thread::Result<End>) {
+        let (name, lines) = (self.device.name(), &self.context.lines);
+        if !matches!(end, Ok(End::Closed(_))) {
+            self.device.count_fault();
+        }
+        match end {
+            Ok(End::Closed(why)) => say!(lines, Info, "{name}: client disconnected: {why}"),
+            Ok(End::Violation(why)) => say!(lines, Error, "{name}: {why}; disconnected"),
+            Ok(End::Excluded) => say!(
+                lines,
+                Error,
+                "{name}: client disconnected: a write to the descriptor of an interrupt blocked (counter full and O_NONBLOCK \
+                 cleared), expected one that does not block; no new connection for {EXCLUSION:?}"
+            ),
+            Err(_) => say!(
+                lines,
+                Error,
+                "{name}: client disconnected: a panic in its session, a bug in ringroad; please report it"
+            ),
+        }
+    }
+
+    /// Serves one connection and returns why it ended.
+    fn serve(&self, stream: UnixStream, session: &mut Session<D>) -> End {
+        match stream.try_clone() {
+            Ok(current) => *self.current.lock() = Some(current),
+            Err(error) => return error.into(),
+        }
+        // Both may be left over from the previous connection.
+        let _ = self.attention.read();
+        let _ = self.context.alarm.take();
+        let mut connection = Connection {
+            messages: self.context.limits.lock().messages.quota(),
+            stream,
+            accept: None,
+            payload: Vec::new(),
+            files: Vec::new(),
+            reply: Vec::new(),
+        };
+        let Err(end) = self.serve_all(&mut connection, session);
+        // Of a message that did not get through.
+        self.context.disposal.close(connection.files);
+        end
+    }
+
+    /// Carries out commands until the connection ends.
+    fn serve_all(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<Infallible, End> {
+        // `stop` may have been set before `current`.
+        let (mut waits, mut turn) = (true, 0);
+        loop {
+            turn += 1;
+            if waits || turn >= TURN {
+                turn = 0;
+                waits = !self.wait(connection)?;
+            }
+            if !waits {
+                waits = !self.serve_one(connection, session)?;
+            }
+        }
+    }
+
+    /// Waits until the client has sent something (`true`) or the caller is to check again.
+    fn wait(&self, connection: &mut Connection) -> Result<bool, End> {
+        let now = Instant::now();
+        connection.accept = connection.accept.filter(|&until| until > now);
+        // At least a millisecond: with 0, poll would not sleep at all.
+        let timeout = connection.accept.map(|until| (until - now).max(Duration::from_millis(1)));
+        let fds = [
+            Some(sys::borrow(&self.door.stop)),
+            Some(sys::borrow(&self.attention)),
+            Some(connection.stream.as_fd()),
+            self.door.listener.as_ref().filter(|_| connection.accept.is_none()).map(|listener| listener.as_fd()),
+        ];
+        match sys::wait_readable(fds, timeout)? {
+            [true, ..] => Err(removed()),
+            [_, true, ..] => {
+                let _ = self.attention.read();
+                if self.context.alarm.take() { Err(End::Excluded) } else { Ok(false) }
+            }
+            [_, _, true, _] => Ok(true),
+            // Turned away only if the first client is still connected, checked after the second one has arrived: a client
+            // that closes and reconnects, perhaps between the two checks, must find its old connection ended.
+            [.., true] => match sys::wait_readable([Some(connection.stream.as_fd())], Some(Duration::ZERO))? {
+                [true] => Ok(true),
+                _ => {
+                    connection.accept = self.door.turn_away();
+                    Ok(false)
+                }
+            },
+            _ => Ok(false),
+        }
+    }
+
+    /// Reads a command, carries it out and replies. Returns `false` if there is none.
+    fn serve_one(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<bool, End> {
+        let Some(header) = connection.read()? else { return Ok(false) };
+        self.hold_back(connection, header.command)?;
+        let Connection { stream, payload, files, reply, .. } = connection;
+        let result = session.handle(&header, payload, files, reply);
+        if header.flags & NO_REPLY == 0 {
+            send(stream.as_fd(), reply, &[])?;
+        }
+        result.map_err(End::Violation)?;
+        while self.context.disposal.is_busy() {
+            if self.door.stops_within(RECHECK) {
+                return Err(removed());
+            }
+        }
+        Ok(true)
+    }
+
+    /// Waits until the client may send another command, unless it is a register access.
+    fn hold_back(&self, connection: &Connection, command: u16) -> Result<(), End> {
+        if matches!(command, command::REGION_READ | command::REGION_WRITE | command::REGION_WRITE_MULTI) {
+            return Ok(());
+        }
+        while connection.messages.take().is_none() {
+            let until = connection.messages.until().unwrap_or_else(|| Instant::now() + RECHECK);
+            if self.door.stops_within(until.saturating_duration_since(Instant::now())) {
+                return Err(removed());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn removed() -> End {
+    End::Closed("the device is being removed".to_owned())
+}
+
+/// A connection and its buffers.
+struct Connection {
+    stream: UnixStream,
+    /// Until when no other client is turned away.
+    accept: Option<Instant>,
+    messages: Quota,
+    payload: Vec<u8>,
+    files: Vec<File>,
+    reply: Vec<u8>,
+}
+
+impl Connection {
+    /// Reads a whole message. Returns `None` if there is none; waits for the rest of one that has begun.
+    fn read(&mut self) -> Result<Option<Header>, End> {
+        let mut header = Header::default();
+        let bytes = header.as_mut_bytes();
+        match receive(self.stream.as_fd(), bytes, &mut self.files, false) {
+            Ok(0) => return Err(End::Closed("closed by the client".to_owned())),
+            Ok(len) => self.read_rest(bytes.get_mut(len..).unwrap_or_default())?,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+        check(&header).map_err(End::Violation)?;
+        let mut payload = std::mem::take(&mut self.payload);
+        payload.clear();
+        payload.resize((header.size as usize).min(LONGEST) - size_of::<Header>(), 0);
+        let result = self.read_rest(&mut payload);
+        self.payload = payload;
+        result.map(|()| Some(header))
+    }
+
+    /// Fills a buffer with the rest of a message, each byte of which may bring descriptors.
+    fn read_rest(&mut self, mut target: &mut [u8]) -> Result<(), End> {
+        while !target.is_empty() {
+            if self.files.len() > FDS {
+                let count = self.files.len();
+                return Err(End::Violation(format!("{count} descriptors with one message, expected at most {FDS}")));
+            }
+            match receive(self.stream.as_fd(), target, &mut self.files, true)? {
+                0 => return Err(End::Closed("closed by the client in the middle of a message".to_owned())),
+                len => target = target.get_mut(len..).unwrap_or_default(),
+            }
+        }
+        Ok(())
+    }
+}
