@@ -2,7 +2,7 @@
 
 use super::{
     messages::{DMA_READ, DMA_WRITE, DmaMap, DmaUnmap, UNMAP_ALL},
-    session::Refusal,
+    refusal::{Refusal, refuse},
     version::PAGE,
 };
 use crate::socket::{Limits, MemoryFile};
@@ -23,10 +23,10 @@ pub(super) struct Memory {
 fn check(address: u64, size: u64, offset: u64) -> Result<(), Refusal> {
     let what = format_args!("{size:#x} bytes at {address:#x}, offset {offset:#x}").to_string();
     if size == 0 || [address, size, offset].iter().any(|number| !number.is_multiple_of(PAGE)) {
-        return Err(Refusal::new(EINVAL, format!("DMA_MAP of {what}, expected whole pages of {PAGE} bytes")));
+        return refuse(EINVAL, format!("DMA_MAP of {what}, expected whole pages of {PAGE} bytes"));
     }
     if address.checked_add(size).is_none() || offset.checked_add(size).is_none() {
-        return Err(Refusal::new(EINVAL, format!("DMA_MAP of {what}, which end beyond 64 bits")));
+        return refuse(EINVAL, format!("DMA_MAP of {what}, which end beyond 64 bits"));
     }
     Ok(())
 }
@@ -41,16 +41,16 @@ impl Memory {
     pub(super) fn map(&mut self, map: &DmaMap, file: Option<&MemoryFile>, limits: &Limits) -> Result<bool, Refusal> {
         let &DmaMap { flags, offset, address, size, .. } = map;
         if flags & !(DMA_READ | DMA_WRITE) != 0 || flags == 0 {
-            return Err(Refusal::new(EINVAL, format!("DMA_MAP with flags {flags:#x}, expected 1 to 3")));
+            return refuse(EINVAL, format!("DMA_MAP with flags {flags:#x}, expected 1 to 3"));
         }
         check(address, size, offset)?;
         if self.table.all().count() + self.unbacked.len() >= limits.regions {
             let most = limits.regions;
-            return Err(Refusal::new(ENOSPC, format!("more than {most} maps, the limit (`limits.regions`)")));
+            return refuse(ENOSPC, format!("more than {most} maps, the limit (`limits.regions`)"));
         }
         if let Some((other, other_size)) = self.overlap(address, size) {
             let what = format!("DMA_MAP of {size:#x} bytes at {address:#x}");
-            return Err(Refusal::new(EEXIST, format!("{what}, where {other_size:#x} bytes at {other:#x} are mapped")));
+            return refuse(EEXIST, format!("{what}, where {other_size:#x} bytes at {other:#x} are mapped"));
         }
         let Some(file) = file else {
             self.unbacked.insert(address, size);
@@ -81,8 +81,8 @@ impl Memory {
                 *self = Memory::default();
                 return Ok(changed);
             }
-            UNMAP_ALL => return Err(Refusal::new(EINVAL, "DMA_UNMAP of all with an address or size, expected 0")),
-            _ => return Err(Refusal::new(ENOTSUP, format!("DMA_UNMAP with flags {flags:#x}, expected 0 or 2 (all)"))),
+            UNMAP_ALL => return refuse(EINVAL, "DMA_UNMAP of all with an address or size, expected 0"),
+            _ => return refuse(ENOTSUP, format!("DMA_UNMAP with flags {flags:#x}, expected 0 or 2 (all)")),
         }
         if self.unbacked.get(&address) == Some(&size) {
             self.unbacked.remove(&address);
@@ -110,7 +110,7 @@ fn budget(there: u64, more: u64, limits: &Limits) -> Result<(), Refusal> {
         return Ok(());
     }
     let what = format!("DMA_MAP of {more:#x} bytes in addition to {there:#x}");
-    Err(Refusal::new(ENOMEM, format!("{what}, expected {most:#x} at most in all (`limits.mapped`)")))
+    refuse(ENOMEM, format!("{what}, expected {most:#x} at most in all (`limits.mapped`)"))
 }
 
 fn refused(error: Error) -> Refusal {

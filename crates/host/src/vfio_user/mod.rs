@@ -11,6 +11,7 @@ mod device;
 mod interrupts;
 mod memory;
 mod messages;
+mod refusal;
 mod server;
 mod session;
 mod version;

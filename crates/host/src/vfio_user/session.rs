@@ -9,6 +9,7 @@ use super::{
         IRQ_MASKABLE, IrqInfo, IrqSet, NO_REPLY, REGION_READ, REGION_WRITE, REGIONS, REPLY, RegionInfo, SmallWrite,
         TYPE, command, irq,
     },
+    refusal::{Refusal, refuse},
     version::{self, FDS, TRANSFER},
 };
 use crate::{
@@ -22,22 +23,6 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Bytes of the longest message.
 pub(super) const LONGEST: usize = size_of::<Header>() + size_of::<Access>() + TRANSFER as usize;
-
-/// Why a command is refused.
-pub(super) struct Refusal {
-    errno: i32,
-    why: String,
-}
-
-impl Refusal {
-    pub(super) fn new(errno: i32, why: impl Into<String>) -> Refusal {
-        Refusal { errno, why: why.into() }
-    }
-}
-
-fn refuse<T>(errno: i32, why: impl Into<String>) -> Result<T, Refusal> {
-    Err(Refusal::new(errno, why))
-}
 
 /// Returns what a payload begins with.
 fn read<T: FromBytes + KnownLayout + Immutable>(payload: &[u8]) -> Result<(T, &[u8]), Refusal> {
