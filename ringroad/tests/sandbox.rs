@@ -266,6 +266,7 @@ fn forbidden_operations_fail() {
             ("thread", String::new()),
             ("see-itself", String::new()),
             ("memfd", String::new()),
+            ("serve-a-pci-device", path(&mine, "pci")),
         ] {
             let output = run(false, act, &with);
             assert!(does(&output), "{who:?}: {act} {with}: {output:?}");

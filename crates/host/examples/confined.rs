@@ -5,11 +5,17 @@
 //! The raw system calls here are the attacker's, which no library offers: hence unsafe code outside `mem` and `host/sys`, in a program
 //! that is no part of the product.
 
-use ringroad_host::sandbox::{Confinement, confine};
+use ringroad_host::{
+    sandbox::{Confinement, confine},
+    vfio_user::{Client, ClientError, InterruptKind, Interrupts, PciRegion, Server, ServerConfig, VfioDevice},
+};
+use ringroad_mem::{Region, Table};
 use std::{
-    env, fs, io,
+    env, fs,
+    io::{self, Read},
     net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
     os::{
+        fd::AsFd,
         linux::net::SocketAddrExt,
         unix::{
             net::{SocketAddr as UnixAddr, UnixListener, UnixStream},
@@ -17,7 +23,9 @@ use std::{
         },
     },
     process::Command,
+    sync::Arc,
     thread,
+    time::Duration,
 };
 
 type Try = io::Result<()>;
@@ -54,6 +62,7 @@ fn run(act: &str, with: &str) -> Try {
         "thread" => thread::Builder::new().spawn(|| ())?.join().map_err(|_| io::Error::other("it has failed")),
         "see-itself" => fs::read("/proc/self/fdinfo/0").map(drop),
         "memfd" => call(libc::SYS_memfd_create, [c"x".as_ptr() as usize, 0, 0, 0, 0, 0]),
+        "serve-a-pci-device" => serve(with),
         // Other programs and processes.
         "exec" => Err(Command::new("/bin/true").exec()),
         "spawn" => Command::new("/bin/true").status().map(drop),
@@ -112,6 +121,49 @@ fn run(act: &str, with: &str) -> Try {
         "unknown" => call(1000, [0; 6]),
         _ => panic!("no act {act:?}"),
     }
+}
+
+/// A PCI device without registers.
+#[derive(Clone)]
+struct Nothing(Interrupts);
+
+impl VfioDevice for Nothing {
+    fn name(&self) -> &str {
+        "nothing"
+    }
+    fn region(&self, _: u32) -> PciRegion {
+        PciRegion::new(256)
+    }
+    fn interrupts(&self) -> &Interrupts {
+        &self.0
+    }
+    fn read(&self, _: u32, _: u64, _: &mut [u8]) {}
+    fn write(&self, _: u32, _: u64, _: &[u8]) {
+        self.0.set_line(true);
+    }
+    fn set_memory(&self, _: Arc<Table>) {}
+    fn reset(&self) {}
+}
+
+/// Serves and drives a device over vfio-user: memory, interrupts, registers.
+fn serve(path: &str) -> Try {
+    let device = Nothing(Interrupts::new(true, 0, 0));
+    let _server = Server::start(ServerConfig::new("nothing", path.as_ref()), device).map_err(io::Error::other)?;
+    let (region, file) = Region::create(8192, 0, false).map_err(io::Error::other)?;
+    let drive = || -> Result<(), ClientError> {
+        let mut client = Client::connect(path.as_ref(), Duration::from_secs(5))?;
+        client.map(&region, &file, true)?;
+        client.unmap(&region)?;
+        client.map(&region, &file, false)?;
+        let (signalled, signal) = UnixStream::pair().expect("sockets");
+        client.set_interrupts(InterruptKind::Intx, 0, &[signal.as_fd()])?;
+        client.write(0, 0, &[1])?;
+        assert_eq!((&signalled).read(&mut [0; 8]).ok(), Some(8));
+        // Refused: it is no memory.
+        assert!(client.map(&region, &fs::File::open("/proc/self/stat").expect("itself"), true).is_err());
+        client.reset()
+    };
+    drive().map_err(io::Error::other)
 }
 
 fn call(number: libc::c_long, arguments: [usize; 6]) -> Try {
