@@ -53,8 +53,9 @@ impl VfioDevice for Device {
         let Some(&bytes) = data.first_chunk() else { return };
         let (address, memory) = (u64::from_ne_bytes(bytes), self.memory.lock().unwrap().clone());
         if let Some(source) = memory.readable(address, 64, &mut Hit::default()) {
-            let target = memory.span(address ^ 4096, 64, &mut Hit::default());
-            target.inspect(|target| drop(source.copy_to(*target)));
+            if let Some(target) = memory.span(address ^ 4096, 64, &mut Hit::default()) {
+                source.copy_to(target);
+            }
         }
         self.interrupts.set_line(address & 1 == 1);
         self.interrupts.signal(InterruptKind::Msi, offset as usize & 3);
@@ -80,7 +81,8 @@ const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };
 static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let socket = std::env::temp_dir().join(format!("ringroad-fuzz-vfio-{}.sock", std::process::id()));
     let device = Device { interrupts: Interrupts::new(true, 4, 8), memory: Arc::default() };
-    let limits = Limits { mapped: 1 << 20, regions: 16, connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() };
+    let limits =
+        Limits { mapped: 1 << 20, regions: 16, connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() };
     let config = ServerConfig { name: "fuzz", path: &socket, limits, access: Access::default() };
     let _server = Server::start(config, device).unwrap();
     let (_, memory) = Region::create(65536, 0, false).unwrap();
@@ -164,5 +166,9 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
         Err(error) => panic!("the server has not closed a connection that its client closed: {error}"),
     }
-    assert_eq!(target.constant.span(0, 64).unwrap().array(0), Some(stamp), "memory that is for reading only was written");
+    assert_eq!(
+        target.constant.span(0, 64).unwrap().array(0),
+        Some(stamp),
+        "memory that is for reading only was written"
+    );
 });

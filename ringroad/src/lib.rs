@@ -4,6 +4,7 @@
 //!   host by [`TapPort`]; [`PortKind`] is for ports of your own, and [`ports!`] makes several kinds one.
 //! - [`vhost_user::VhostDevice`] is for vhost-user devices of your own, on the rings of [`ring`]; [`vhost_user::Socket`] runs one.
 //! - [`vhost_user::Connection`] drives a virtio-net device, [`vhost_user::RawConnection`] any vhost-user device.
+//! - [`vfio_user::VfioDevice`] is for PCI devices of your own; [`vfio_user::Server`] serves one, [`vfio_user::Client`] drives any.
 //! - [`host::vsock`] serves and drives virtio-vsock devices.
 //!
 //! The rooms behind these are re-exported whole: [`mem`], [`wire`], [`frame`], [`ring`], [`net`], [`vsock`], [`switch`], [`host`].
@@ -21,5 +22,5 @@ pub use ringroad_vsock as vsock;
 pub use ringroad_wire as wire;
 
 pub use ringroad_host::{
-    Port, PortHandle, PortKind, PortReport, PortSettings, TapPort, Worker, WorkerConfig, ports, vhost_user,
+    Port, PortHandle, PortKind, PortReport, PortSettings, TapPort, Worker, WorkerConfig, ports, vfio_user, vhost_user,
 };

@@ -1,4 +1,4 @@
-//! Writes to a peer's descriptor that cannot block forever, whatever the peer does to it. Called by `vhost_user/call.rs`.
+//! Writes to a peer's descriptor that cannot block forever, whatever the peer does to it. Called by `socket/call.rs`.
 //!
 //! A notification is a `write` to an eventfd (or socket) that a frontend has sent. The frontend shares the open file
 //! description: at any time it can fill the counter up to 2⁶⁴ − 2 and clear O_NONBLOCK, and the next `write` blocks until the

@@ -78,6 +78,10 @@ pub(super) const IRQ_EVENTFD: u32 = 1;
 pub(super) const IRQ_MASKABLE: u32 = 1 << 1;
 pub(super) const IRQ_AUTOMASKED: u32 = 1 << 2;
 
+/// Kinds of interrupts that devices here do not have, but QEMU asks for: for errors, and for the request to give the device back.
+pub(super) const IRQ_ERR: u32 = 3;
+pub(super) const IRQ_REQ: u32 = 4;
+
 /// Flags of DEVICE_SET_IRQS.
 pub(super) mod irq {
     pub const DATA_NONE: u32 = 1;

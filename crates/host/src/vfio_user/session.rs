@@ -5,9 +5,9 @@ use super::{
     InterruptKind, PciRegion, VfioDevice,
     memory::Memory,
     messages::{
-        Access, DEVICE_PCI, DEVICE_RESET, DeviceInfo, DmaMap, DmaUnmap, ERROR, Header, IRQ_AUTOMASKED, IRQ_EVENTFD,
-        IRQ_MASKABLE, IrqInfo, IrqSet, NO_REPLY, REGION_READ, REGION_WRITE, REGIONS, REPLY, RegionInfo, SmallWrite,
-        TYPE, command, irq,
+        Access, DEVICE_PCI, DEVICE_RESET, DeviceInfo, DmaMap, DmaUnmap, ERROR, Header, IRQ_AUTOMASKED, IRQ_ERR,
+        IRQ_EVENTFD, IRQ_MASKABLE, IRQ_REQ, IrqInfo, IrqSet, NO_REPLY, REGION_READ, REGION_WRITE, REGIONS, REPLY,
+        RegionInfo, SmallWrite, TYPE, command, irq,
     },
     refusal::{Refusal, refuse},
     version::{self, FDS, TRANSFER},
@@ -98,8 +98,13 @@ impl<D: VfioDevice> Session<D> {
     /// Logs and counts a refused command. Fails if that ends the connection.
     fn refused(&mut self, command: u16, refusal: &Refusal) -> Result<(), String> {
         let (device, lines) = (&self.device, &self.context.lines);
-        device.count_fault();
-        say!(lines, Error, "{}: {} ({command}): {}; refused", device.name(), command::name(command), refusal.why);
+        let line = format!("{}: {} ({command}): {}; refused", device.name(), command::name(command), refusal.why);
+        if refusal.is_answer {
+            say!(lines, Debug, "{line}");
+        } else {
+            device.count_fault();
+            say!(lines, Error, "{line}");
+        }
         if !self.negotiated {
             return Err("no version was agreed on".to_owned());
         }
@@ -144,7 +149,7 @@ impl<D: VfioDevice> Session<D> {
                 Ok(())
             }
             // Regions have no descriptors, the device sends no commands, and it cannot be migrated.
-            _ => refuse(ENOTSUP, "not supported"),
+            _ => Err(Refusal::answer(ENOTSUP, "not supported")),
         }
     }
 
@@ -199,6 +204,9 @@ impl<D: VfioDevice> Session<D> {
 
     fn irq_info(&self, payload: &[u8], reply: &mut Vec<u8>) -> Result<(), Refusal> {
         let (IrqInfo { index, .. }, _) = read(payload)?;
+        if matches!(index, IRQ_ERR | IRQ_REQ) {
+            return Err(Refusal::answer(EINVAL, "the device has no interrupts for errors or requests"));
+        }
         let kind = self.interrupt_kind(index)?;
         let flags = if kind == InterruptKind::Intx { IRQ_MASKABLE | IRQ_AUTOMASKED } else { 0 };
         let count = self.device.interrupts().count(kind) as u32;
