@@ -71,6 +71,10 @@ impl VfioDevice for Counter {
         println!("{} regions of memory to write, {} to read", memory.regions().len(), memory.all().count());
     }
 
+    fn count_fault(&self) {
+        println!("a fault of the client");
+    }
+
     fn reset(&self) {
         self.state.lock().unwrap().reads = 0;
         self.interrupts.set_line(false);
