@@ -27,6 +27,11 @@ pub(super) mod command {
     pub const DEVICE_RESET: u16 = 13;
     pub const REGION_WRITE_MULTI: u16 = 15;
 
+    /// Returns whether a command may come with descriptors.
+    pub fn has_descriptors(command: u16) -> bool {
+        matches!(command, DMA_MAP | DEVICE_SET_IRQS)
+    }
+
     /// Returns the name of a command, for the log.
     pub fn name(command: u16) -> &'static str {
         match command {

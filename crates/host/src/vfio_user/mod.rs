@@ -7,6 +7,7 @@
 //! Client: [`Client`] drives any vfio-user device, for drivers in this process and for tests.
 
 mod client;
+mod connection;
 mod device;
 mod interrupts;
 mod memory;

@@ -2,9 +2,9 @@
 
 use super::{
     VfioDevice,
-    messages::{Header, NO_REPLY, command, receive, send},
-    session::{LONGEST, Session, SessionContext, check},
-    version::FDS,
+    connection::{Connection, End},
+    messages::{NO_REPLY, command, send},
+    session::{Session, SessionContext},
 };
 use crate::{
     Quota,
@@ -14,7 +14,6 @@ use crate::{
 use parking_lot::Mutex;
 use std::{
     convert::Infallible,
-    fs::File,
     io,
     os::{fd::AsFd, unix::net::UnixStream},
     panic::{AssertUnwindSafe, catch_unwind},
@@ -24,7 +23,6 @@ use std::{
     time::{Duration, Instant},
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-use zerocopy::IntoBytes;
 
 /// Interval at which a thread polls a condition that has no event.
 const RECHECK: Duration = Duration::from_millis(5);
@@ -131,22 +129,6 @@ struct Thread<D> {
     context: SessionContext,
 }
 
-/// How a connection ended.
-enum End {
-    /// The reason, for the log.
-    Closed(String),
-    /// The client did what it may not.
-    Violation(String),
-    /// A notification to the client blocked.
-    Excluded,
-}
-
-impl From<io::Error> for End {
-    fn from(error: io::Error) -> End {
-        End::Closed(error.to_string())
-    }
-}
-
 impl<D: VfioDevice> Thread<D> {
     fn run(&self) {
         let (name, lines) = (self.device.name(), &self.context.lines);
@@ -218,17 +200,10 @@ impl<D: VfioDevice> Thread<D> {
         // Both may be left over from the previous connection.
         let _ = self.attention.read();
         let _ = self.context.alarm.take();
-        let mut connection = Connection {
-            messages: self.context.limits.lock().messages.quota(),
-            stream,
-            accept: None,
-            payload: Vec::new(),
-            files: Vec::new(),
-            reply: Vec::new(),
-        };
+        let mut connection = Connection::new(stream, self.context.limits.lock().messages.quota());
         let Err(end) = self.serve_all(&mut connection, session);
         // Of a message that did not get through.
-        self.context.disposal.close(connection.files);
+        self.context.disposal.close(connection.into_files());
         end
     }
 
@@ -254,6 +229,8 @@ impl<D: VfioDevice> Thread<D> {
         connection.accept = connection.accept.filter(|&until| until > now);
         // At least a millisecond: with 0, poll would not sleep at all.
         let timeout = connection.accept.map(|until| (until - now).max(Duration::from_millis(1)));
+        let more = connection.has_more();
+        let timeout = if more { Some(Duration::ZERO) } else { timeout };
         let fds = [
             Some(sys::borrow(&self.door.stop)),
             Some(sys::borrow(&self.attention)),
@@ -266,7 +243,7 @@ impl<D: VfioDevice> Thread<D> {
                 let _ = self.attention.read();
                 if self.context.alarm.take() { Err(End::Excluded) } else { Ok(false) }
             }
-            [_, _, true, _] => Ok(true),
+            [_, _, readable, _] if readable || more => Ok(true),
             // Turned away only if the first client is still connected, checked after the second one has arrived: a client
             // that closes and reconnects, perhaps between the two checks, must find its old connection ended.
             [.., true] => match sys::wait_readable([Some(connection.stream.as_fd())], Some(Duration::ZERO))? {
@@ -282,7 +259,7 @@ impl<D: VfioDevice> Thread<D> {
 
     /// Reads a command, carries it out and replies. Returns `false` if there is none.
     fn serve_one(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<bool, End> {
-        let Some(header) = connection.read()? else { return Ok(false) };
+        let Some(header) = connection.take()? else { return Ok(false) };
         self.hold_back(connection, header.command)?;
         let Connection { stream, payload, files, reply, .. } = connection;
         let result = session.handle(&header, payload, files, reply);
@@ -315,51 +292,4 @@ impl<D: VfioDevice> Thread<D> {
 
 fn removed() -> End {
     End::Closed("the device is being removed".to_owned())
-}
-
-/// A connection and its buffers.
-struct Connection {
-    stream: UnixStream,
-    /// Until when no other client is turned away.
-    accept: Option<Instant>,
-    messages: Quota,
-    payload: Vec<u8>,
-    files: Vec<File>,
-    reply: Vec<u8>,
-}
-
-impl Connection {
-    /// Reads a whole message. Returns `None` if there is none; waits for the rest of one that has begun.
-    fn read(&mut self) -> Result<Option<Header>, End> {
-        let mut header = Header::default();
-        let bytes = header.as_mut_bytes();
-        match receive(self.stream.as_fd(), bytes, &mut self.files, false) {
-            Ok(0) => return Err(End::Closed("closed by the client".to_owned())),
-            Ok(len) => self.read_rest(bytes.get_mut(len..).unwrap_or_default())?,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-            Err(error) => return Err(error.into()),
-        }
-        check(&header).map_err(End::Violation)?;
-        let mut payload = std::mem::take(&mut self.payload);
-        payload.clear();
-        payload.resize((header.size as usize).min(LONGEST) - size_of::<Header>(), 0);
-        let result = self.read_rest(&mut payload);
-        self.payload = payload;
-        result.map(|()| Some(header))
-    }
-
-    /// Fills a buffer with the rest of a message, each byte of which may bring descriptors.
-    fn read_rest(&mut self, mut target: &mut [u8]) -> Result<(), End> {
-        while !target.is_empty() {
-            if self.files.len() > FDS {
-                let count = self.files.len();
-                return Err(End::Violation(format!("{count} descriptors with one message, expected at most {FDS}")));
-            }
-            match receive(self.stream.as_fd(), target, &mut self.files, true)? {
-                0 => return Err(End::Closed("closed by the client in the middle of a message".to_owned())),
-                len => target = target.get_mut(len..).unwrap_or_default(),
-            }
-        }
-        Ok(())
-    }
 }

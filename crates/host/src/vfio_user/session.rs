@@ -124,7 +124,7 @@ impl<D: VfioDevice> Session<D> {
         if self.negotiated == (command == command::VERSION) {
             return refuse(EINVAL, "expected VERSION first, and once");
         }
-        if !files.is_empty() && !matches!(command, command::DMA_MAP | command::DEVICE_SET_IRQS) {
+        if !files.is_empty() && !command::has_descriptors(command) {
             return refuse(EINVAL, format!("{} descriptors, expected none", files.len()));
         }
         match command {

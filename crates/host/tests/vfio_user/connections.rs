@@ -87,6 +87,38 @@ fn a_message_in_pieces() {
 }
 
 #[test]
+fn descriptors_reach_their_message() {
+    let rig = Rig::new("whose");
+    let mut peer = rig.client(0);
+    let files = [memory(0x1000), memory(0x1000)];
+    let post = message(1, REGION_WRITE, NO_REPLY, &write(0x100, &[7; 8]));
+    // Without waiting, so that the server reads some of them at once.
+    for round in 0..200u64 {
+        peer.send(&post.repeat(round as usize % 5), &[]);
+        let map = message(2, DMA_MAP, 0, &dma_map(3, 0, round << 20, 0x1000));
+        // Whole, or in two parts.
+        let (first, rest) = map.split_at(if round % 3 == 0 { map.len() } else { round as usize % 48 + 1 });
+        peer.send(first, &[files[round as usize % 2].as_raw_fd()]);
+        peer.send(rest, &[]);
+        peer.send(&post.repeat(round as usize % 3), &[]);
+        peer.send(&message(3, REGION_WRITE, NO_REPLY, &[access(0, 0, 4096), vec![1; 4096]].concat()), &[]);
+    }
+    for round in 0..200 {
+        assert_eq!(peer.answer(2, DMA_MAP).unwrap(), Ok(vec![]), "{round}");
+    }
+    assert_eq!((peer.dma(199 << 20), rig.faults()), (DONE, 0));
+    // Several messages at once, one of which has it.
+    let maps = [1 << 40, 1 << 41].map(|address| message(4, DMA_MAP, 0, &dma_map(3, 0, address, 0x1000)));
+    let question = message(4, GET_INFO, 0, &[0; 16]);
+    peer.send(&maps[0], &[]);
+    peer.send(&[&post[..], &maps[1], &question, &post, &question].concat(), &[files[0].as_raw_fd()]);
+    for command in [DMA_MAP, DMA_MAP, GET_INFO, GET_INFO] {
+        assert!(peer.answer(4, command).unwrap().is_ok());
+    }
+    assert_eq!([peer.dma(1 << 40), peer.dma(1 << 41)], [READ_FAULT, DONE]);
+}
+
+#[test]
 fn a_client_that_does_not_read() {
     let rig = Rig::new("noread");
     let mut other = rig.client(1);
