@@ -14,7 +14,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["mem", "wire", "text"],
     &["frame", "ring"],
-    &["net", "vsock", "switch"],
+    &["net", "e1000", "vsock", "switch"],
     &["host"],
     &["traffic"],
     &["bench"],
