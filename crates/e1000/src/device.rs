@@ -263,10 +263,10 @@ impl Device {
         layout::INITIAL.iter().for_each(|&(register, value)| self.set_word(register, value));
         self.load_address();
         self.readings.clear(&self.shared.statistics);
-        let addresses = self.addresses();
+        let (addresses, vet) = (self.addresses(), self.word(reg::VET) as u16);
         // First the queues stop, then their cursors move: see `Ring::refresh`.
         self.shared.configure(|setup| {
-            *setup = Setup { resets: setup.resets.wrapping_add(1), ..Setup::default() };
+            *setup = Setup { resets: setup.resets.wrapping_add(1), vet, ..Setup::default() };
             setup.filter.set_addresses(&addresses);
         });
         for cursors in [&self.shared.tx, &self.shared.rx] {

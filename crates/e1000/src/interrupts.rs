@@ -68,7 +68,8 @@ pub struct Settled {
     pub at: Option<u64>,
 }
 
-/// Causes, mask and moderation of one device. Times are in nanoseconds since any fixed point.
+/// Causes, mask and moderation of one device. Times are in nanoseconds since any fixed point. Calls without a time happen at that of
+/// the last call with one; [`Interrupts::post`] of nothing lets time pass.
 #[derive(Clone, Debug, Default)]
 pub struct Interrupts {
     mitigation: Mitigation,

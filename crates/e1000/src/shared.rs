@@ -180,10 +180,9 @@ impl Shared {
     /// Calls `act` with the interrupts, which know all that the queues have reported so far.
     pub fn with_signals<R>(&self, now: u64, act: impl FnOnce(&mut Signals) -> R) -> R {
         let mut signals = self.signals.lock();
-        if self.events.load(Ordering::Relaxed) != 0 {
-            let events = self.events.swap(0, Ordering::Acquire);
-            signals.interrupts.post(events, now);
-        }
+        let none = self.events.load(Ordering::Relaxed) == 0;
+        let events = if none { 0 } else { self.events.swap(0, Ordering::Acquire) };
+        signals.interrupts.post(events, now);
         act(&mut signals)
     }
 

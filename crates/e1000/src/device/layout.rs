@@ -81,7 +81,7 @@ const TABLES: [(u32, u32, u32); 9] = [
 pub(super) fn writable(register: u32) -> Option<u32> {
     if (RA..RA + 8 * ADDRESSES as u32).contains(&register) {
         // The upper half of the high word has only the bits that say how and whether the address is used.
-        return Some(if register % 8 == 0 { u32::MAX } else { 0x8003_ffff });
+        return Some(if register.is_multiple_of(8) { u32::MAX } else { 0x8003_ffff });
     }
     let single = MASKS.iter().find(|&&(at, _)| at == register).map(|&(_, mask)| mask);
     single.or_else(|| {

@@ -11,7 +11,7 @@ use ringroad_mem::{Hit, Pieces, Region, Table};
 use std::sync::Arc;
 
 pub const GUEST: u64 = 0x10_0000;
-pub const SIZE: usize = 4 << 20;
+pub const SIZE: usize = 8 << 20;
 pub const TX_RING: u64 = GUEST;
 pub const RX_RING: u64 = GUEST + 0x1_0000;
 pub const BUFFERS: u64 = GUEST + 0x2_0000;
