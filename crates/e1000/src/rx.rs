@@ -168,9 +168,13 @@ impl RxQueue {
         if self.generation != self.shared.generation() {
             self.refresh();
         }
-        let tail = self.shared.rx.tail();
-        // A reset stops the queue before it moves the tail: this tail belongs to the ring that we know.
-        if self.generation != self.shared.generation() || !self.runs || self.fault.is_some() {
+        let mut tail = self.shared.rx.tail();
+        // A reset stops the queue before it moves the tail: only a tail of the setup that we know counts.
+        while self.generation != self.shared.generation() {
+            self.refresh();
+            tail = self.shared.rx.tail();
+        }
+        if !self.runs || self.fault.is_some() {
             return 0;
         }
         let available = self.ring.available(tail);

@@ -202,8 +202,12 @@ impl TxQueue {
             self.refresh();
         }
         self.tail = self.shared.tx.tail();
-        // A reset stops the queue before it moves the tail: this tail belongs to the ring that we know.
-        if self.generation != self.shared.generation() || self.fault.is_some() {
+        // A reset stops the queue before it moves the tail: only a tail of the setup that we know counts.
+        while self.generation != self.shared.generation() {
+            self.refresh();
+            self.tail = self.shared.tx.tail();
+        }
+        if self.fault.is_some() {
             return 0;
         }
         let Some(memory) = &self.memory else { return 0 };

@@ -100,6 +100,7 @@ fn retained_frames_come_again_with_their_contexts() {
         [at(0), 80 | PLAIN],
         context.words(RS),
         [at(1), len | DATA | EOP | RS | TXSM],
+        [at(1), len | DATA | EOP | RS | TXSM],
         // Too short for a frame: dropped, and counted once.
         [at(1), 4 | PLAIN],
         other.words(0),
@@ -107,20 +108,20 @@ fn retained_frames_come_again_with_their_contexts() {
         [at(0), 80 | PLAIN],
     ];
     board.send(0, &descriptors);
-    let expected = [Offload::NONE, partial(34, 16), partial(14, 4), Offload::NONE];
+    let expected = [Offload::NONE, partial(34, 16), partial(34, 16), partial(14, 4), Offload::NONE];
     // Frames that are delivered, and the descriptor at which the next one then begins.
-    for (delivered, head) in [(0, 0), (1, 1), (0, 1), (1, 4), (0, 4), (1, 6), (1, 7)] {
+    for (delivered, head) in [(0, 0), (1, 1), (0, 1), (1, 3), (0, 3), (1, 5), (0, 5), (1, 7), (1, 8)] {
         assert!(board.tx.take(&mut board.burst) > 0);
         let offloads: Vec<_> = common::contents(&board.burst).into_iter().map(|(_, offload)| offload).collect();
         assert_eq!(offloads, expected[expected.len() - offloads.len()..]);
         board.tx.retain(&mut board.burst, delivered);
         assert_eq!(board.read(reg::TDH), head);
-        let reported = (0..7).filter(|&index| board.tx_status(index) & DD != 0).count();
+        let reported = (0..8).filter(|&index| board.tx_status(index) & DD != 0).count();
         // All but one descriptor ask for a report.
-        assert_eq!(reported, if head > 4 { head as usize - 1 } else { head as usize });
+        assert_eq!(reported, if head > 5 { head as usize - 1 } else { head as usize });
     }
     assert_eq!(board.tx.counters().snapshot().runt, 1);
-    assert_eq!((board.tx.counters().snapshot().frames, board.read(statistics::GPTC)), (4, 4));
+    assert_eq!((board.tx.counters().snapshot().frames, board.read(statistics::GPTC)), (5, 5));
 }
 
 fn partial(start: u16, offset: u16) -> Offload {
