@@ -2,10 +2,10 @@
 # Interoperability with real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad
 # (`make interop`; `make test` runs it with --quick). As root:
 #
-#   tests/guests.sh [--quick] [qemu-packed] [qemu-split] [uml] [both]     (which parts; default: all of them)
+#   tests/guests.sh [--quick] [qemu-packed] [qemu-split] [e1000] [uml] [both]     (which parts; default: all of them)
 #
-# It starts the daemon ($RINGROAD, default target/release/ringroad) once, in a network namespace, with two vhost-user ports and a
-# tap port, and boots guests with scripts/guests. Checks for each guest: the virtqueue format, pings both ways, 64 MiB over TCP
+# It starts the daemon ($RINGROAD, default target/release/ringroad) once, in a network namespace, with three vhost-user ports, an
+# emulated card (e1000, driven by Linux 6.1's driver) and a tap port, and boots guests with scripts/guests. Checks for each guest: the virtqueue format, pings both ways, 64 MiB over TCP
 # each way with equal SHA-256, and three reboots (by the guest itself, or by restarting its VMM) with pings after each; then both
 # guests at once. --quick: 8 MiB and one reboot; under a minute.
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
@@ -18,27 +18,28 @@ ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ri
 say() { echo "guests.sh: $*" >&2; }
 die() { say "$*"; exit 1; }
 
-mib=64 reboots=(soft hard soft) parts=()
+mib=64 reboots=(soft hard soft) reloads=20 parts=()
 for word; do
   case $word in
-    --quick) mib=8 reboots=(hard) ;;
-    qemu-packed | qemu-split | uml | both) parts+=("$word") ;;
+    --quick) mib=8 reboots=(hard) reloads=2 ;;
+    qemu-packed | qemu-split | e1000 | uml | both) parts+=("$word") ;;
     *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(qemu-packed qemu-split uml both)
+[ ${#parts[@]} -gt 0 ] || parts=(qemu-packed qemu-split e1000 uml both)
 [ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
 [ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
 command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   "$guests" setup
+  [[ " ${parts[*]} " != *" e1000 "* ]] || "$guests" setup e1000
   RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "$@"
 fi
 
 state=$(mktemp -d /tmp/ringroad-interop.XXXXXX)
 export RINGROAD_GUESTS=$state/guests
 # shellcheck disable=SC2034 # read as ${!name}
-host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3
+host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3 e1000=10.77.0.4
 daemon='' passed=0 failed=0 figure=''
 
 # --- the daemon -------------------------------------------------------------------------------------------------------
@@ -71,6 +72,11 @@ queues = 4
 speed = "25Gb/s"
 
 [[port]]
+name = "e1000"
+kind = "e1000"
+socket = "$state/e1000.sock"
+
+[[port]]
 name = "host"
 kind = "tap"
 interface = "rr0"
@@ -86,7 +92,7 @@ TOML
   ip link set lo up
   ip addr add $host/24 dev rr0
   ip link set rr0 up
-  figure="4 ports"
+  figure="5 ports"
 }
 
 stop_daemon() { # it must still be running, and exit with success
@@ -257,28 +263,75 @@ control() { # GUEST with a control queue: it gets frames to a group only while p
   figure="${rose[0]}, ${rose[1]} and ${rose[2]} of 50"
 }
 
-interrupts() { # GUEST: its interrupts for received frames come as often as it asks for
-  local bits before after begun us rate sender
+moderated() { # GUEST: its interrupts for received frames come as often as it asks for
+  local bits
   bits=$(at "$1" 'cat /sys/class/net/eth0/device/features') || return
   [ "${bits:52:2}" = 11 ] || { echo "interrupts cannot be moderated: features $bits"; return 1; }
   at "$1" 'ethtool -C eth0 rx-usecs 10000 rx-frames 10000 && ethtool -c eth0' >"$state/ethtool" || return
   grep -qE '^rx-usecs:[[:space:]]*10000$' "$state/ethtool" && grep -qE '^rx-frames:[[:space:]]*10000$' "$state/ethtool" || return
+  interrupts "$1" virtio || return
+  at "$1" 'ethtool -C eth0 rx-usecs 0 rx-frames 0'
+}
+
+throttled() { # GUEST with an e1000: the same, as its driver has it (ethtool -C is not for this card)
+  reload "$1" e1000 InterruptThrottleRate=100 || return
+  interrupts "$1" eth0 || return
+  reload "$1" e1000
+}
+
+interrupts() { # GUEST, NAME OF THE INTERRUPT: while it receives, there are 100 a second
+  local before after begun us rate sender
   at "$1" 'nc -u -l -p 9 >/dev/null 2>&1 &' || return
   # A frame every third of a millisecond.
   { exec 3<>"/dev/udp/${!1}/9" 4<> <(:); while :; do echo >&3; read -rt 0.0002 <&4; done; } 2>/dev/null &
   sender=$!
-  count() { at "$1" "awk '/virtio/ { sum += \$2 } END { print sum }' /proc/interrupts"; }
+  count() { at "$1" "awk '/$2/ { sum += \$2 } END { print sum }' /proc/interrupts"; }
   sleep 0.3
-  before=$(count "$1") begun=${EPOCHREALTIME//[.,]/}
+  before=$(count "$@") begun=${EPOCHREALTIME//[.,]/}
   sleep 4
-  after=$(count "$1") us=$((${EPOCHREALTIME//[.,]/} - begun))
+  after=$(count "$@") us=$((${EPOCHREALTIME//[.,]/} - begun))
   kill $sender
   wait $sender || true
   rate=$(((after - before) * 1000000 / us))
   figure="$rate a second, asked for 100"
   echo "$figure"
-  [ $rate -ge 90 ] && [ $rate -le 110 ] || return
-  at "$1" 'ethtool -C eth0 rx-usecs 0 rx-frames 0'
+  [ $rate -ge 90 ] && [ $rate -le 110 ]
+}
+
+card() { # GUEST with an e1000: its driver uses offloads, and every checksum is right, by the kernel's own sums
+  local out before
+  at "$1" 'ethtool -k eth0; ethtool -i eth0; ethtool eth0' >"$state/ethtool" || return
+  for out in 'tcp-segmentation-offload: on' 'tx-checksumming: on' 'rx-checksumming: ' 'driver: e1000' 'Speed: 1000Mb/s' 'Link detected: yes'; do
+    grep -q "$out" "$state/ethtool" || { echo "expected '$out'"; cat "$state/ethtool"; return 1; }
+  done
+  # The guest sums what it receives itself.
+  at "$1" 'ethtool -K eth0 rx off' || return
+  tcp host "$state/data" "$1" /tmp/in || return
+  at "$1" 'ethtool -K eth0 rx on' || return
+  before=$(counts rx)
+  tcp "$1" /tmp/in host "$state/back" || return
+  out=$(counts rx)
+  rm -f "$state/back"
+  figure="mean frame from it $(((${out% *} - ${before% *}) / (${out#* } - ${before#* }))) bytes"
+  [ $(((${out% *} - ${before% *}) / (${out#* } - ${before#* }))) -gt 1600 ] || { echo "$figure, expected more than 1600"; return 1; }
+  out=$(at "$1" "awk '/^Tcp:/ { if (!n++) for (i = 1; i <= NF; i++) name[i] = \$i; else for (i = 1; i <= NF; i++) if (name[i] == \"InCsumErrors\") print \$i }' /proc/net/snmp")
+  [ "$out" = 0 ] || { echo "$out segments with a wrong checksum"; return 1; }
+}
+
+reload() { # GUEST, DRIVER, argument…: the driver is unloaded and loaded again
+  local tries=0 guest=$1 driver=$2
+  shift 2
+  at "$guest" "rmmod $driver && insmod /modules/*$driver.ko $* && ip link set eth0 up && ip addr add ${!guest}/24 dev eth0" || return
+  # The link comes up after a few seconds.
+  until busybox ping -q -c 1 -W 1 "${!guest}" >/dev/null; do
+    [ $((tries += 1)) -le 15 ] || { echo "no answer after the driver was loaded again"; return 1; }
+  done
+}
+
+reloads() { # GUEST, DRIVER, N
+  local n
+  for ((n = 1; n <= $3; n++)); do reload "$1" "$2" || { echo "reload $n"; return 1; }; done
+  figure="loaded $3 times"
 }
 
 per_queue() { # PORT: how many frames went to each of its queues, by the daemon's counters
@@ -337,7 +390,7 @@ guest() { # PART, KIND, virtqueue format, boot option…: runs all checks of one
   local part=$1 kind=$2 format=$3 number=0 how
   shift 3
   check "$part boot" boot "$kind" "$@" || return 0
-  check "$part virtqueues" rings "$kind" "$format" || true
+  [ "$format" = none ] || check "$part virtqueues" rings "$kind" "$format" || true
   check "$part ping host->guest" pings host "$kind" || true
   check "$part ping guest->host" pings "$kind" host || true
   if check "$part tcp host->guest" tcp host "$state/data" "$kind" /tmp/in; then
@@ -360,11 +413,23 @@ if check "daemon start" start_daemon; then
     case $part in
       qemu-packed) guest "$part" qemu packed --packed on; check "$part offloads" offloads qemu || true; stop qemu ;;
       qemu-split) port=plain guest "$part" qemu split --packed off; stop qemu ;;
+      e1000)
+        guest "$part" e1000 none
+        check "e1000 offloads" card e1000 || true
+        check "e1000 interrupts" throttled e1000 || true
+        check "e1000 driver" reloads e1000 e1000 "$reloads" || true
+        if check "e1000 and virtio" boot uml; then
+          check "e1000 tcp to virtio" tcp e1000 /tmp/in uml /tmp/in || true
+          check "e1000 tcp from virtio" tcp uml /tmp/in e1000 /tmp/back || true
+          stop uml
+        fi
+        stop e1000
+        ;;
       uml)
         guest "$part" uml any
         check "uml offloads" offloads uml || true
         check "uml control queue" control uml || true
-        check "uml interrupts" interrupts uml || true
+        check "uml interrupts" moderated uml || true
         check "uml queues" queues uml || true
         stop uml
         ;;

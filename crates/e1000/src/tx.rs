@@ -175,6 +175,16 @@ impl TxQueue {
         self.refresh();
     }
 
+    /// Returns the memory that descriptors name, with the device's own.
+    pub fn memory(&self) -> Option<&Arc<Table>> {
+        self.memory.as_ref()
+    }
+
+    /// Returns whether there is nothing to take.
+    pub fn is_idle(&mut self) -> bool {
+        self.available() == 0
+    }
+
     /// Returns why the queue has stopped, once.
     pub fn take_fault(&mut self) -> Option<Fault> {
         self.fault.filter(|_| std::mem::take(&mut self.news))

@@ -9,6 +9,7 @@
 
 mod capture;
 mod deaf;
+pub mod e1000;
 mod event_loop;
 mod gate;
 mod notes;

@@ -2,7 +2,7 @@
 //! calls it before it starts or reloads anything, `serve --check` does only this. Each finding has the line in the file, what was
 //! expected, what was found, and what to do.
 
-use super::{Config, Kind, VhostUser, mirror};
+use super::{Config, Kind, mirror};
 use ringroad_host::vhost_user::Role;
 use std::{
     collections::HashMap,
@@ -51,27 +51,25 @@ pub fn check(config: &Config) -> Vec<Finding> {
         if let Some(capture) = port.capture() {
             mirror::can_be_written(&capture.file).unwrap_or_else(|message| find(&owner, "mirror", message));
         }
-        match &port.kind {
-            Kind::VhostUser(VhostUser { socket, role, .. }) => {
-                if *role == Role::Server {
-                    socket_can_be_made(socket).unwrap_or_else(|message| find(&owner, "socket", message));
-                }
-                alone(socket, &owner, &mut sockets).unwrap_or_else(|message| find(&owner, "socket", message));
-                let mac = port.mac();
-                if let Some(other) = macs.insert(mac, &port.name) {
-                    find(
-                        &owner,
-                        "mac",
-                        format!(
-                            "duplicate MAC address {mac}, also used by port {other:?} (without the key it is derived from the \
-                             port's name); choose another one"
-                        ),
-                    );
-                }
+        if let Some(socket) = port.socket() {
+            if port.vhost_user().is_none_or(|guest| guest.role == Role::Server) {
+                socket_can_be_made(socket).unwrap_or_else(|message| find(&owner, "socket", message));
             }
-            Kind::Tap(interface) => {
-                interface_is_tap(interface, port.queues).unwrap_or_else(|(key, message)| find(&owner, key, message));
+            alone(socket, &owner, &mut sockets).unwrap_or_else(|message| find(&owner, "socket", message));
+            let mac = port.mac();
+            if let Some(other) = macs.insert(mac, &port.name) {
+                find(
+                    &owner,
+                    "mac",
+                    format!(
+                        "duplicate MAC address {mac}, also used by port {other:?} (without the key it is derived from the \
+                         port's name); choose another one"
+                    ),
+                );
             }
+        }
+        if let Kind::Tap(interface) = &port.kind {
+            interface_is_tap(interface, port.queues).unwrap_or_else(|(key, message)| find(&owner, key, message));
         }
     }
     for (index, vsock) in config.vsocks.iter().enumerate() {

@@ -3,7 +3,7 @@
 use super::{
     error::{ConfigError, Places},
     frontend,
-    port::{self, Kind, Port},
+    port::{self, Port},
     sandbox::Sandbox,
     table::{Source, Table},
     taken::Taken,
@@ -135,10 +135,7 @@ impl Config {
         }
         let mut ports = port::ports(&root, &mut taken)?;
         let mut vsocks = vsock::vsocks(&root, &mut taken)?;
-        let guests = ports.iter_mut().filter_map(|port| match &mut port.kind {
-            Kind::VhostUser(guest) => Some(&mut guest.frontend.limits),
-            Kind::Tap(_) => None,
-        });
+        let guests = ports.iter_mut().filter_map(|port| port.frontend_mut()).map(|frontend| &mut frontend.limits);
         frontend::share(&root, guests.chain(vsocks.iter_mut().map(|vsock| &mut vsock.frontend.limits)).collect())?;
         Ok(Config { log, workers, switch, sandbox, ports, vsocks, places: taken.places })
     }

@@ -11,6 +11,7 @@ use super::{
 use crate::ports::Mode;
 use ringroad_host::{
     CaptureConfig, INTERRUPT_DELAY,
+    e1000::Mitigation,
     vhost_user::{MAX_PAIRS, Role},
 };
 use ringroad_net::Features;
@@ -18,7 +19,10 @@ use ringroad_ring::Tuning;
 use ringroad_switch::{Limits, Poll, Rate, Vid, Vlans};
 use ringroad_wire::ethernet::MacAddr;
 use serde::{Deserialize, Deserializer};
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 use toml::Value;
 
 /// Maximum length of a Unix socket's path, in bytes: `sun_path` less the terminating NUL.
@@ -28,6 +32,7 @@ const MAX_INTERFACE: usize = 15;
 const INTERFACE: &str = "the name of an interface, 1 to 15 bytes without `/`, `:`, `%` or space";
 const VHOST_USER: &str = "vhost-user";
 const TAP: &str = "tap";
+const E1000: &str = "e1000";
 
 /// One port of the switch.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
@@ -73,6 +78,41 @@ pub enum Kind {
     VhostUser(VhostUser),
     /// The host's network stack, through a TAP interface of this name, unique among the ports.
     Tap(String),
+    /// A guest with an emulated network card, over vfio-user.
+    E1000(E1000Card),
+}
+
+/// Settings of an emulated network card.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(default)]
+pub struct E1000Card {
+    /// Path of the Unix socket; unique.
+    #[serde(deserialize_with = "value::socket::<MAX_SOCKET, _, _>")]
+    pub socket: PathBuf,
+    /// The MAC address in its EEPROM, if set in the file.
+    #[serde(deserialize_with = "address")]
+    pub mac: Option<MacAddr>,
+    /// Whether all its frames must come from that address.
+    #[serde(rename = "addresses", deserialize_with = "fixed")]
+    pub fixed: bool,
+    /// How its interrupts are moderated.
+    #[serde(deserialize_with = "mitigation")]
+    pub mitigation: Mitigation,
+    /// Access to the socket, and a client's budgets.
+    #[serde(skip)]
+    pub frontend: Frontend,
+}
+
+impl Default for E1000Card {
+    fn default() -> E1000Card {
+        E1000Card {
+            socket: PathBuf::new(),
+            mac: None,
+            fixed: false,
+            mitigation: Mitigation::default(),
+            frontend: Frontend::default(),
+        }
+    }
 }
 
 /// Settings of a guest's port.
@@ -159,10 +199,36 @@ impl Port {
         self.mirror.as_ref()?.capture.as_ref()
     }
 
-    /// Returns the settings of a guest's port.
+    /// Returns the settings of a port over vhost-user.
     pub fn vhost_user(&self) -> Option<&VhostUser> {
         match &self.kind {
             Kind::VhostUser(guest) => Some(guest),
+            _ => None,
+        }
+    }
+
+    /// Returns the socket of a guest's port.
+    pub fn socket(&self) -> Option<&Path> {
+        match &self.kind {
+            Kind::VhostUser(guest) => Some(&guest.socket),
+            Kind::E1000(card) => Some(&card.socket),
+            Kind::Tap(_) => None,
+        }
+    }
+
+    /// Returns the access to the socket of a guest's port, and the budgets of who connects to it.
+    pub fn frontend(&self) -> Option<&Frontend> {
+        match &self.kind {
+            Kind::VhostUser(guest) => Some(&guest.frontend),
+            Kind::E1000(card) => Some(&card.frontend),
+            Kind::Tap(_) => None,
+        }
+    }
+
+    pub(super) fn frontend_mut(&mut self) -> Option<&mut Frontend> {
+        match &mut self.kind {
+            Kind::VhostUser(guest) => Some(&mut guest.frontend),
+            Kind::E1000(card) => Some(&mut card.frontend),
             Kind::Tap(_) => None,
         }
     }
@@ -172,7 +238,12 @@ impl Port {
     pub fn mac(&self) -> MacAddr {
         let hash = |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
         let named = || MacAddr::local(self.name.bytes().fold(0x811c_9dc5, hash));
-        self.vhost_user().and_then(|guest| guest.mac).unwrap_or_else(named)
+        let configured = match &self.kind {
+            Kind::VhostUser(guest) => guest.mac,
+            Kind::E1000(card) => card.mac,
+            Kind::Tap(_) => None,
+        };
+        configured.unwrap_or_else(named)
     }
 }
 
@@ -261,19 +332,22 @@ pub(super) const EXPECTED: &str = "at least one port, written [[port]]";
 fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     let common = [keys(Port::deserialize), keys(Common::deserialize), keys(VlanKeys::deserialize)].concat();
     let guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
+    let card = [&common, &keys(E1000Card::deserialize)[..], &keys(Frontend::deserialize)].concat();
     let tap = [common, keys(Tap::deserialize)].concat();
-    table.only(None, &[&guest[..], &tap].concat())?;
+    let others = tap.iter().chain(&card).filter(|key| !guest.contains(key));
+    table.only(None, &[&guest[..], &others.copied().collect::<Vec<_>>()].concat())?;
     let (mut port, Common { kind, limits, link_local, full, isolated }): (Port, _) = (table.read()?, table.read()?);
     table.require("name", NAME)?;
     table.unique(&mut taken.uses, "port", "name", &port.name)?;
     table.note(&mut taken.places);
-    table.require("kind", "\"vhost-user\" or \"tap\"")?;
+    table.require("kind", "\"vhost-user\", \"e1000\" or \"tap\"")?;
     // Nothing would wake a generating port: no frames arrive.
     port.poll = port.poll.or((port.mode == Mode::Generate).then_some(Poll::Unlimited));
     port.vlans = vlans(table)?;
     let neighbours = keys(Neighbours::deserialize);
+    let kinds = [(VHOST_USER, &guest[..]), (E1000, &card), (TAP, &tap)];
+    table.only_of_kind(&kind, &kinds)?;
     let default = if kind == TAP {
-        table.only_of_kind(TAP, &tap, VHOST_USER)?;
         table.only(Some("limits"), &neighbours)?;
         let Tap { interface } = table.read()?;
         table.require("interface", INTERFACE)?;
@@ -281,19 +355,28 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
         port.kind = Kind::Tap(interface);
         Limits::NETWORK
     } else {
-        table.only_of_kind(VHOST_USER, &guest, TAP)?;
         table.only(Some("limits"), &[neighbours, keys(LimitKeys::deserialize)].concat())?;
-        let guest = VhostUser { frontend: table.read()?, ..table.read()? };
         table.require("socket", &value::socket_path(MAX_SOCKET))?;
-        taken.socket(table, "socket", &guest.socket)?;
-        if let Some(mac) = guest.mac {
+        let (mac, fixed);
+        port.kind = if kind == E1000 {
+            if port.queues > 1 {
+                return Err(table.error("queues", "this card has one queue each way, expected 1"));
+            }
+            let card = E1000Card { frontend: table.read()?, ..table.read()? };
+            (mac, fixed) = (card.mac, card.fixed);
+            Kind::E1000(card)
+        } else {
+            let guest = VhostUser { frontend: table.read()?, ..table.read()? };
+            (mac, fixed) = (guest.mac, guest.fixed);
+            Kind::VhostUser(guest)
+        };
+        taken.socket(table, "socket", port.socket().unwrap_or(Path::new("")))?;
+        if let Some(mac) = mac {
             table.unique(&mut taken.uses, "mac", "mac", mac)?;
-        } else if guest.fixed {
+        } else if fixed {
             return Err(table.error("addresses", "\"fixed\" requires key `mac`, which is missing"));
         }
-        let default = Limits { own: guest.mac, fixed: guest.fixed, ..Limits::GUEST };
-        port.kind = Kind::VhostUser(guest);
-        default
+        Limits { own: mac, fixed, ..Limits::GUEST }
     };
     let wait = limits.wait.unwrap_or(default.wait);
     port.limits = Limits {
@@ -343,13 +426,22 @@ fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {
 }
 
 fn kind<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {
-    choice(node, &[(VHOST_USER, VHOST_USER), (TAP, TAP)])
+    choice(node, &[(VHOST_USER, VHOST_USER), (E1000, E1000), (TAP, TAP)])
 }
 
 fn mode<'de, D: Deserializer<'de>>(node: D) -> Result<Mode, D::Error> {
     let modes =
         [("switch", Mode::Switch), ("reflect", Mode::Reflect), ("drop", Mode::Drop), ("generate", Mode::Generate)];
     choice(node, &modes)
+}
+
+/// Reads how interrupts are moderated: as the registers say, as by QEMU's device, or not at all.
+fn mitigation<'de, D: Deserializer<'de>>(node: D) -> Result<Mitigation, D::Error> {
+    match Value::deserialize(node) {
+        Ok(Value::Boolean(enabled)) => Ok(Mitigation { enabled, clamp_itr: false }),
+        Ok(Value::String(text)) if text == "clamped" => Ok(Mitigation { enabled: true, clamp_itr: true }),
+        _ => Err(wrong("true, false or \"clamped\"")),
+    }
 }
 
 fn fixed<'de, D: Deserializer<'de>>(node: D) -> Result<bool, D::Error> {

@@ -143,11 +143,17 @@ impl<'a> Table<'a> {
         Err(self.error_at(key.span().start, &name, unknown(key.get_ref(), known)))
     }
 
-    /// Fails at the first key that is not in `known`, the keys of a port's kind; another kind has it.
-    pub(super) fn only_of_kind(&self, kind: &str, known: &[&str], other: &str) -> Result<(), ConfigError> {
+    /// Fails at the first key that a port of this kind does not have, but another does. `kinds`: each with its keys.
+    pub(super) fn only_of_kind(&self, kind: &str, kinds: &[(&str, &[&str])]) -> Result<(), ConfigError> {
+        let known = kinds.iter().find(|(name, _)| *name == kind).map_or(&[][..], |(_, keys)| keys);
         let Some(key) = outside(self.value, known) else { return Ok(()) };
-        let message = format!("only valid for kind {other:?}, but this port is of kind {kind:?}; remove it");
-        Err(self.error(key.get_ref(), message))
+        let has = |keys: &[&str]| keys.contains(&&**key.get_ref());
+        let others: Vec<_> = kinds.iter().filter(|(_, keys)| has(keys)).map(|(name, _)| format!("{name:?}")).collect();
+        let others = others.join(" and ");
+        Err(self.error(
+            key.get_ref(),
+            format!("only valid for kind {others}, but this port is of kind {kind:?}; remove it"),
+        ))
     }
 
     /// Fails if another table of the file has the same value under a key of this kind.

@@ -63,6 +63,11 @@ fn vid(number: u16) -> Vid {
     Vid::new(number).unwrap()
 }
 
+/// A valid port with an emulated card in lines 1 to 4, then `rest` from line 5 on.
+fn card(rest: &str) -> String {
+    format!("[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/3\"\n{rest}")
+}
+
 fn parse(text: &str) -> Config {
     Config::parse(text, "rr.toml").unwrap()
 }
@@ -253,6 +258,8 @@ fn values_at_their_bounds() {
         "[workers]\ncpus = [1023]",
         "[log]\nlines = 1",
         "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/2\"\nrole = \"client\"",
+        "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\nmitigation = false\nmac = \"02:00:00:00:00:09\"\naddresses = \"fixed\"",
+        "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\nmitigation = \"clamped\"\nlimits = { regions = 9, storm = 1 }",
         // A port may be named after another's interface.
         "[[port]]\nname = \"rr0\"\nkind = \"tap\"\ninterface = \"fifteen-bytes.x\"",
     ] {
@@ -284,6 +291,21 @@ fn broken_files() {
         (
             vm1("[bridge]"),
             "5: key `bridge`: unknown key, expected one of `log`, `workers`, `switch`, `sandbox`, `port` or `vsock`",
+        ),
+        (card("queues = 2"), "5: port \"old\": key `queues`: this card has one queue each way, expected 1"),
+        (card("mitigation = 1"), "5: port \"old\": key `mitigation`: expected true, false or \"clamped\", found 1"),
+        (
+            card("role = \"client\""),
+            "5: port \"old\": key `role`: only valid for kind \"vhost-user\", but this port is of kind \"e1000\"; remove it",
+        ),
+        (
+            card("addresses = \"fixed\""),
+            "5: port \"old\": key `addresses`: \"fixed\" requires key `mac`, which is missing",
+        ),
+        (vm1("mitigation = true"), "5: port \"vm1\": key `mitigation`: only valid for kind \"e1000\""),
+        (
+            rr0("mac = \"02:00:00:00:00:09\""),
+            "5: port \"up\": key `mac`: only valid for kind \"vhost-user\" and \"e1000\"",
         ),
         (vm1("[[e1000]]"), "5: key `e1000`: unknown key, expected one of `log`, `workers`"),
         // Syntax.

@@ -1,7 +1,7 @@
 //! Compares two configurations key by key and classifies what applying each change disrupts. Used by `serve --check --against`,
 //! SIGUSR2 (preview) and SIGHUP (logged before the reload; state.rs and vsock.rs decide by it what to restart).
 
-use crate::config::{Config, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, VhostUser, Vsock, Workers};
+use crate::config::{Config, E1000Card, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, VhostUser, Vsock, Workers};
 use ringroad_switch::Limits;
 use std::fmt;
 
@@ -150,13 +150,21 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             diff.key("port.tuning", InPlace, tuning, &other.tuning);
             diff.key("port.interrupt_delay", InPlace, interrupt_delay, &other.interrupt_delay);
         }
+        (Kind::E1000(card), Kind::E1000(other)) => {
+            let E1000Card { socket, mac: _, fixed: _, mitigation, frontend } = card;
+            of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
+            diff.key("port.socket", Reconnects, socket, &other.socket);
+            diff.key("port.mitigation", Reconnects, mitigation, &other.mitigation);
+            diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
+            diff.key("port.mtu", InPlace, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
+        }
         (Kind::Tap(interface), Kind::Tap(other)) => {
             diff.key("port.interface", Recreates, interface, other);
             diff.key("port.queues", Recreates, queues, &after.queues);
             diff.key("port.mtu", InPlace, mtu, &after.mtu);
         }
-        (Kind::VhostUser(_), Kind::Tap(_)) => diff.key("port.kind", Reconnects, &0, &1),
-        (Kind::Tap(_), Kind::VhostUser(_)) => diff.key("port.kind", Recreates, &0, &1),
+        (Kind::Tap(_), _) => diff.key("port.kind", Recreates, &0, &1),
+        _ => diff.key("port.kind", Reconnects, &0, &1),
     }
     if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
         let Limits { addresses, own: _, fixed, storm, link_local, isolated, rate, wait } = limits;
@@ -317,6 +325,11 @@ socket = "/run/v"
             ("mtu = 1500", "gro = true", "port vm1: key `port.gro`: in place"),
             ("mtu = 1500", "poll = \"1ms\"", "port vm1: key `port.poll`: in place"),
             ("\"/run/1\"", "\"/run/2\"", "port vm1: key `port.socket`: reconnects the guest"),
+            (
+                "kind = \"vhost-user\"\nsocket = \"/run/1\"",
+                "kind = \"e1000\"\nsocket = \"/run/1\"",
+                "port vm1: key `port.kind`: reconnects the guest",
+            ),
             ("\"rr0\"", "\"rr1\"", "port host: key `port.interface`: recreates the interface"),
             ("\"rr0\"", "\"rr0\"\nqueues = 2", "port host: key `port.queues`: recreates the interface"),
             ("\"rr0\"", "\"rr0\"\nmtu = 9000", "port host: key `port.mtu`: in place"),

@@ -120,8 +120,9 @@ impl Sandbox {
 
 /// Returns the rights that a configuration needs, now and for reloads.
 fn needs(config: &Config, file: &Path) -> Confinement {
-    let sockets = config.ports.iter().filter_map(config::Port::vhost_user).map(|guest| &guest.socket);
-    let sockets = sockets.chain(config.vsocks.iter().flat_map(|vsock| [&vsock.socket].into_iter().chain(&vsock.host)));
+    let ports = config.ports.iter().filter_map(config::Port::socket);
+    let vsocks = config.vsocks.iter().flat_map(|vsock| [&vsock.socket].into_iter().chain(&vsock.host));
+    let sockets = ports.chain(vsocks.map(PathBuf::as_path));
     let mut folders: Vec<PathBuf> = sockets.map(|socket| config::folder(socket).to_owned()).collect();
     let privileges = privileges(config, &folders);
     folders.extend(config.sandbox.folders.iter().cloned());

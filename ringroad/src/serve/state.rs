@@ -15,6 +15,7 @@ use crate::{
 };
 use ringroad_host::{
     Capture, CaptureConfig, Port, PortHandle, PortReport, PortSettings, TapPort, Worker, WorkerConfig,
+    e1000::{E1000Config, E1000Server},
     vhost_user::{Role, Server, VhostConfig},
 };
 use ringroad_net::Config as Space;
@@ -240,6 +241,7 @@ struct Running {
 
 enum Kind {
     Vhost(Server<ServedPort>),
+    E1000(E1000Server<ServedPort>),
     Tap(PortHandle<ServedPort>),
 }
 
@@ -251,6 +253,10 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
             // The address advertised to the guest is reserved for it, whether configured or derived from the port's name.
             limits.own = Some(port.mac());
             (guest.tuning, guest.interrupt_delay)
+        }
+        config::Kind::E1000(_) => {
+            limits.own = Some(port.mac());
+            Default::default()
         }
         config::Kind::Tap(_) => Default::default(),
     };
@@ -310,6 +316,21 @@ impl Running {
                 }
                 Kind::Vhost(server)
             }
+            config::Kind::E1000(card) => {
+                let config = E1000Config {
+                    name: port.name.clone(),
+                    socket: card.socket.clone(),
+                    mac: port.mac(),
+                    mtu: port.mtu.unwrap_or(MTU),
+                    mitigation: card.mitigation,
+                    settings,
+                    client: card.frontend.limits,
+                    access: card.frontend.access(),
+                };
+                let server = E1000Server::start(config, worker, |card| Measured::new(Ports::E1000(card), mode))?;
+                progress.made(&card.socket);
+                Kind::E1000(server)
+            }
             config::Kind::Tap(interface) => {
                 let tap = TapPort::open(&port.name, interface, port.queues, port.mtu)?;
                 Kind::Tap(worker.add(Port::new(Measured::new(Ports::Tap(tap), mode), settings))?)
@@ -340,6 +361,7 @@ impl Running {
     fn handle(&self) -> &PortHandle<ServedPort> {
         match &self.kind {
             Kind::Vhost(server) => server.handle(),
+            Kind::E1000(server) => server.handle(),
             Kind::Tap(handle) => handle,
         }
     }
@@ -356,10 +378,16 @@ impl Running {
             let mode = port.mode;
             handle.change(move |kind| kind.set_mode(mode));
         }
-        if let (Kind::Vhost(server), config::Kind::VhostUser(guest)) = (&self.kind, &port.kind)
-            && let Err(error) = server.set_frontend(guest.frontend.limits, guest.frontend.access())
-        {
-            log::error!("{error}");
+        if let Some(frontend) = port.frontend() {
+            let set = match &self.kind {
+                Kind::Vhost(server) => server.set_frontend(frontend.limits, frontend.access()),
+                Kind::E1000(server) => {
+                    server.set_mtu(port.mtu.unwrap_or(MTU));
+                    server.set_client(frontend.limits, frontend.access())
+                }
+                Kind::Tap(_) => Ok(()),
+            };
+            set.unwrap_or_else(|error| log::error!("{error}"));
         }
         if let (Ports::Tap(tap), Some(mtu)) = (handle.port().kind().kind(), port.mtu.filter(|_| port.mtu != before.mtu))
             && let Err(error) = tap.set_mtu(mtu)

@@ -1,0 +1,9 @@
+//! An emulated network card, Intel's 82540EM, as a port: its registers behind a vfio-user socket, its queues served by the worker.
+//! The card itself is the crate `e1000`; `port.rs` is what the worker sees, `server.rs` what a VMM sees.
+
+mod port;
+mod server;
+
+pub use port::{E1000Lease, E1000Port, E1000Sink, E1000Source};
+pub use ringroad_e1000::{Exits, Mitigation};
+pub use server::{E1000Config, E1000Server};
