@@ -166,6 +166,11 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
         Err(error) => panic!("the server has not closed a connection that its client closed: {error}"),
     }
+    // And then it serves the next one, once the descriptors of this one are closed.
+    let mut next = UnixStream::connect(&target.socket).unwrap();
+    next.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    next.send_with_fds(&[&message(1, 0, &[0; 4])[..]], &[]).unwrap();
+    next.read_exact(&mut [0; 20]).unwrap();
     assert_eq!(
         target.constant.span(0, 64).unwrap().array(0),
         Some(stamp),
