@@ -31,7 +31,8 @@ bitflags! {
         /// Call [`Interrupter::settle`].
         const INTERRUPT = 1 << 2;
         /// The driver may now use its memory otherwise: before the next access is answered, wait for the bursts that are under
-        /// way, and call `quiesce` of both queues.
+        /// way, and call `quiesce` of both queues. Frames of others that wait for receive buffers are to be offered again: a queue
+        /// that does not run drops them.
         const QUIESCE = 1 << 3;
     }
 }

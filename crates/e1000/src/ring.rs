@@ -3,7 +3,7 @@
 use crate::{
     descriptor::SIZE,
     fault::Fault,
-    shared::{Cursors, RingSetup},
+    shared::{Cursors, RingSetup, STAGING},
 };
 use ringroad_mem::{
     Table, Words,
@@ -22,11 +22,12 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// Applies a changed setup. A ring outside memory is a fault only when it is used.
+    /// Applies a changed setup. A ring outside memory is a fault only when it is used; the device's own is none of the guest's.
     pub fn set(&mut self, setup: RingSetup, cursors: &Cursors, memory: Option<&Table>) {
         let count = if setup.runs { setup.len / SIZE } else { 0 };
         if (setup, count) != (self.setup, self.count) || self.words.is_none() {
-            let words = memory.filter(|_| count > 0);
+            let inside = setup.base.checked_add(setup.len.into()).is_some_and(|end| end <= STAGING);
+            let words = memory.filter(|_| count > 0 && inside);
             self.words = words.and_then(|memory| memory.guest_words(setup.base, 2 * count as usize));
         }
         (self.setup, self.count) = (setup, count);

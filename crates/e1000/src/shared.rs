@@ -11,6 +11,10 @@ use parking_lot::Mutex;
 use ringroad_frame::Counter;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+/// Where the staging memory of the transmit queue lies among the guest's addresses. No descriptor and no ring may name it, and no
+/// guest has memory there: the queue refuses a table with such a region.
+pub(crate) const STAGING: u64 = 0xffff_ffff_0000_0000;
+
 /// Base and length of a ring as in the registers, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RingSetup {

@@ -10,7 +10,7 @@ use crate::{
     interrupts::event,
     registers::cause,
     ring::Ring,
-    shared::Shared,
+    shared::{STAGING, Shared},
     statistics::Tally,
 };
 use frame::Part;
@@ -32,9 +32,6 @@ const PLAIN: u64 = BURST_BYTES / BURST as u64;
 /// Buffers whose first lines are prefetched, ahead of reading the frames.
 const LOOK_AHEAD: usize = 8;
 
-/// Where the staging memory lies among the guest's addresses. No descriptor may name it, and no guest has memory there: the host
-/// refuses a region that overlaps it.
-pub(crate) const STAGING: u64 = 0xffff_ffff_0000_0000;
 /// Staging memory of one frame in bytes: the gap in front of the frame, and its headers with a VLAN tag more.
 const SLOT: usize = 320;
 
@@ -160,12 +157,14 @@ impl TxQueue {
     /// [`MemoryError::Overlap`] if a region lies where the device has memory of its own, in the uppermost 4 GiB; then the queue
     /// has no memory.
     pub fn set_memory(&mut self, memory: Option<Arc<Table>>) -> Result<(), MemoryError> {
-        self.memory = None;
+        // An old hit could name the staging memory, which is the last region.
+        (self.memory, self.hit) = (None, Hit::default());
         self.pieces.clear();
         self.ring.release();
         // The setup is to be applied again.
         self.generation = self.shared.generation().wrapping_sub(1);
         let with_staging = |memory: Arc<Table>| memory.with(self.staging.clone()).map(Arc::new);
+        let memory = memory.filter(|memory| !memory.regions().is_empty());
         self.memory = memory.map(with_staging).transpose()?;
         Ok(())
     }
@@ -310,8 +309,9 @@ impl Source for TxQueue {
     ///
     /// Plain frames of 64 bytes, each in one descriptor: 16 bytes of descriptor are read and, when they are sent, 8 of them written,
     /// a quarter of a cache line each way; 32 bytes are read around the start of the frame, one or two lines, of which the sink
-    /// reads the rest. Nothing is copied but these 32 bytes. Four branches that are always taken the same way: the descriptor is
-    /// plain, it lies in the region, its piece has a head, its status is to be reported.
+    /// reads the rest. Nothing is copied but these 32 bytes. Twelve branches, by the source, that nearly always go the same way:
+    /// five for what the descriptor says, three for where its piece is and whether it has a head, one to prefetch; when it is sent,
+    /// one for its destination and two to report.
     fn take(&mut self, burst: &mut Burst) -> usize {
         burst.start(self.limit, HEADROOM);
         let available = self.available();

@@ -17,6 +17,8 @@ use ringroad_frame::{
     Offload, Source,
     offload::{Checksum, HEADERS, Kind, checksum, segment::Checksums, segment::Segmenter},
 };
+use ringroad_mem::Region;
+use std::sync::Arc;
 
 const PLAIN: u64 = EOP | IFCS | RS;
 const DATA: u64 = DEXT | DTYP_DATA | IFCS;
@@ -472,6 +474,18 @@ fn rings_that_are_none() {
         board.take_all();
         assert_eq!(board.tx.take_fault().is_some(), !fits, "{base:#x} + {len}");
     }
+    // The device's own memory is none of the guest's, whatever the guest has.
+    for regions in [0, 1] {
+        let mut board = started();
+        let own = 0xffff_ffff_0000_0000u64;
+        let memory = if regions == 0 { Default::default() } else { board.memory.clone() };
+        board.tx.set_memory(Some(memory)).unwrap();
+        for (register, value) in [(reg::TDBAL, 0), (reg::TDBAH, (own >> 32) as u32), (reg::TDT, 1)] {
+            board.write(register, value);
+        }
+        assert_eq!(board.take_all(), []);
+        assert_eq!(board.tx.take_fault().is_some(), regions == 1);
+    }
     // Length 0, and not a multiple of 128: the low bits are not stored.
     let mut board = started();
     board.write(reg::TDLEN, 0);
@@ -555,5 +569,26 @@ fn memory_is_released() {
     board.tx.set_memory(None).unwrap();
     board.rx.set_memory(None);
     board.memory = Default::default();
-    assert_eq!(std::sync::Arc::strong_count(&region), 1);
+    assert_eq!(Arc::strong_count(&region), 1);
+}
+
+#[test]
+fn the_cache_of_a_former_memory_names_nothing() {
+    let mut board = started();
+    let high = 0x10_0000_0000;
+    let region = Region::private(4096, high).unwrap();
+    let table = Arc::new(board.memory.with(region.clone()).unwrap());
+    region.span(0, 100).unwrap().write(&frame(OTHER, 100, 1));
+    board.tx.set_memory(Some(table)).unwrap();
+    board.send(0, &[[high, 100 | PLAIN]]);
+    assert_eq!(board.take_all().len(), 1);
+    board.tx.set_memory(Some(board.memory.clone())).unwrap();
+    // In the place of that region is now the device's own.
+    board.send(1, &[[0xffff_ffff_0000_0000 + 12, 100 | PLAIN]]);
+    assert_eq!(board.take_all(), []);
+    assert!(board.tx.take_fault().is_some());
+    // A guest's region that overlaps it is refused.
+    let table = board.memory.with(Region::private(4096, 0xffff_ffff_0000_1000).unwrap()).unwrap();
+    assert!(board.tx.set_memory(Some(Arc::new(table))).is_err());
+    assert_eq!(board.take_all(), []);
 }

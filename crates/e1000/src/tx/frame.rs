@@ -2,7 +2,7 @@
 
 mod headers;
 
-use super::{BURST_BYTES, BURST_DESCRIPTORS, FRAME_DESCRIPTORS, FRAME_PARTS, SLOT, STAGING, Start, State, TxQueue};
+use super::{BURST_BYTES, BURST_DESCRIPTORS, FRAME_DESCRIPTORS, FRAME_PARTS, SLOT, Start, State, TxQueue};
 use crate::{
     descriptor::{
         Context,
@@ -10,6 +10,7 @@ use crate::{
     },
     fault::Fault,
     registers::statistics::{TSCTC, TSCTFC},
+    shared::STAGING,
     statistics::{FCS, Tally},
 };
 use headers::{Headers, Work};
