@@ -4,9 +4,12 @@
 //!
 //! Sans-I/O: registers are reached through a [`Bus`], time is an argument.
 
+mod bus;
 mod probe;
 mod receive;
+mod ring;
 
+pub use bus::Bus;
 pub use probe::ProbeError;
 
 use crate::{
@@ -17,22 +20,10 @@ use crate::{
     registers::{self as reg, cause, ctrl, rctl, tctl},
 };
 use receive::Receiver;
-use ringroad_frame::MAX_FRAME;
-use ringroad_mem::{
-    Error as MemoryError, Region, Span, Words,
-    sync::{AtomicU64, Ordering},
-};
+use ring::{GUEST, Ring};
+use ringroad_mem::{Error as MemoryError, Region, Span};
 use ringroad_wire::ethernet::{MacAddr, ZLEN};
 use std::{fs::File, sync::Arc};
-
-/// Access to the registers of BAR 0.
-pub trait Bus {
-    /// Reads a register.
-    fn read(&mut self, register: u32) -> u32;
-
-    /// Writes a register. The write may be posted: it need not have arrived when this returns.
-    fn write(&mut self, register: u32, value: u32);
-}
 
 /// Configuration of a driver. The names are those of FreeBSD's settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,63 +85,8 @@ pub enum DriverError {
     Memory(#[from] MemoryError),
 }
 
-/// Guest address of the driver's memory. Not 0, so that an address left uninitialized is noticed.
-const GUEST: u64 = 0x1_0000_0000;
-/// Size of each buffer.
-const BUFFER: usize = 2048;
 /// Causes that interrupt.
 const CAUSES: u32 = cause::TXDW | cause::RXT0 | cause::RXDMT0 | cause::RXO | cause::LSC;
-
-/// A ring and a buffer for each of its descriptors, in the driver's memory.
-#[derive(Debug)]
-struct Ring {
-    region: Arc<Region>,
-    words: Words<AtomicU64>,
-    /// Offset of ring and buffers in the region.
-    offset: usize,
-    count: u32,
-}
-
-impl Ring {
-    fn bytes(count: u32) -> usize {
-        Ring::buffers(count) + count as usize * BUFFER
-    }
-
-    /// Offset of the buffers behind the ring's start.
-    fn buffers(count: u32) -> usize {
-        ((count * SIZE) as usize).next_multiple_of(4096)
-    }
-
-    fn new(region: &Arc<Region>, offset: usize, count: u32) -> Result<Ring, DriverError> {
-        let words = Words::new(region, offset, 2 * count as usize).ok_or(DriverError::Size { found: count })?;
-        Ok(Ring { region: region.clone(), words, offset, count })
-    }
-
-    fn address(&self) -> u64 {
-        GUEST + self.offset as u64
-    }
-
-    fn next(&self, index: u32) -> u32 {
-        if index + 1 == self.count { 0 } else { index + 1 }
-    }
-
-    fn buffer_at(&self, index: u32) -> usize {
-        self.offset + Ring::buffers(self.count) + index as usize * BUFFER
-    }
-
-    fn buffer(&self, index: u32) -> Span<'_> {
-        self.region.span(self.buffer_at(index), BUFFER).unwrap_or(Span::empty())
-    }
-
-    fn status(&self, index: u32) -> u64 {
-        self.words.get(2 * index as usize + 1).map_or(0, |word| word.load(Ordering::Acquire))
-    }
-
-    fn write(&self, index: u32, words: [u64; 2]) {
-        let place = self.words.get(2 * index as usize..).unwrap_or_default();
-        place.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
-    }
-}
 
 /// A driver's memory and rings, and what it knows of its device.
 #[derive(Debug)]
@@ -188,8 +124,10 @@ impl Driver {
         }
         let tx_bytes = Ring::bytes(config.num_tx_desc);
         let (region, file) = Region::create(tx_bytes + Ring::bytes(config.num_rx_desc), GUEST, config.huge)?;
-        let tx = Ring::new(&region, 0, config.num_tx_desc)?;
-        let rx = Receiver::new(Ring::new(&region, tx_bytes, config.num_rx_desc)?);
+        let size = |found| DriverError::Size { found };
+        let tx = Ring::new(&region, 0, config.num_tx_desc).ok_or(size(config.num_tx_desc))?;
+        let rx = Ring::new(&region, tx_bytes, config.num_rx_desc).ok_or(size(config.num_rx_desc))?;
+        let rx = Receiver::new(rx);
         let mac = MacAddr([0; 6]);
         let (next, clean, written, waiting) = (0, 0, 0, 0);
         let (pending, since) = (false, None);
@@ -357,6 +295,3 @@ impl Driver {
         self.rx.receive(bus, frame)
     }
 }
-
-/// Buffers that the longest frame needs.
-const PARTS: usize = MAX_FRAME.div_ceil(BUFFER);

@@ -16,7 +16,6 @@ use crate::{
     shared::Shared,
     statistics::{FCS, Tally},
 };
-use place::Refusal;
 use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink, offload::Support};
 use ringroad_mem::{Hit, Pieces, Span, Table, sync::Ordering};
 use ringroad_wire::ethernet;
@@ -64,6 +63,18 @@ pub struct RxQueue {
     used: u32,
     words: [u64; WRITES],
     pending: usize,
+}
+
+/// Why a frame is not placed.
+enum Refusal {
+    /// Too few buffers are available now.
+    Full,
+    /// It is longer than what the driver receives.
+    Oversize,
+    /// The driver does not want it.
+    Filtered,
+    /// The driver named a buffer outside its memory.
+    Fault(Fault),
 }
 
 /// What became of the frames of a call.

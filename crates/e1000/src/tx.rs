@@ -13,7 +13,6 @@ use crate::{
     shared::{STAGING, Shared},
     statistics::Tally,
 };
-use frame::Part;
 use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, PIECES, Source};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Table, sync::Ordering};
 use std::sync::Arc;
@@ -34,6 +33,15 @@ const LOOK_AHEAD: usize = 8;
 
 /// Staging memory of one frame in bytes: the gap in front of the frame, and its headers with a VLAN tag more.
 const SLOT: usize = 320;
+
+/// A buffer of a frame.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    address: u64,
+    len: u32,
+    /// Index of its descriptor.
+    index: u32,
+}
 
 /// What the descriptors before a frame have set.
 #[derive(Clone, Copy, Debug, Default)]
@@ -102,6 +110,18 @@ fn plain(word: u64) -> Option<u64> {
     let data = word & (DEXT | DTYP | IXSM | TXSM) == DEXT | DTYP_DATA;
     let len = if legacy { word & 0xffff } else { word & 0xf_ffff };
     (bare && (legacy || data) && len <= PLAIN && len >= (ringroad_frame::HEAD - HEADROOM) as u64).then_some(len)
+}
+
+/// Counts a frame as the frames that it becomes on the link. Returns its own length in bytes.
+#[cold]
+fn count(tally: &mut Tally, burst: &Burst, index: usize) -> u64 {
+    let Some(frame) = burst.frames().get(index) else { return 0 };
+    let (offload, len) = (burst.offload(index), frame.len());
+    let count = offload.frames(len);
+    let headers = offload.gso().map_or(0, |gso| usize::from(gso.header_len));
+    let bytes = len + (count - 1) * headers;
+    tally.add(frame.addresses().0, offload.longest(len).min(len), count as u64, bytes as u64);
+    len as u64
 }
 
 /// Returns the number of the guest's own regions.
@@ -274,7 +294,7 @@ impl TxQueue {
         }
         let mut bytes = tally.bytes;
         for index in self.plain..frames {
-            bytes += frame::count(&mut tally, burst, index);
+            bytes += count(&mut tally, burst, index);
         }
         // RS and IDE of a descriptor are next to each other.
         let (mut delayed, mut at_once) = (0, 0);

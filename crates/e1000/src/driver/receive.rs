@@ -1,12 +1,18 @@
 //! The receive ring of the driver.
 
-use super::{BUFFER, Bus, GUEST, PARTS, Ring};
+use super::{
+    bus::Bus,
+    ring::{BUFFER, GUEST, Ring},
+};
 use crate::{
     descriptor::rx::{DD, EOP},
     registers::RDT,
 };
+use ringroad_frame::MAX_FRAME;
 use ringroad_mem::Span;
 
+/// Buffers that the longest frame needs.
+const PARTS: usize = MAX_FRAME.div_ceil(BUFFER);
 /// Frames that are received in one call.
 const BUDGET: u32 = 256;
 

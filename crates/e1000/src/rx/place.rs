@@ -1,6 +1,6 @@
 //! Normal path of reception: frames in several pieces or buffers, short ones, with VLAN tags, with checksums that were verified.
 
-use super::{FRAME_BUFFERS, RxQueue, WRITES};
+use super::{FRAME_BUFFERS, Refusal, RxQueue, WRITES};
 use crate::{
     descriptor::rx::{DD, EOP, IPCS, IXSM, PIF, SPECIAL, TCPCS, VP},
     fault::Fault,
@@ -14,18 +14,6 @@ use ringroad_wire::{
     ethernet::{self, ZLEN},
     ip::{ETHERTYPE_V4, Ipv4},
 };
-
-/// Why a frame is not placed.
-pub(super) enum Refusal {
-    /// Too few buffers are available now.
-    Full,
-    /// It is longer than what the driver receives.
-    Oversize,
-    /// The driver does not want it.
-    Filtered,
-    /// The driver named a buffer outside its memory.
-    Fault(Fault),
-}
 
 /// Position of a VLAN tag, and its size.
 const TAG_AT: usize = 12;

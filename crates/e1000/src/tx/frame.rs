@@ -2,7 +2,7 @@
 
 mod headers;
 
-use super::{BURST_BYTES, BURST_DESCRIPTORS, FRAME_DESCRIPTORS, FRAME_PARTS, SLOT, Start, State, TxQueue};
+use super::{BURST_BYTES, BURST_DESCRIPTORS, FRAME_DESCRIPTORS, FRAME_PARTS, Part, SLOT, Start, State, TxQueue};
 use crate::{
     descriptor::{
         Context,
@@ -11,20 +11,11 @@ use crate::{
     fault::Fault,
     registers::statistics::{TSCTC, TSCTFC},
     shared::STAGING,
-    statistics::{FCS, Tally},
+    statistics::FCS,
 };
 use headers::{Headers, Work};
 use ringroad_frame::{BURST, Burst, HEADROOM, MAX_FRAME, NotAFrame, Offload};
 use ringroad_mem::{Hit, PushError};
-
-/// A buffer of a frame.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
-    address: u64,
-    len: u32,
-    /// Index of its descriptor.
-    index: u32,
-}
 
 /// What the descriptors of a frame say.
 #[derive(Clone, Copy, Debug, Default)]
@@ -59,18 +50,6 @@ enum Why {
     Full,
     /// A buffer outside memory.
     Fault(Fault),
-}
-
-/// Counts a frame as the frames that it becomes on the link. Returns its own length in bytes.
-#[cold]
-pub(super) fn count(tally: &mut Tally, burst: &Burst, index: usize) -> u64 {
-    let Some(frame) = burst.frames().get(index) else { return 0 };
-    let (offload, len) = (burst.offload(index), frame.len());
-    let count = offload.frames(len);
-    let headers = offload.gso().map_or(0, |gso| usize::from(gso.header_len));
-    let bytes = len + (count - 1) * headers;
-    tally.add(frame.addresses().0, offload.longest(len).min(len), count as u64, bytes as u64);
-    len as u64
 }
 
 impl TxQueue {
