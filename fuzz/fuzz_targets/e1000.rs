@@ -130,11 +130,7 @@ impl Machine<'_> {
             burst.push_at(u64::from(input.byte()), total, offload).unwrap();
         }
         let which = &ALL[..count];
-        let handled = if input.byte() & 1 == 1 {
-            self.rx.offer(&burst, which)
-        } else {
-            self.rx.put(&burst, which)
-        };
+        let handled = if input.byte() & 1 == 1 { self.rx.offer(&burst, which) } else { self.rx.put(&burst, which) };
         assert!(handled <= count);
         self.rx.has_room(input.byte().into());
     }
@@ -144,9 +140,30 @@ impl Machine<'_> {
         let effects = match input.byte() % 14 {
             0..=2 => {
                 const REGISTERS: [u32; 24] = [
-                    reg::CTRL, reg::RCTL, reg::TCTL, reg::TDBAL, reg::TDBAH, reg::TDLEN, reg::TDH, reg::TDT, reg::RDBAL,
-                    reg::RDBAH, reg::RDLEN, reg::RDH, reg::RDT, reg::ICS, reg::IMS, reg::IMC, reg::ITR, reg::TIDV,
-                    reg::TADV, reg::RDTR, reg::RADV, reg::RXCSUM, reg::EECD, reg::MDIC,
+                    reg::CTRL,
+                    reg::RCTL,
+                    reg::TCTL,
+                    reg::TDBAL,
+                    reg::TDBAH,
+                    reg::TDLEN,
+                    reg::TDH,
+                    reg::TDT,
+                    reg::RDBAL,
+                    reg::RDBAH,
+                    reg::RDLEN,
+                    reg::RDH,
+                    reg::RDT,
+                    reg::ICS,
+                    reg::IMS,
+                    reg::IMC,
+                    reg::ITR,
+                    reg::TIDV,
+                    reg::TADV,
+                    reg::RDTR,
+                    reg::RADV,
+                    reg::RXCSUM,
+                    reg::EECD,
+                    reg::MDIC,
                 ];
                 let register = REGISTERS[usize::from(input.byte()) % REGISTERS.len()];
                 let value = if input.byte() & 1 == 1 { input.number() } else { u32::from_le_bytes(input.take()) };
