@@ -3,15 +3,27 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use ringroad_frame::Flow;
+use ringroad_frame::{Flow, Snapshot};
 use ringroad_net::{
     Features,
-    control::{Change, Control, Interrupts},
+    control::{Change, Control, Interrupts, MAX_COMMAND, Queues},
 };
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
 
 const PAIRS: u16 = 2;
+
+struct Four;
+
+impl Queues for Four {
+    fn runs(&self, index: u16) -> bool {
+        index < 4
+    }
+
+    fn counted(&self, index: u16) -> Snapshot {
+        Snapshot { frames: index.into(), partial: u64::MAX / 2, valid: u64::MAX / 2, ..Snapshot::default() }
+    }
+}
 
 fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
     let (acked, commands, frame) = input;
@@ -20,8 +32,12 @@ fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
     for command in &commands {
         let before = control.clone();
         let interrupts = |control: &Control| std::array::from_fn::<_, 8, _>(|queue| control.interrupts(queue as u16));
-        match control.command(command, |queue| queue < 4) {
-            Err(_) | Ok(Change::Reply(_)) => {
+        let done = control.command(command, &Four);
+        if let Ok(Change::Statistics(reply)) = &done {
+            assert!(reply.len() <= 10 * MAX_COMMAND, "a reply without bounds");
+        }
+        match done {
+            Err(_) | Ok(Change::Reply(_) | Change::Statistics(_)) => {
                 assert_eq!(control.filter(), before.filter());
                 assert_eq!((control.support(), control.mac()), (before.support(), before.mac()));
                 assert_eq!(interrupts(&control), interrupts(&before));

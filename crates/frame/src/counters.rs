@@ -94,6 +94,16 @@ counters! {
     panics,
     /// Notifications sent to the driver.
     notifications,
+    /// Notifications received: by the driver, or for frames from an interface. None while the queue is polled.
+    kicks,
+    /// Frames whose checksum is to be completed by the receiver.
+    partial,
+    /// Frames to the driver whose checksum was verified before.
+    valid,
+    /// Frames that are to be segmented by the receiver.
+    gso,
+    /// Bytes of these.
+    gso_bytes,
     /// Bursts.
     bursts,
 }

@@ -347,7 +347,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     let until = self.blocked.until().into_iter().chain(again).min();
                     let until = || until.map(|until| until.saturating_sub(self.start.elapsed()));
                     self.control.wait(if sleeps { until() } else { Some(Duration::ZERO) }, &mut events);
-                    events.tokens().for_each(|token| self.wake(Key::from_token(token)));
+                    events.tokens().for_each(|token| self.notified(Key::from_token(token)));
                 }
                 let before = looked.as_secs();
                 looked = self.start.elapsed();
@@ -399,6 +399,18 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 })
             },
         )
+    }
+
+    /// A queue's descriptor has become readable.
+    fn notified(&mut self, key: Key) {
+        if let Some(Some(Served { port, .. })) = self.ports.get(key.port as usize) {
+            let room = key.queue & Key::ROOM != 0;
+            let counters = if room { port.kind().sent() } else { port.kind().received() };
+            if let Some(counters) = counters.get(usize::from(key.queue & !Key::ROOM)) {
+                counters.kicks.add(1);
+            }
+        }
+        self.wake(key);
     }
 
     fn wake(&mut self, key: Key) {

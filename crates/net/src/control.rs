@@ -2,11 +2,15 @@
 //! ([`Control`]) carries commands out on its own state, from which the caller takes what concerns the receive queues; the driver
 //! end ([`DriverControl`]) writes them down ([`Command`]). Threads and notifications are the caller's.
 
+mod command;
 mod driver;
 mod interrupts;
+mod statistics;
 
+pub use command::Command;
 pub use driver::DriverControl;
 pub use interrupts::Interrupts;
+pub use statistics::{StatisticTypes, Statistics};
 
 use crate::{
     features::bits,
@@ -15,7 +19,7 @@ use crate::{
     rss::{Rss, Wrong},
 };
 use interrupts::Moderated;
-use ringroad_frame::offload::Support;
+use ringroad_frame::{Snapshot, offload::Support};
 use ringroad_wire::ethernet::MacAddr;
 use std::sync::Arc;
 
@@ -52,6 +56,9 @@ mod codes {
     pub const NOTF_COAL_RX_SET: u8 = 1;
     pub const NOTF_COAL_VQ_SET: u8 = 2;
     pub const NOTF_COAL_VQ_GET: u8 = 3;
+    pub const STATS: u8 = 8;
+    pub const STATS_QUERY: u8 = 0;
+    pub const STATS_GET: u8 = 1;
 }
 use codes::*;
 
@@ -65,7 +72,7 @@ const GUEST_OFFLOAD_BITS: u64 = bits::NET_F_GUEST_CSUM
     | bits::NET_F_GUEST_USO6;
 
 /// What a command has changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Which frames the driver receives: [`Control::filter`].
     Filter,
@@ -77,8 +84,18 @@ pub enum Change {
     Pairs,
     /// How long its interrupts may wait: [`Control::interrupts`].
     Interrupts,
-    /// Nothing: the driver has asked for these parameters.
+    /// Nothing: the driver has asked for these parameters. A buffer that is too short for them is an error.
     Reply([u8; Interrupts::LEN]),
+    /// Nothing: the driver has asked for statistics. A buffer that is too short is filled.
+    Statistics(Vec<u8>),
+}
+
+/// The receive and transmit queues, as far as commands depend on them.
+pub trait Queues {
+    /// Returns whether the queue of that index runs.
+    fn runs(&self, index: u16) -> bool;
+    /// Returns what the queue of that index has counted.
+    fn counted(&self, index: u16) -> Snapshot;
 }
 
 /// Why a command was refused.
@@ -102,6 +119,12 @@ pub enum Refused {
     #[error("queue {index} is not a receive or transmit queue that runs")]
     Queue {
         /// Its index.
+        index: u16,
+    },
+    /// There is no queue of that index.
+    #[error("there is no queue {index}")]
+    NoQueue {
+        /// The index.
         index: u16,
     },
     /// A value is not allowed.
@@ -128,6 +151,8 @@ pub struct Control {
     /// How it wants frames distributed among them, if it says that.
     rss: Option<Arc<Rss>>,
     interrupts: Moderated,
+    /// Number of commands, and of those that were carried out.
+    counted: [u64; 2],
 }
 
 impl Control {
@@ -136,7 +161,16 @@ impl Control {
     /// `pairs`: how many there are.
     pub fn new(acked: u64, mac: MacAddr, pairs: u16) -> Control {
         let (filter, support) = (Arc::new(Filter::everything(mac)), offload::driver_takes(acked));
-        Control { acked, mac, filter, support, pairs: [pairs, 1], rss: None, interrupts: Moderated::default() }
+        Control {
+            acked,
+            mac,
+            filter,
+            support,
+            pairs: [pairs, 1],
+            rss: None,
+            interrupts: Moderated::default(),
+            counted: [0; 2],
+        }
     }
 
     /// Returns which frames the driver receives.
@@ -175,12 +209,27 @@ impl Control {
         self.interrupts.queues.remove(&queue);
     }
 
-    /// Carries a command out, given as the driver wrote it: class, command and their data, read once. `runs`: whether the receive
-    /// or transmit queue of that index runs. Returns what has changed.
+    /// Carries a command out, given as the driver wrote it: class, command and their data, read once. Returns what has changed.
     ///
     /// # Errors
     /// [`Refused`], to be acknowledged with [`ERR`]; nothing has changed.
-    pub fn command(&mut self, bytes: &[u8], runs: impl Fn(u16) -> bool) -> Result<Change, Refused> {
+    pub fn command(&mut self, bytes: &[u8], queues: &impl Queues) -> Result<Change, Refused> {
+        let [commands, ok] = self.counted;
+        // A command counts itself (5.1.6.5.10).
+        self.counted = [commands.wrapping_add(1), ok.wrapping_add(1)];
+        self.carry_out(bytes, queues).inspect_err(|_| self.unanswered())
+    }
+
+    /// The last command is acknowledged with [`ERR`] after all, as there is no room for its reply.
+    pub fn unanswered(&mut self) {
+        let [_, ok] = &mut self.counted;
+        *ok = ok.wrapping_sub(1);
+    }
+
+    fn carry_out(&mut self, bytes: &[u8], queues: &impl Queues) -> Result<Change, Refused> {
+        if bytes.len() > MAX_COMMAND {
+            return Err(Refused::Length { len: bytes.len() });
+        }
         let &[class, command, ref data @ ..] = bytes else { return Err(Refused::Length { len: bytes.len() }) };
         let code = Code { class, command, len: bytes.len() };
         if self.acked & code.feature() == 0 {
@@ -214,7 +263,12 @@ impl Control {
                 Ok(Change::Filter)
             }
             (MQ, _) => self.distribute(code, data),
-            (NOTF_COAL, _) => self.moderate(code, data, runs),
+            (NOTF_COAL, _) => self.moderate(code, data, queues),
+            (STATS, STATS_QUERY) if data.is_empty() => {
+                Ok(Change::Statistics(StatisticTypes::available(self.acked).bits().to_le_bytes().to_vec()))
+            }
+            (STATS, STATS_GET) => self.statistics(code, data, queues),
+            (STATS, _) => Err(code.length()),
             _ => {
                 let offloads = u64::from_le_bytes(data.try_into().map_err(|_| code.length())?);
                 if offloads & !(self.acked & GUEST_OFFLOAD_BITS) != 0 {
@@ -247,10 +301,10 @@ impl Control {
         Ok(Change::Pairs)
     }
 
-    fn moderate(&mut self, code: Code, data: &[u8], runs: impl Fn(u16) -> bool) -> Result<Change, Refused> {
+    fn moderate(&mut self, code: Code, data: &[u8], queues: &impl Queues) -> Result<Change, Refused> {
         let queue = |&[low, high, _, _]: &[u8; 4]| {
             let index = u16::from_le_bytes([low, high]);
-            if runs(index) { Ok(index) } else { Err(Refused::Queue { index }) }
+            if queues.runs(index) { Ok(index) } else { Err(Refused::Queue { index }) }
         };
         let limits = |data: &[u8]| {
             let limits = Interrupts::from_bytes(data.try_into().map_err(|_| code.length())?);
@@ -270,6 +324,40 @@ impl Control {
             command => self.interrupts.set_all(command == NOTF_COAL_TX_SET, limits(data)?),
         }
         Ok(Change::Interrupts)
+    }
+
+    /// Returns statistics of several queues. One that is wrong fails all (5.1.6.5.10).
+    fn statistics(&self, code: Code, data: &[u8], queues: &impl Queues) -> Result<Change, Refused> {
+        let (entries, rest) = data.as_chunks::<{ statistics::ENTRY }>();
+        if !rest.is_empty() {
+            return Err(code.length());
+        }
+        let ([commands, ok], control) = (self.counted, self.control_queue());
+        let mut reply = Vec::new();
+        for &[low, high, _, _, _, _, _, _, ref wanted @ ..] in entries {
+            let (queue, wanted) = (u16::from_le_bytes([low, high]), u64::from_le_bytes(*wanted));
+            if queue > control {
+                return Err(Refused::NoQueue { index: queue });
+            }
+            let there = StatisticTypes::available(self.acked) & StatisticTypes::of_queue(queue, control);
+            if wanted & !there.bits() != 0 {
+                return Err(code.value(wanted));
+            }
+            for types in StatisticTypes::from_bits_truncate(wanted).iter() {
+                match types {
+                    StatisticTypes::CVQ => Statistics::of_control(queue, commands, ok),
+                    _ => Statistics::of(types, queue, &queues.counted(queue)),
+                }
+                .write(&mut reply);
+            }
+        }
+        Ok(Change::Statistics(reply))
+    }
+
+    /// Returns the index of the control queue (5.1.2).
+    fn control_queue(&self) -> u16 {
+        let [there, _] = self.pairs;
+        if self.acked & (bits::NET_F_MQ | bits::NET_F_RSS) == 0 { 2 } else { 2 * there }
     }
 
     fn receive_mode(&mut self, code: Code, data: &[u8]) -> Result<Change, Refused> {
@@ -315,6 +403,7 @@ impl Code {
             (GUEST_OFFLOADS, GUEST_OFFLOADS_SET) => bits::NET_F_CTRL_GUEST_OFFLOADS,
             (NOTF_COAL, NOTF_COAL_TX_SET | NOTF_COAL_RX_SET) => bits::NET_F_NOTF_COAL,
             (NOTF_COAL, NOTF_COAL_VQ_SET | NOTF_COAL_VQ_GET) => bits::NET_F_VQ_NOTF_COAL,
+            (STATS, STATS_QUERY | STATS_GET) => bits::NET_F_DEVICE_STATS,
             _ => 0,
         }
     }
@@ -334,87 +423,6 @@ fn table(data: &[u8]) -> Option<(impl ExactSizeIterator<Item = MacAddr>, &[u8])>
     let len = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;
     let (entries, rest) = data.split_at_checked(len)?;
     Some((entries.as_chunks::<6>().0.iter().map(|&entry| MacAddr(entry)), rest))
-}
-
-/// Driver end: a command to be sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Command<'a> {
-    /// Receive every frame, or not.
-    Promiscuous(bool),
-    /// Receive all multicast frames.
-    AllMulticast(bool),
-    /// Receive all unicast frames.
-    AllUnicast(bool),
-    /// Receive no multicast frame, other than broadcast.
-    NoMulticast(bool),
-    /// Receive no unicast frame.
-    NoUnicast(bool),
-    /// Receive no broadcast frame.
-    NoBroadcast(bool),
-    /// Receive frames to these unicast and these multicast addresses, in addition to the driver's own.
-    Addresses(&'a [MacAddr], &'a [MacAddr]),
-    /// Change the driver's own address.
-    Address(MacAddr),
-    /// Receive frames of a VLAN.
-    AddVlan(u16),
-    /// Receive them no more.
-    RemoveVlan(u16),
-    /// Take these offloads, as bits of the features GUEST_*.
-    Offloads(u64),
-    /// Use this many pairs of queues.
-    Pairs(u16),
-    /// Distribute frames among receive queues by their hash.
-    Rss(&'a Rss),
-    /// Delay interrupts of all transmit queues.
-    TransmitInterrupts(Interrupts),
-    /// Delay interrupts of all receive queues.
-    ReceiveInterrupts(Interrupts),
-    /// Delay interrupts of the queue with this index.
-    QueueInterrupts(u16, Interrupts),
-    /// Return how long those may wait, as [`Interrupts::from_bytes`] reads it.
-    AskInterrupts(u16),
-}
-
-impl Command<'_> {
-    /// Returns the length of the reply in bytes, with the acknowledgement.
-    pub fn reply_len(&self) -> usize {
-        if matches!(self, Command::AskInterrupts(_)) { 1 + Interrupts::LEN } else { 1 }
-    }
-
-    /// Returns the command as the device reads it.
-    pub fn bytes(&self) -> Vec<u8> {
-        let switch = |command, on| vec![RX, command, u8::from(on)];
-        match *self {
-            Command::Promiscuous(on) => switch(RX_PROMISC, on),
-            Command::AllMulticast(on) => switch(RX_ALLMULTI, on),
-            Command::AllUnicast(on) => switch(RX_ALLUNI, on),
-            Command::NoMulticast(on) => switch(RX_NOMULTI, on),
-            Command::NoUnicast(on) => switch(RX_NOUNI, on),
-            Command::NoBroadcast(on) => switch(RX_NOBCAST, on),
-            Command::Addresses(unicast, multicast) => {
-                let mut bytes = vec![MAC, MAC_TABLE_SET];
-                for table in [unicast, multicast] {
-                    bytes.extend((table.len() as u32).to_le_bytes());
-                    table.iter().for_each(|address| bytes.extend(address.0));
-                }
-                bytes
-            }
-            Command::Address(address) => [&[MAC, MAC_ADDR_SET][..], &address.0].concat(),
-            Command::AddVlan(id) => [&[VLAN, VLAN_ADD][..], &id.to_le_bytes()].concat(),
-            Command::RemoveVlan(id) => [&[VLAN, VLAN_DEL][..], &id.to_le_bytes()].concat(),
-            Command::Pairs(pairs) => [&[MQ, MQ_VQ_PAIRS_SET][..], &pairs.to_le_bytes()].concat(),
-            Command::Rss(rss) => [&[MQ, MQ_RSS_CONFIG][..], &rss.bytes()].concat(),
-            Command::TransmitInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_TX_SET][..], &limits.bytes()].concat(),
-            Command::ReceiveInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_RX_SET][..], &limits.bytes()].concat(),
-            Command::QueueInterrupts(index, limits) => {
-                [&[NOTF_COAL, NOTF_COAL_VQ_SET][..], &index.to_le_bytes(), &[0; 2], &limits.bytes()].concat()
-            }
-            Command::AskInterrupts(index) => {
-                [&[NOTF_COAL, NOTF_COAL_VQ_GET][..], &index.to_le_bytes(), &[0; 2]].concat()
-            }
-            Command::Offloads(bits) => [&[GUEST_OFFLOADS, GUEST_OFFLOADS_SET][..], &bits.to_le_bytes()].concat(),
-        }
-    }
 }
 
 #[cfg(test)]

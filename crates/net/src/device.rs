@@ -1,7 +1,10 @@
 //! Device end of virtio-net (virtio 1.3, 5.1.6): transmit queues, which frames come from, and receive queues, which frames go to.
 //! Called by `host`, which provides memory, sockets and notifications.
 
-use ringroad_frame::HEADROOM;
+use ringroad_frame::{
+    Counters, HEADROOM,
+    offload::{Checksum, Offload, Support},
+};
 use ringroad_ring::BURST;
 use ringroad_wire::vnet_hdr;
 
@@ -50,6 +53,20 @@ macro_rules! queue_calls {
             self.ring.tune(tuning);
         }
     };
+}
+
+/// Counts what is left to do to a frame of `len` bytes. `support`: what its receiver takes.
+#[inline(never)]
+fn count_offload(counters: &Counters, offload: Offload, support: Support, len: usize) {
+    match offload.checksum() {
+        Checksum::Complete => {}
+        Checksum::Valid => counters.valid.add(support.contains(Support::VALID).into()),
+        Checksum::Partial { .. } => counters.partial.add(1),
+    }
+    if offload.gso().is_some() {
+        counters.gso.add(1);
+        counters.gso_bytes.add(len as u64);
+    }
 }
 
 mod rx;

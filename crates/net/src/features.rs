@@ -50,6 +50,8 @@ pub mod bits {
     pub const NET_F_MQ: u64 = 1 << 22;
     /// The driver may change its address.
     pub const NET_F_CTRL_MAC_ADDR: u64 = 1 << 23;
+    /// The driver reads the device's statistics.
+    pub const NET_F_DEVICE_STATS: u64 = 1 << 50;
     /// The driver sets for how long interrupts of one queue may wait.
     pub const NET_F_VQ_NOTF_COAL: u64 = 1 << 52;
     /// The driver sets for how long interrupts of all receive or transmit queues may wait.
@@ -124,6 +126,8 @@ bitflags! {
         const CTRL_MAC_ADDR = bits::NET_F_CTRL_MAC_ADDR;
         /// VIRTIO_NET_F_CTRL_GUEST_OFFLOADS.
         const CTRL_GUEST_OFFLOADS = bits::NET_F_CTRL_GUEST_OFFLOADS;
+        /// VIRTIO_NET_F_DEVICE_STATS.
+        const DEVICE_STATS = bits::NET_F_DEVICE_STATS;
         /// VIRTIO_NET_F_VQ_NOTF_COAL.
         const VQ_NOTF_COAL = bits::NET_F_VQ_NOTF_COAL;
         /// VIRTIO_NET_F_NOTF_COAL.
@@ -167,6 +171,7 @@ impl Features {
         .union(Features::RSS)
         .union(Features::CTRL_MAC_ADDR)
         .union(Features::CTRL_GUEST_OFFLOADS)
+        .union(Features::DEVICE_STATS)
         .union(Features::VQ_NOTF_COAL)
         .union(Features::NOTF_COAL);
 
@@ -250,7 +255,7 @@ mod tests {
     fn bits_of_the_specification() {
         let basic = 1 << 63 | 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
         let offloads = 0b11 | 0xff << 7 | 0b111 << 54;
-        let control = 1 << 2 | 0b1111 << 17 | 0b11 << 22 | 0b11 << 52 | 1 << 60;
+        let control = 1 << 2 | 0b1111 << 17 | 0b11 << 22 | 1 << 50 | 0b11 << 52 | 1 << 60;
         assert_eq!(Features::all().bits(), basic | offloads | control);
         assert_eq!(Features::CONTROL.bits(), control);
         assert_eq!(Features::OFFLOADS.bits(), offloads);

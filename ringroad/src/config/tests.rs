@@ -215,6 +215,7 @@ fn each_feature_has_its_key() {
         "rss",
         "notf_coal",
         "vq_notf_coal",
+        "device_stats",
     ];
     let keys: Vec<_> = [&rings[..], &sends, &takes, &control].concat();
     assert_eq!(keys.len() + 1, Features::all().iter().count(), "all but version_1");

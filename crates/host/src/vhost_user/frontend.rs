@@ -6,7 +6,7 @@ use crate::{socket::connect, sys};
 use ringroad_mem::Region;
 use ringroad_net::{
     Driver, DriverConfig, DriverError, bits,
-    control::{self, Command, DriverControl, Interrupts},
+    control::{self, Command, DriverControl, Interrupts, StatisticTypes, Statistics},
 };
 use ringroad_ring::{Addresses, DriverFault, Features};
 use std::{
@@ -541,6 +541,28 @@ impl Connection {
     pub fn interrupts(&mut self, queue: u16, patience: Duration) -> Result<Interrupts, CommandError> {
         self.command(&Command::AskInterrupts(queue), patience)?;
         self.driver.control.as_ref().and_then(DriverControl::interrupts).ok_or(CommandError::NoQueue)
+    }
+
+    /// Asks the device which types of statistics there are. Waits as [`Connection::command`] does.
+    ///
+    /// # Errors
+    /// As for [`Connection::command`].
+    pub fn statistic_types(&mut self, patience: Duration) -> Result<StatisticTypes, CommandError> {
+        self.command(&Command::AskStatisticTypes, patience)?;
+        self.driver.control.as_ref().and_then(DriverControl::statistic_types).ok_or(CommandError::NoQueue)
+    }
+
+    /// Asks the device for statistics of these types of the vrings with these indices. Waits as [`Connection::command`] does.
+    ///
+    /// # Errors
+    /// As for [`Connection::command`].
+    pub fn statistics(
+        &mut self,
+        wanted: &[(u16, StatisticTypes)],
+        patience: Duration,
+    ) -> Result<Vec<Statistics>, CommandError> {
+        self.command(&Command::AskStatistics(wanted), patience)?;
+        Ok(self.driver.control.as_ref().map(DriverControl::statistics).unwrap_or_default())
     }
 
     /// Stops all queues. Returns how many buffers the device took and never returned, which should be 0; `None` if it has

@@ -12,10 +12,10 @@ use crate::{
     socket::{Lines, say},
     worker::{PortHandle, Worker},
 };
-use ringroad_frame::{copy_some, offload::Support, write_some};
+use ringroad_frame::{Snapshot, copy_some, offload::Support, write_some};
 use ringroad_net::{
     Coalesce, Config, Features, RxQueue, TxQueue, bits,
-    control::{self, Change, Control},
+    control::{self, Change, Control, Queues},
     rss::Rss,
 };
 use ringroad_ring::{Chains, Inflight};
@@ -306,14 +306,7 @@ impl<K: PortKind> NetDevice<K> {
             let len = copy_some(chains.readable(&chain).iter().copied(), 0, &mut bytes);
             let done = self.command(bytes.get(..len).unwrap_or_default());
             sooner |= done == Some(Change::Interrupts);
-            let room = chain.writable_len() as usize;
-            let reply = match done {
-                Some(Change::Reply(parameters)) if parameters.len() < room => {
-                    [&[control::OK][..], &parameters].concat()
-                }
-                None | Some(Change::Reply(_)) => vec![control::ERR],
-                Some(_) => vec![control::OK],
-            };
+            let reply = self.reply(done, chain.writable_len() as usize);
             let written = write_some(chains.writable(&chain).iter().copied(), &reply);
             if let Some(chain) = chains.list_mut().get_mut(index) {
                 chain.written = written as u32;
@@ -325,12 +318,24 @@ impl<K: PortKind> NetDevice<K> {
         }
     }
 
+    /// Returns the reply to a command that was carried out, or refused, for a buffer with this room.
+    fn reply(&self, done: Option<Change>, room: usize) -> Vec<u8> {
+        match done {
+            Some(Change::Reply(parameters)) if parameters.len() < room => [&[control::OK][..], &parameters].concat(),
+            Some(Change::Reply(_)) => {
+                self.controlled().state.iter_mut().for_each(Control::unanswered);
+                vec![control::ERR]
+            }
+            Some(Change::Statistics(statistics)) => [&[control::OK][..], &statistics].concat(),
+            Some(_) => vec![control::OK],
+            None => vec![control::ERR],
+        }
+    }
+
     /// Carries out a command; returns what has changed, or `None` if it is refused.
     fn command(&self, bytes: &[u8]) -> Option<Change> {
-        let runs = |index| self.running().get(usize::from(index)).copied().unwrap_or_default();
         let done = match &mut self.controlled().state {
-            Some(_) if bytes.len() > control::MAX_COMMAND => Err(control::Refused::Length { len: bytes.len() }),
-            Some(control) => control.command(bytes, runs).map(|change| (change, control.mac())),
+            Some(control) => control.command(bytes, self).map(|change| (change, control.mac())),
             None => return None,
         };
         match done {
@@ -388,6 +393,18 @@ fn stop<Q>(slot: &mut Slot<Q>, base: impl Fn(&mut Q) -> u32) -> u32 {
     let base = base(&mut queue);
     slot.vring.notify();
     base
+}
+
+impl<K: PortKind> Queues for NetDevice<K> {
+    fn runs(&self, index: u16) -> bool {
+        self.running().get(usize::from(index)).copied().unwrap_or_default()
+    }
+
+    fn counted(&self, index: u16) -> Snapshot {
+        let (pair, port) = (usize::from(index / 2), &self.port.0);
+        let counters = if index.is_multiple_of(2) { &port.rx_counters } else { &port.tx_counters };
+        counters.get(pair).map_or_else(Snapshot::default, |counters| counters.snapshot())
+    }
 }
 
 impl<K: PortKind> VhostDevice for NetDevice<K> {

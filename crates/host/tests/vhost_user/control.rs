@@ -6,7 +6,10 @@ use ringroad_host::{
     PortKind,
     vhost_user::{CommandError, Connection},
 };
-use ringroad_net::{Features, bits, control::Command};
+use ringroad_net::{
+    Features, bits,
+    control::{Command, StatisticTypes},
+};
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
 
@@ -110,4 +113,39 @@ fn commands_that_are_refused_or_come_too_fast() {
     };
     assert!(matches!(without.command(&Command::Address(OURS), PATIENCE), Err(CommandError::NoQueue)));
     assert_eq!(rig.faults(), 0);
+}
+
+#[test]
+fn the_guest_reads_what_was_counted() {
+    use StatisticTypes as Types;
+    for layout in LAYOUTS {
+        let rig = Rig::new(&format!("control-statistics{layout:x}"));
+        let mut other = rig.guest(1, SPLIT);
+        let offloads = bits::NET_F_CSUM | bits::NET_F_GUEST_CSUM;
+        let mut connection = rig.connector(layout | Features::CONTROL.bits() | offloads).connect().unwrap();
+        let types = Types::all() - Types::RX_GSO;
+        assert_eq!(connection.statistic_types(PATIENCE).unwrap(), types);
+        for _ in 0..7 {
+            other.send_to(NOBODY);
+        }
+        received(&mut connection, &mut other);
+        let wanted = [(0, Types::RX_BASIC | Types::RX_CSUM), (1, Types::TX_BASIC | Types::TX_CSUM), (2, Types::CVQ)];
+        let all = connection.statistics(&wanted, PATIENCE).unwrap();
+        let [receive, checksums, transmit, _, control] = &all[..] else { panic!("{all:?}") };
+        let report = rig.report(0).sent;
+        assert_eq!(receive.get("rx_packets"), Some(8));
+        assert_eq!(receive.get("rx_bytes"), Some(report.bytes));
+        assert_eq!((receive.get("rx_drops"), checksums.get("rx_csum_none")), (Some(0), Some(8)));
+        assert!(receive.get("rx_interrupts").is_some_and(|count| count > 0 && count <= 8));
+        assert_eq!(transmit.get("tx_packets"), Some(0));
+        assert!(transmit.get("tx_notifications").is_some_and(|count| count > 0), "the kick when it connected");
+        assert_eq!((control.get("command_num"), control.get("ok_num")), (Some(2), Some(2)));
+        for wrong in [(3, Types::CVQ), (0, Types::TX_BASIC), (0, Types::RX_GSO)] {
+            let refused = connection.statistics(&[wrong], PATIENCE);
+            assert!(matches!(refused, Err(CommandError::Refused)), "{wrong:?}: {refused:?}");
+        }
+        let all = connection.statistics(&[(2, Types::CVQ)], PATIENCE).unwrap();
+        assert_eq!((all[0].get("command_num"), all[0].get("ok_num")), (Some(6), Some(3)));
+        assert_eq!(rig.faults(), 0);
+    }
 }

@@ -3,7 +3,7 @@
 mod fill;
 mod room;
 
-use super::FETCH;
+use super::{FETCH, count_offload};
 use crate::{
     control::Interrupts,
     features::bits,
@@ -293,6 +293,9 @@ impl RxQueue {
                     *used += count;
                     tally.frames += 1;
                     tally.bytes += frame.len() as u64;
+                    if burst.has_offloads() {
+                        count_offload(&self.counters, burst.offload(index.into()), self.support, frame.len());
+                    }
                 }
                 Err(Refusal::Full | Refusal::Crowded) if wait => {
                     tally.left += left;

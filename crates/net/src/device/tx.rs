@@ -1,6 +1,6 @@
 //! Transmit queues: the driver sends, we take.
 
-use super::FETCH;
+use super::{FETCH, count_offload};
 use crate::{
     control::Interrupts,
     moderation::{Coalesce, Moderation, Notice},
@@ -135,6 +135,9 @@ impl TxQueue {
         if self.tuning.fetches() {
             let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
         }
+        if burst.has_offloads() {
+            self.count_offloads(burst);
+        }
         let (frames, bytes) =
             if self.counted == 0 { (burst.frames().len() as u64, bytes) } else { self.uncounted(burst) };
         self.counters.frames.add(frames);
@@ -208,6 +211,15 @@ impl TxQueue {
         self.counted = self.counted.saturating_sub(chains.len());
         let frames = burst.frames().iter().filter(|frame| burst.piece(frame) >= start);
         frames.fold((0, 0), |(count, bytes), frame| (count + 1, bytes + frame.len() as u64))
+    }
+
+    /// Counts the offloads of the frames of the burst that were not counted before.
+    #[inline(never)]
+    fn count_offloads(&self, burst: &Burst) {
+        let start = self.chains.list().get(self.counted).map_or(usize::MAX, Chain::first);
+        for (index, frame) in burst.frames().iter().enumerate().filter(|(_, frame)| burst.piece(frame) >= start) {
+            count_offload(&self.counters, burst.offload(index), self.support, frame.len());
+        }
     }
 
     /// Takes the chains that are missing for a burst of `batch` frames and prefetches their first lines. Returns a fault only if

@@ -1,6 +1,6 @@
 //! Frames that a source reads straight into the driver's buffers, before it can see them.
 
-use super::{Refusal, RxQueue};
+use super::{Refusal, RxQueue, count_offload};
 use crate::offload;
 use ringroad_frame::{BURST, HEAD, HEADROOM, Poured, copy_some, offload::Offload};
 use ringroad_mem::Span;
@@ -52,6 +52,9 @@ impl RxQueue {
                     used += count;
                     frames += 1;
                     bytes += len - vnet_hdr::SIZE;
+                    if !offload.is_none() {
+                        count_offload(&self.counters, offload, self.support, len - vnet_hdr::SIZE);
+                    }
                 }
                 None => oversize += 1,
             }
