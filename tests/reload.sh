@@ -230,6 +230,18 @@ vsock_ends() {
   grep -q '^ok' "$state/held"
 }
 
+# The guest's interface has lost its link (0) or has it (1), and only that one's.
+carrier() { # GUEST, 0 or 1
+  local found
+  for _ in $(seq 30); do
+    found=$(in_guest "$1" 'cat /sys/class/net/[!l]*/carrier 2>/dev/null; ip link | grep -c NO-CARRIER') || true
+    [ "$found" != "$2"$'\n'"$((1 - $2))" ] || return 0
+    sleep 0.2
+  done
+  echo "carrier and number of interfaces without one, expected $2 and $((1 - $2)), found: $found"
+  return 1
+}
+
 frontends() { grep -c "port $1: frontend connected" "$state/ringroad.log" || true; }
 
 # --- in place ------------------------------------------------------------------------------------------------------------
@@ -292,6 +304,20 @@ in_place() {
   done
   tap_port=''
   check "host: port.mtu back" keeps port.mtu "$both" || true
+  # A guest under User-Mode Linux learns that its link is down, and up again; pings then work at once.
+  uml_port='link = false'
+  check "uml: link = false" keeps port.link qemu || true
+  check "uml: no carrier" carrier uml 0 || true
+  uml_port=''
+  check "uml: port.link back" keeps port.link qemu || true
+  check "uml: carrier" carrier uml 1 || true
+  check "uml: ping after link" pings uml || true
+  # QEMU keeps the state of the link to itself, and its guest just receives nothing.
+  qemu_port='link = false'
+  check "qemu: link = false" keeps port.link uml || true
+  qemu_port=''
+  check "qemu: port.link back" keeps port.link uml || true
+  check "qemu: ping after link" pings qemu || true
   # A port in mode "drop" does not answer; the other one is not affected, and the guest stays connected.
   for line in 'mode = "drop"' 'mode = "reflect"'; do
     uml_port=$line

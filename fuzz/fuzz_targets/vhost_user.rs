@@ -46,7 +46,7 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
         socket: socket.clone(),
         role: Role::Server,
         features: Features::all(),
-        config: Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 2, mtu: 1500, speed: Some(10_000) },
+        config: Config { mac: MacAddr::local(1), queue_pairs: 2, speed: Some(10_000), ..Config::default() },
         settings: PortSettings { limits: Default::default(), ..PortSettings::default() },
         frontend: Limits { connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() },
         access: Access::default(),

@@ -14,6 +14,8 @@ mod inflight;
 mod interrupts;
 #[path = "vhost_user/limits.rs"]
 mod limits;
+#[path = "vhost_user/link.rs"]
+mod link;
 #[path = "vhost_user/memory.rs"]
 mod memory;
 #[path = "vhost_user/messages.rs"]

@@ -46,6 +46,8 @@ mod codes {
     pub const VLAN: u8 = 2;
     pub const VLAN_ADD: u8 = 0;
     pub const VLAN_DEL: u8 = 1;
+    pub const ANNOUNCE: u8 = 3;
+    pub const ANNOUNCE_ACK: u8 = 0;
     pub const MQ: u8 = 4;
     pub const MQ_VQ_PAIRS_SET: u8 = 0;
     pub const MQ_RSS_CONFIG: u8 = 1;
@@ -84,6 +86,8 @@ pub enum Change {
     Pairs,
     /// How long its interrupts may wait: [`Control::interrupts`].
     Interrupts,
+    /// The driver has announced itself: VIRTIO_NET_S_ANNOUNCE is to be cleared.
+    Announced,
     /// Nothing: the driver has asked for these parameters. A buffer that is too short for them is an error.
     Reply([u8; Interrupts::LEN]),
     /// Nothing: the driver has asked for statistics. A buffer that is too short is filled.
@@ -268,7 +272,8 @@ impl Control {
                 Ok(Change::Statistics(StatisticTypes::available(self.acked).bits().to_le_bytes().to_vec()))
             }
             (STATS, STATS_GET) => self.statistics(code, data, queues),
-            (STATS, _) => Err(code.length()),
+            (ANNOUNCE, _) if data.is_empty() => Ok(Change::Announced),
+            (STATS | ANNOUNCE, _) => Err(code.length()),
             _ => {
                 let offloads = u64::from_le_bytes(data.try_into().map_err(|_| code.length())?);
                 if offloads & !(self.acked & GUEST_OFFLOAD_BITS) != 0 {
@@ -398,6 +403,7 @@ impl Code {
             (MAC, MAC_TABLE_SET) => bits::NET_F_CTRL_RX,
             (MAC, MAC_ADDR_SET) => bits::NET_F_CTRL_MAC_ADDR,
             (VLAN, VLAN_ADD | VLAN_DEL) => bits::NET_F_CTRL_VLAN,
+            (ANNOUNCE, ANNOUNCE_ACK) => bits::NET_F_GUEST_ANNOUNCE,
             (MQ, MQ_VQ_PAIRS_SET) => bits::NET_F_MQ,
             (MQ, MQ_RSS_CONFIG) => bits::NET_F_RSS,
             (GUEST_OFFLOADS, GUEST_OFFLOADS_SET) => bits::NET_F_CTRL_GUEST_OFFLOADS,

@@ -32,7 +32,7 @@ macro_rules! queue_calls {
         }
 
         /// Sets the maximum length of a frame, in bytes from the destination address to the end of the payload. Longer frames are
-        /// dropped and counted.
+        /// dropped and counted. 0: the link is down, all frames are dropped and counted as `stopped`.
         pub fn limit(&mut self, frame: usize) {
             self.limit = frame;
         }

@@ -46,6 +46,8 @@ pub mod bits {
     pub const NET_F_CTRL_VLAN: u64 = 1 << 19;
     /// The driver turns kinds of addresses on and off.
     pub const NET_F_CTRL_RX_EXTRA: u64 = 1 << 20;
+    /// The driver announces itself to the network when the device asks for it.
+    pub const NET_F_GUEST_ANNOUNCE: u64 = 1 << 21;
     /// The driver may use several pairs of queues.
     pub const NET_F_MQ: u64 = 1 << 22;
     /// The driver may change its address.
@@ -126,6 +128,8 @@ bitflags! {
         const CTRL_MAC_ADDR = bits::NET_F_CTRL_MAC_ADDR;
         /// VIRTIO_NET_F_CTRL_GUEST_OFFLOADS.
         const CTRL_GUEST_OFFLOADS = bits::NET_F_CTRL_GUEST_OFFLOADS;
+        /// VIRTIO_NET_F_GUEST_ANNOUNCE.
+        const GUEST_ANNOUNCE = bits::NET_F_GUEST_ANNOUNCE;
         /// VIRTIO_NET_F_DEVICE_STATS.
         const DEVICE_STATS = bits::NET_F_DEVICE_STATS;
         /// VIRTIO_NET_F_VQ_NOTF_COAL.
@@ -171,6 +175,7 @@ impl Features {
         .union(Features::RSS)
         .union(Features::CTRL_MAC_ADDR)
         .union(Features::CTRL_GUEST_OFFLOADS)
+        .union(Features::GUEST_ANNOUNCE)
         .union(Features::DEVICE_STATS)
         .union(Features::VQ_NOTF_COAL)
         .union(Features::NOTF_COAL);
@@ -189,6 +194,8 @@ impl Features {
             (Features::HOST_ECN, tso),
             (Features::GUEST_ECN, guest_tso),
             (Features::CONTROL, Features::CTRL_VQ),
+            // The device asks for it in the status field.
+            (Features::GUEST_ANNOUNCE, Features::STATUS),
         ];
         rules.into_iter().fold(self, |all, (of, needs)| if all.intersects(needs) { all } else { all - of })
     }
@@ -207,6 +214,10 @@ impl Default for Features {
     }
 }
 
+/// VIRTIO_NET_S_LINK_UP and VIRTIO_NET_S_ANNOUNCE.
+const LINK_UP: u16 = 1;
+const ANNOUNCE: u16 = 2;
+
 /// The configuration space of a network device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -214,6 +225,8 @@ pub struct Config {
     pub mac: MacAddr,
     /// Whether the link is up.
     pub link_up: bool,
+    /// Whether the driver is to announce itself to the network.
+    pub announce: bool,
     /// Pairs of a receive and a transmit queue.
     pub queue_pairs: u16,
     /// The largest payload of a frame.
@@ -223,9 +236,9 @@ pub struct Config {
 }
 
 impl Default for Config {
-    /// A local address, link up, one queue pair, an MTU of 1500 bytes, of unknown speed.
+    /// A local address, link up, nothing to announce, one queue pair, an MTU of 1500 bytes, of unknown speed.
     fn default() -> Config {
-        Config { mac: MacAddr::local(1), link_up: true, queue_pairs: 1, mtu: 1500, speed: None }
+        Config { mac: MacAddr::local(1), link_up: true, announce: false, queue_pairs: 1, mtu: 1500, speed: None }
     }
 }
 
@@ -236,7 +249,9 @@ impl Config {
         let (speed, duplex) = self.speed.map_or((u32::MAX, u8::MAX), |speed| (speed, 1));
         let mut bytes = [0; 24];
         bytes[..6].copy_from_slice(&self.mac.0);
-        bytes[6..8].copy_from_slice(&u16::from(self.link_up).to_le_bytes());
+        let flag = |on, bit: u16| if on { bit } else { 0 };
+        let status = flag(self.link_up, LINK_UP) | flag(self.announce, ANNOUNCE);
+        bytes[6..8].copy_from_slice(&status.to_le_bytes());
         bytes[8..10].copy_from_slice(&self.queue_pairs.to_le_bytes());
         bytes[10..12].copy_from_slice(&self.mtu.to_le_bytes());
         bytes[12..16].copy_from_slice(&speed.to_le_bytes());
@@ -244,6 +259,20 @@ impl Config {
         bytes[18..20].copy_from_slice(&(rss::TABLE as u16).to_le_bytes());
         bytes[20..].copy_from_slice(&HashTypes::all().bits().to_le_bytes());
         bytes
+    }
+
+    /// Reads a device's configuration space, up to and with `speed`.
+    pub fn from_bytes(bytes: &[u8; 24]) -> Config {
+        let [m0, m1, m2, m3, m4, m5, s0, s1, q0, q1, t0, t1, v0, v1, v2, v3, ..] = *bytes;
+        let (status, speed) = (u16::from_le_bytes([s0, s1]), u32::from_le_bytes([v0, v1, v2, v3]));
+        Config {
+            mac: MacAddr([m0, m1, m2, m3, m4, m5]),
+            link_up: status & LINK_UP != 0,
+            announce: status & ANNOUNCE != 0,
+            queue_pairs: u16::from_le_bytes([q0, q1]),
+            mtu: u16::from_le_bytes([t0, t1]),
+            speed: (speed != u32::MAX).then_some(speed),
+        }
     }
 }
 
@@ -255,7 +284,7 @@ mod tests {
     fn bits_of_the_specification() {
         let basic = 1 << 63 | 1 << 3 | 1 << 5 | 1 << 15 | 1 << 16 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 34 | 1 << 35;
         let offloads = 0b11 | 0xff << 7 | 0b111 << 54;
-        let control = 1 << 2 | 0b1111 << 17 | 0b11 << 22 | 1 << 50 | 0b11 << 52 | 1 << 60;
+        let control = 1 << 2 | 0b11111 << 17 | 0b11 << 22 | 1 << 50 | 0b11 << 52 | 1 << 60;
         assert_eq!(Features::all().bits(), basic | offloads | control);
         assert_eq!(Features::CONTROL.bits(), control);
         assert_eq!(Features::OFFLOADS.bits(), offloads);
@@ -267,6 +296,8 @@ mod tests {
         assert_eq!((sending | Features::CSUM).consistent(), sending | Features::CSUM);
         assert_eq!((receiving - Features::GUEST_TSO4).consistent(), Features::GUEST_CSUM);
         assert_eq!((Features::all() - Features::CTRL_VQ).consistent(), Features::all() - Features::CONTROL);
+        let silent = Features::all() - Features::STATUS;
+        assert_eq!(silent.consistent(), silent - Features::GUEST_ANNOUNCE);
         assert_eq!(Features::REQUIRED.bits(), 1 << 32);
     }
 
@@ -275,6 +306,7 @@ mod tests {
         let config = Config {
             mac: MacAddr([1, 2, 3, 4, 5, 6]),
             link_up: true,
+            announce: false,
             queue_pairs: 0x0708,
             mtu: 0x090a,
             speed: Some(10_000),
@@ -283,5 +315,9 @@ mod tests {
         assert_eq!(config.bytes(), bytes);
         assert_eq!(Config { speed: None, ..config }.bytes()[12..17], [0xff; 5]);
         assert_eq!(Config { link_up: false, ..config }.bytes()[6..8], [0, 0]);
+        assert_eq!(Config { announce: true, ..config }.bytes()[6..8], [3, 0]);
+        for config in [config, Config { announce: true, ..config }, Config { link_up: false, speed: None, ..config }] {
+            assert_eq!(Config::from_bytes(&config.bytes()), config);
+        }
     }
 }

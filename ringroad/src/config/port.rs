@@ -98,6 +98,8 @@ pub struct E1000Card {
     /// How its interrupts are moderated.
     #[serde(deserialize_with = "mitigation")]
     pub mitigation: Mitigation,
+    /// Whether the link is up.
+    pub link: bool,
     /// Access to the socket, and a client's budgets.
     #[serde(skip)]
     pub frontend: Frontend,
@@ -110,6 +112,7 @@ impl Default for E1000Card {
             mac: None,
             fixed: false,
             mitigation: Mitigation::default(),
+            link: true,
             frontend: Frontend::default(),
         }
     }
@@ -140,6 +143,8 @@ pub struct VhostUser {
     /// Link speed advertised to the guest, in Mb/s, if set in the file.
     #[serde(deserialize_with = "speed")]
     pub speed: Option<u32>,
+    /// Whether the link is up.
+    pub link: bool,
     /// How long the interrupt for sent frames may wait for more of them.
     #[serde(deserialize_with = "interrupt_delay")]
     pub interrupt_delay: Duration,
@@ -176,6 +181,7 @@ impl Default for VhostUser {
             fixed: false,
             tuning: Tuning::default(),
             speed: None,
+            link: true,
             interrupt_delay: INTERRUPT_DELAY,
             frontend: Frontend::default(),
         }
@@ -204,6 +210,15 @@ impl Port {
         match &self.kind {
             Kind::VhostUser(guest) => Some(guest),
             _ => None,
+        }
+    }
+
+    /// Returns whether a guest's link is up.
+    pub fn link(&self) -> bool {
+        match &self.kind {
+            Kind::VhostUser(guest) => guest.link,
+            Kind::E1000(card) => card.link,
+            Kind::Tap(_) => true,
         }
     }
 

@@ -36,6 +36,7 @@ isolated = true
 vlan = 10
 link_local = "forward"
 speed = "25Gb/s"
+link = false
 interrupt_delay = "2ms"
 mtu = 1500
 poll = "unlimited"
@@ -114,6 +115,7 @@ fn example() {
             fixed: true,
             tuning: Tuning::default(),
             speed: Some(25_000),
+            link: false,
             interrupt_delay: Duration::from_millis(2),
             frontend: Frontend::default(),
         }),
@@ -168,6 +170,7 @@ fn defaults() {
         fixed: false,
         tuning,
         speed: None,
+        link: true,
         interrupt_delay,
         frontend,
     });
@@ -215,6 +218,7 @@ fn each_feature_has_its_key() {
         "rss",
         "notf_coal",
         "vq_notf_coal",
+        "guest_announce",
         "device_stats",
     ];
     let keys: Vec<_> = [&rings[..], &sends, &takes, &control].concat();
@@ -444,6 +448,7 @@ fn broken_files() {
         ),
         (vm1("native = 1"), "5: port \"vm1\": key `native`: requires key `trunk`, which is missing"),
         (vm1("vlan = 1\nnative = 1"), "6: port \"vm1\": key `native`: requires key `trunk`, which is missing"),
+        (vm1("link = 1"), "5: port \"vm1\": key `link`: "),
         (vm1("isolated = 1"), "5: port \"vm1\": key `isolated`: "),
         (
             vm1("limits = { rate = \"999kb/s\" }"),

@@ -136,22 +136,24 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
     let Port { name: _, mode, hairpin, gro, queues, mtu, poll, kind, limits, vlans, mirror } = before;
     match (kind, &after.kind) {
         (Kind::VhostUser(guest), Kind::VhostUser(other)) => {
-            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, speed, interrupt_delay, frontend } =
+            let VhostUser { socket, role, features, mac: _, fixed: _, tuning, speed, link, interrupt_delay, frontend } =
                 guest;
             of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
             diff.key("port.socket", Reconnects, socket, &other.socket);
             diff.key("port.role", Reconnects, role, &other.role);
             diff.key("port.features", Reconnects, features, &other.features);
             diff.key("port.queues", Reconnects, queues, &after.queues);
-            // Drivers read the configuration space only when they start.
+            // Drivers read these only when they start, and the MTU must not change (virtio 1.3, 5.1.4.1).
             diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", Reconnects, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
             diff.key("port.speed", Reconnects, speed, &other.speed);
+            diff.key("port.link", InPlace, link, &other.link);
             diff.key("port.tuning", InPlace, tuning, &other.tuning);
             diff.key("port.interrupt_delay", InPlace, interrupt_delay, &other.interrupt_delay);
         }
         (Kind::E1000(card), Kind::E1000(other)) => {
-            let E1000Card { socket, mac: _, fixed: _, mitigation, frontend } = card;
+            let E1000Card { socket, mac: _, fixed: _, mitigation, link, frontend } = card;
+            diff.key("port.link", InPlace, link, &other.link);
             of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
             diff.key("port.socket", Reconnects, socket, &other.socket);
             diff.key("port.mitigation", Reconnects, mitigation, &other.mitigation);
@@ -297,6 +299,7 @@ socket = "/run/v"
             ("[workers]\npoll = \"0\"", "[switch]\nageing = \"1s\"", "key `switch.ageing`: in place"),
             ("[workers]\npoll = \"0\"", "[switch]\nentries = 1", "key `switch.entries`: in place"),
             ("[workers]\npoll = \"0\"", "[log]\nlines = 1", "key `log.lines`: in place"),
+            ("mtu = 1500", "link = false", "port vm1: key `port.link`: in place"),
             ("mtu = 1500", "mtu = 1400", "port vm1: key `port.mtu`: reconnects the guest"),
             ("mtu = 1500", "mac = \"02:00:00:00:00:01\"", "port vm1: key `port.mac`: reconnects the guest"),
             ("mtu = 1500", "queues = 2", "port vm1: key `port.queues`: reconnects the guest"),

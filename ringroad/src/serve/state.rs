@@ -292,10 +292,11 @@ impl Running {
         progress.at(format!("starting port {}", port.name));
         let (settings, mode) = (settings(port, poll), port.mode);
         let kind = match &port.kind {
-            config::Kind::VhostUser(VhostUser { socket, role, features, speed, frontend, .. }) => {
+            config::Kind::VhostUser(VhostUser { socket, role, features, speed, link, frontend, .. }) => {
                 let config = Space {
                     mac: port.mac(),
-                    link_up: true,
+                    link_up: *link,
+                    announce: false,
                     queue_pairs: port.queues,
                     mtu: port.mtu.unwrap_or(MTU),
                     speed: *speed,
@@ -323,6 +324,7 @@ impl Running {
                     mac: port.mac(),
                     mtu: port.mtu.unwrap_or(MTU),
                     mitigation: card.mitigation,
+                    link_up: card.link,
                     settings,
                     client: card.frontend.limits,
                     access: card.frontend.access(),
@@ -380,8 +382,12 @@ impl Running {
         }
         if let Some(frontend) = port.frontend() {
             let set = match &self.kind {
-                Kind::Vhost(server) => server.set_frontend(frontend.limits, frontend.access()),
+                Kind::Vhost(server) => {
+                    server.set_link(port.link());
+                    server.set_frontend(frontend.limits, frontend.access())
+                }
                 Kind::E1000(server) => {
+                    server.set_link(port.link());
                     server.set_mtu(port.mtu.unwrap_or(MTU));
                     server.set_client(frontend.limits, frontend.access())
                 }

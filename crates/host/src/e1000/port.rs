@@ -125,6 +125,8 @@ impl Card {
         if effects.contains(Effects::QUIESCE) {
             self.tx.enter().quiesce();
             self.rx.enter().quiesce();
+            // A queue that has stopped keeps nobody waiting.
+            self.room.tail_moved();
         }
         if effects.contains(Effects::TRANSMIT) {
             self.transmit.tail_moved();

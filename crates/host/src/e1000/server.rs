@@ -29,6 +29,8 @@ pub struct E1000Config {
     pub mtu: u16,
     /// How its interrupts are moderated.
     pub mitigation: Mitigation,
+    /// Whether it has a link at first.
+    pub link_up: bool,
     /// How the port behaves.
     pub settings: PortSettings,
     /// Limits of its client.
@@ -46,6 +48,7 @@ impl Default for E1000Config {
             mac: MacAddr::local(1),
             mtu: 1500,
             mitigation: Mitigation::default(),
+            link_up: true,
             settings: PortSettings::default(),
             client: Limits::default(),
             access: Access::default(),
@@ -80,7 +83,7 @@ impl<K: PortKind> E1000Server<K> {
     ) -> Result<Self, SocketError> {
         let name = format!("port {}", config.name);
         let failed = |error| SocketError::Start { name: name.clone(), error };
-        let device = DeviceConfig { mac: config.mac, mitigation: config.mitigation, up: true };
+        let device = DeviceConfig { mac: config.mac, mitigation: config.mitigation, up: config.link_up };
         let card = Device::new(device).map_err(|error| failed(std::io::Error::other(error)))?;
         let interrupts = Interrupts::new(true, 1, 0);
         let lines = Lines::new(&name, config.client.lines);

@@ -123,6 +123,31 @@ impl AsFd for CallFd {
     }
 }
 
+/// A descriptor for requests to a frontend: a Unix stream socket.
+pub(crate) struct ChannelFd(File);
+
+impl ChannelFd {
+    /// Checks a file from the frontend.
+    pub(crate) fn new(file: File) -> Result<ChannelFd, Refused> {
+        if !sys::is_unix_stream(file.as_fd()) {
+            let found = name(&file);
+            return Err(Refused { file, expected: "a Unix stream socket", found });
+        }
+        Ok(ChannelFd(file))
+    }
+
+    /// Sends BACKEND_CONFIG_CHANGE_MSG without asking for a reply, unless what was sent before has not been read.
+    pub(crate) fn config_changed(&self) {
+        const CONFIG_CHANGE: u32 = 2;
+        const VERSION: u32 = 1;
+        if !sys::is_unread(self.0.as_fd()).unwrap_or(true) {
+            let message = [CONFIG_CHANGE, VERSION, 0].map(u32::to_ne_bytes);
+            // Its end may be closed.
+            let _ = sys::guard::send(self.0.as_fd(), message.as_flattened());
+        }
+    }
+}
+
 /// Guest memory that is not mapped yet: a file in memory, so that page faults are served by the kernel alone.
 pub(crate) struct MemoryFile(File);
 

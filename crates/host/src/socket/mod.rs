@@ -11,7 +11,7 @@ mod serving;
 
 pub(crate) use call::{Alarm, Call};
 pub use descriptor::Kick;
-pub(crate) use descriptor::{CallFd, Disposal, MemoryFile, Refused};
+pub(crate) use descriptor::{CallFd, ChannelFd, Disposal, MemoryFile, Refused};
 pub(crate) use door::{Door, RETRY};
 pub use limits::{Limits, Rate};
 pub(crate) use limits::{Lines, say};

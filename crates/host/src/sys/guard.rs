@@ -49,7 +49,12 @@ pub(crate) fn add_one(fd: BorrowedFd<'_>) -> io::Result<()> {
 
 /// Like [`add_one`], for a socket: sends eight bytes with the value one.
 pub(crate) fn send_one(fd: BorrowedFd<'_>) -> io::Result<()> {
-    guarded(|| rustix::net::send(fd, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
+    send(fd, &1u64.to_ne_bytes())
+}
+
+/// Sends a short message on a peer's socket, or nothing if there is no room for it.
+pub(crate) fn send(fd: BorrowedFd<'_>, message: &[u8]) -> io::Result<()> {
+    guarded(|| rustix::net::send(fd, message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! The interface between a session and the device behind it. Implemented by `net.rs`, a port of the switch, by
 //! `vsock/guest.rs`, and by whoever brings a device of their own.
 
-use super::{Kick, Vring};
+use super::{BackendChannel, Kick, Vring};
 use crate::notes;
 use ringroad_mem::Table;
 use ringroad_ring::{Addresses, DeviceRing, Features, Inflight, Journal, SetupError};
@@ -65,6 +65,11 @@ pub trait VhostDevice: Clone + Send + 'static {
     /// Returns the configuration space.
     fn config(&self) -> Vec<u8> {
         Vec::new()
+    }
+
+    /// Returns the channel on which it tells its frontend that the configuration space has changed; `None` if it never does.
+    fn backend_channel(&self) -> Option<&BackendChannel> {
+        None
     }
 
     /// Starts a vring and returns the base at which it actually starts. Its driver is notified afterwards.

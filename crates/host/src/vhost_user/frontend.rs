@@ -5,13 +5,13 @@ use super::quirks;
 use crate::{socket::connect, sys};
 use ringroad_mem::Region;
 use ringroad_net::{
-    Driver, DriverConfig, DriverError, bits,
+    Config, Driver, DriverConfig, DriverError, bits,
     control::{self, Command, DriverControl, Interrupts, StatisticTypes, Statistics},
 };
 use ringroad_ring::{Addresses, DriverFault, Features};
 use std::{
     fs::File,
-    io,
+    io::{self, Read},
     os::{
         fd::{AsFd, AsRawFd},
         unix::net::{UnixListener, UnixStream},
@@ -37,7 +37,8 @@ pub struct Connector {
     pub listen: bool,
     /// How long to wait for the other side.
     pub patience: Duration,
-    /// Feature bits to negotiate, if the device offers them.
+    /// Feature bits to negotiate, if the device offers them. With VIRTIO_NET_F_GUEST_ANNOUNCE the device is asked to tell when its
+    /// configuration space changes: [`Connection::config_changed`].
     pub features: u64,
     /// Number of queue pairs. With a control queue it must be one, or as many as the device has, which must offer VIRTIO_NET_F_MQ
     /// then; the device uses the first one until [`Command::Pairs`](control::Command::Pairs).
@@ -210,6 +211,8 @@ pub struct RawConnection {
     /// The negotiated feature bits.
     pub acked: u64,
     protocol: Protocol,
+    /// On which the device says that its configuration space has changed.
+    notices: Option<UnixStream>,
 }
 
 impl std::fmt::Debug for RawConnection {
@@ -278,7 +281,14 @@ impl RawConnection {
                 frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
             }
         }
-        Ok(RawConnection { frontend, socket, path: path.to_owned(), acked, protocol: both })
+        let mut notices = None;
+        if both.contains(Protocol::CONFIG | Protocol::BACKEND_REQ) {
+            let (ours, theirs) = UnixStream::pair()?;
+            ours.set_nonblocking(true)?;
+            frontend.set_backend_request_fd(&theirs).map_err(refused("SET_BACKEND_REQ_FD"))?;
+            notices = Some(ours);
+        }
+        Ok(RawConnection { frontend, socket, path: path.to_owned(), acked, protocol: both, notices })
     }
 
     /// Sends SET_FEATURES. Must be called before the methods below that set up memory and rings.
@@ -290,6 +300,18 @@ impl RawConnection {
     pub(crate) fn is_closed(&self) -> bool {
         // The device sends nothing without a request, so a readable socket means the end.
         !matches!(sys::wait_readable([Some(self.socket.as_fd())], Some(Duration::ZERO)), Ok([false]))
+    }
+
+    /// Returns whether the device has said since the last call that its configuration space has changed.
+    fn config_changed(&mut self) -> bool {
+        const CONFIG_CHANGE: u32 = 2;
+        let Some(notices) = &mut self.notices else { return false };
+        let (mut changed, mut header) = (false, [[0; 4]; 3]);
+        // The device writes whole messages; this kind has no payload, and no other one was negotiated.
+        while notices.read_exact(header.as_flattened_mut()).is_ok() {
+            changed |= header.map(u32::from_ne_bytes).starts_with(&[CONFIG_CHANGE]);
+        }
+        changed
     }
 
     /// Returns the first `len` bytes of the configuration space, or `None` if the device did not offer CONFIG.
@@ -436,7 +458,13 @@ impl Connector {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });
             }
         }
-        RawConnection::negotiate(socket, &self.socket, features, Protocol::MQ, 2 * u64::from(self.queue_pairs) + 1)
+        let vrings = 2 * u64::from(self.queue_pairs) + 1;
+        let told = if features & bits::NET_F_GUEST_ANNOUNCE == 0 {
+            Protocol::empty()
+        } else {
+            Protocol::CONFIG | Protocol::BACKEND_REQ
+        };
+        RawConnection::negotiate(socket, &self.socket, features, Protocol::MQ | told, vrings)
     }
 }
 
@@ -532,6 +560,21 @@ impl Connection {
                 None => notifier.wait(Duration::from_millis(1))?,
             }
         }
+    }
+
+    /// Returns whether the device has said since the last call that its configuration space has changed. It says so once until the
+    /// notice is read, that is until this is called.
+    pub fn config_changed(&mut self) -> bool {
+        self.handshake.config_changed()
+    }
+
+    /// Reads the configuration space; `None` if the device does not show it.
+    ///
+    /// # Errors
+    /// The device refuses the message, or has disconnected.
+    pub fn config(&mut self) -> Result<Option<Config>, ConnectError> {
+        let bytes = self.handshake.config(size_of::<[u8; 24]>())?;
+        Ok(bytes.and_then(|bytes| bytes.first_chunk().map(Config::from_bytes)))
     }
 
     /// Asks the device how long interrupts of a queue may wait. Waits as [`Connection::command`] does.

@@ -1,14 +1,16 @@
 //! A guest's network device behind its vhost-user socket: starts and stops the queues of a [`VhostPort`].
 
 use super::{
-    Access, QueueThread, Ring, SocketError, VhostDevice, Vring,
+    Access, BackendChannel, QueueThread, Ring, SocketError, VhostDevice, Vring,
+    config::{MAX_PAIRS, VhostConfig},
     port::{Slot, VhostPort},
-    server::{Role, Socket, SocketConfig},
+    server::{Socket, SocketConfig},
+    status::Status,
 };
 use crate::{
     gate::Gate,
     notes,
-    port::{Port, PortKind, PortSettings},
+    port::{Port, PortKind},
     socket::{Lines, say},
     worker::{PortHandle, Worker},
 };
@@ -18,60 +20,10 @@ use ringroad_net::{
     control::{self, Change, Control, Queues},
     rss::Rss,
 };
-use ringroad_ring::{Chains, Inflight};
+use ringroad_ring::{Chains, Features as RingFeatures, Inflight};
 use ringroad_wire::ethernet;
-use std::{
-    path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
-};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-
-/// Maximum number of queue pairs of a port: messages name a vring by 8 bits, and one more is the control queue.
-pub const MAX_PAIRS: u16 = 127;
-
-/// How a vhost-user port is set up.
-#[derive(Clone, Debug)]
-pub struct VhostConfig {
-    /// Its name in the configuration.
-    pub name: String,
-    /// Path of the socket.
-    pub socket: PathBuf,
-    /// Which side creates the socket.
-    pub role: Role,
-    /// The features that are offered.
-    pub features: Features,
-    /// The configuration space. The number of queue pairs is at least 1 and at most [`MAX_PAIRS`].
-    pub config: Config,
-    /// How the port behaves.
-    pub settings: PortSettings,
-    /// Limits of its frontend.
-    pub frontend: super::Limits,
-    /// Who may connect to the socket, as a server.
-    pub access: Access,
-}
-
-impl VhostConfig {
-    /// A port with this name at this socket, otherwise the default.
-    pub fn new(name: &str, socket: impl Into<PathBuf>) -> VhostConfig {
-        VhostConfig { name: name.to_owned(), socket: socket.into(), ..VhostConfig::default() }
-    }
-}
-
-impl Default for VhostConfig {
-    /// A port with one queue pair that offers everything but offloads at a socket that it creates. Name and socket are empty.
-    fn default() -> VhostConfig {
-        VhostConfig {
-            name: String::new(),
-            socket: PathBuf::new(),
-            role: Role::Server,
-            features: Features::default(),
-            config: Config::default(),
-            settings: PortSettings::default(),
-            frontend: super::Limits::default(),
-            access: Access::default(),
-        }
-    }
-}
 
 /// A running vhost-user port. Dropped, it disconnects, removes its socket, and leaves the switch.
 pub struct Server<K: PortKind> {
@@ -79,6 +31,10 @@ pub struct Server<K: PortKind> {
     socket: Socket,
     handle: Arc<PortHandle<K>>,
     lines: Lines,
+    status: Arc<Status>,
+    guest: VhostPort,
+    /// Length of the longest frame while the link is up, in bytes.
+    longest: usize,
 }
 
 impl<K: PortKind> std::fmt::Debug for Server<K> {
@@ -107,22 +63,40 @@ impl<K: PortKind> Server<K> {
         space.queue_pairs = space.queue_pairs.clamp(1, MAX_PAIRS);
         let lines = Lines::new(&name, frontend.lines);
         let vhost = VhostPort::new(&config.name, space.queue_pairs, attention, lines.clone());
+        let (guest, longest) = (vhost.clone(), ethernet::longest_frame(space.mtu));
+        guest.limit(if space.link_up { longest } else { 0 });
         let mut added = None;
+        let status = Arc::new(Status::new(space.link_up));
         let at = SocketConfig { name: &name, path: &config.socket, role, limits: frontend, access };
         let socket = Socket::start(at, raised, || {
             let running = Arc::new(Mutex::new(vec![false; 2 * usize::from(space.queue_pairs)]));
             let handle = Arc::new(worker.add(Port::new(kind(vhost.clone()), settings))?);
             added = Some(handle.clone());
             let (name, offer, config, control) = (name.clone(), features, space, Arc::default());
-            Ok(NetDevice { name, port: vhost, handle, offer, config, running, control })
+            Ok(NetDevice { name, port: vhost, handle, offer, config, running, control, status: status.clone() })
         })?;
         let none = || SocketError::Start { name: name.clone(), error: std::io::ErrorKind::NotFound.into() };
-        Ok(Server { socket, handle: added.ok_or_else(none)?, lines })
+        Ok(Server { socket, handle: added.ok_or_else(none)?, lines, status, guest, longest })
     }
 
     /// Returns the port's place in the worker's switch.
     pub fn handle(&self) -> &PortHandle<K> {
         &self.handle
+    }
+
+    /// Sets whether the link is up: if not, all frames from and to the guest are dropped. Its driver is told, if its frontend takes
+    /// notices of the configuration space, and asked to announce itself when the link is up again, if it has negotiated that.
+    pub fn set_link(&self, up: bool) {
+        if !self.status.set_link(up) {
+            return;
+        }
+        self.guest.limit(if up { self.longest } else { 0 });
+        if !up {
+            self.handle.forget();
+        }
+        // Frames that wait for room in its queues do so no longer.
+        self.handle.room();
+        self.status.channel.config_changed();
     }
 
     /// Changes the limits of its frontends, and who may connect.
@@ -145,6 +119,7 @@ struct NetDevice<K: PortKind> {
     /// Which receive and transmit queues run, by vring.
     running: Arc<Mutex<Vec<bool>>>,
     control: Arc<Mutex<Controlled>>,
+    status: Arc<Status>,
 }
 
 /// The control queue.
@@ -152,8 +127,8 @@ struct NetDevice<K: PortKind> {
 struct Controlled {
     /// What the driver has asked for; `None`: it has no control queue, or has not started it.
     state: Option<Control>,
-    /// Whether the driver has negotiated a control queue.
-    expected: bool,
+    /// The feature bits that the driver has acknowledged.
+    acked: u64,
     /// The queue that runs, and its vring.
     queue: Option<(usize, QueueThread)>,
 }
@@ -161,10 +136,10 @@ struct Controlled {
 // Not derived, as that would ask for kinds that can be cloned.
 impl<K: PortKind> Clone for NetDevice<K> {
     fn clone(&self) -> Self {
-        let NetDevice { name, port, handle, offer, config, running, control } = self;
+        let NetDevice { name, port, handle, offer, config, running, control, status } = self;
         let (name, port, handle) = (name.clone(), port.clone(), handle.clone());
-        let (running, control) = (running.clone(), control.clone());
-        NetDevice { name, port, handle, offer: *offer, config: *config, running, control }
+        let (running, control, status) = (running.clone(), control.clone(), status.clone());
+        NetDevice { name, port, handle, offer: *offer, config: *config, running, control, status }
     }
 }
 
@@ -199,7 +174,7 @@ impl<K: PortKind> NetDevice<K> {
         // Without a control queue the driver uses what its frontend enables; with one, the first pair before its first command.
         let used = match &controlled.state {
             Some(control) => control.pairs().into(),
-            None if controlled.expected => 1,
+            None if controlled.acked & bits::NET_F_CTRL_VQ != 0 => 1,
             None => usize::MAX,
         };
         let rss = controlled.state.as_ref().and_then(Control::rss);
@@ -232,7 +207,7 @@ impl<K: PortKind> NetDevice<K> {
         notes::say(&self.name, 2 * pair, base, resumed);
         // Within the gate: whoever changes the tuning meanwhile tunes the queue afterwards.
         queue.tune(self.handle.port().settings().tuning);
-        queue.limit(ethernet::longest_frame(self.config.mtu));
+        queue.limit(self.port.longest());
         if let Some(control) = &self.controlled().state {
             queue.control(control.filter(), control.support());
             queue.interrupts(control.interrupts(2 * pair as u16));
@@ -264,7 +239,7 @@ impl<K: PortKind> NetDevice<K> {
         if let Some(control) = &self.controlled().state {
             queue.interrupts(control.interrupts(2 * pair as u16 + 1));
         }
-        queue.limit(ethernet::longest_frame(self.config.mtu));
+        queue.limit(self.port.longest());
         let base = queue.base();
         if let Some(kick) = &kick
             && let Err(error) = self.handle.watch(pair as u16, kick)
@@ -275,6 +250,9 @@ impl<K: PortKind> NetDevice<K> {
         drop(slot);
         self.count_queue(2 * pair + 1, true);
         self.handle.start(pair as u16);
+        if pair == 0 {
+            self.status.runs(acked, base == RingFeatures::negotiated(acked).fresh_base());
+        }
         Ok(base)
     }
 
@@ -342,6 +320,9 @@ impl<K: PortKind> NetDevice<K> {
             Ok((change, mac)) => {
                 if change == Change::Pairs {
                     self.set_pairs(&self.controlled());
+                }
+                if change == Change::Announced {
+                    self.status.announced();
                 }
                 if change == Change::Mac {
                     say!(self.port.0.lines, Info, "{}: the guest has changed its address to {mac}", self.name);
@@ -431,14 +412,20 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
 
     fn config(&self) -> Vec<u8> {
         let mac = self.controlled().state.as_ref().map_or(self.config.mac, Control::mac);
-        Config { mac, ..self.config }.bytes().to_vec()
+        let (link_up, announce) = (self.status.is_up(), self.status.announces());
+        self.status.seen(self.controlled().acked);
+        Config { mac, link_up, announce, ..self.config }.bytes().to_vec()
+    }
+
+    fn backend_channel(&self) -> Option<&BackendChannel> {
+        Some(&self.status.channel)
     }
 
     fn start(&self, index: usize, ring: Ring) -> Result<u32, String> {
         let pair = index / 2;
         let mut controlled = self.controlled();
-        controlled.expected = ring.acked & bits::NET_F_CTRL_VQ != 0;
-        if !controlled.expected {
+        controlled.acked = ring.acked;
+        if ring.acked & bits::NET_F_CTRL_VQ == 0 {
             controlled.state = None;
         }
         drop(controlled);
@@ -487,10 +474,14 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     }
 
     fn reset(&self) {
-        self.controlled().state = None;
+        let mut controlled = self.controlled();
+        (controlled.state, controlled.acked) = (None, 0);
+        drop(controlled);
+        self.status.announced();
     }
 
     fn disconnected(&self) {
+        self.status.disconnected();
         self.handle.forget();
     }
 }

@@ -65,6 +65,8 @@ pub(super) struct Guest {
     pub rss: Mutex<Option<Arc<Rss>>>,
     /// The offloads that the running receive queues take, as the bits of [`Support`].
     pub takes: AtomicU8,
+    /// Length in bytes of the longest frame to and from it; 0 while its link is down.
+    longest: AtomicUsize,
     /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
     attention: EventFd,
     pub lines: Lines,
@@ -92,10 +94,27 @@ impl VhostPort {
             pairs: AtomicUsize::new(0),
             rss: Mutex::default(),
             takes: AtomicU8::new(0),
+            longest: AtomicUsize::new(0),
             attention,
             lines,
             deaf: Mutex::new(vec![Deaf::default(); queue_pairs.into()]),
         }))
+    }
+
+    /// Returns the length in bytes of the longest frame to and from the guest. To be applied to a queue that starts within its gate.
+    pub(super) fn longest(&self) -> usize {
+        self.0.longest.load(Ordering::Relaxed)
+    }
+
+    /// Sets that, for all queues. 0: the link is down.
+    pub(super) fn limit(&self, longest: usize) {
+        self.0.longest.store(longest, Ordering::Relaxed);
+        for gate in &self.0.rx {
+            gate.enter().queue.iter_mut().for_each(|queue| queue.limit(longest));
+        }
+        for gate in &self.0.tx {
+            gate.enter().queue.iter_mut().for_each(|queue| queue.limit(longest));
+        }
     }
 
     /// Counts a fault of the frontend.

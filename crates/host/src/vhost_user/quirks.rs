@@ -4,6 +4,7 @@
 use crate::sys;
 use ringroad_ring::bits;
 use std::{
+    fs::File,
     io::{self, Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
 };
@@ -13,21 +14,31 @@ use vhost::{
         Error, Frontend, VhostUserFrontend, VhostUserProtocolFeatures as Protocol, message::VhostUserInflight,
     },
 };
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// Requests, and the version in the flags of each message.
 const SET_VRING_BASE: u32 = 10;
 const SET_VRING_ENABLE: u32 = 18;
+const SET_BACKEND_REQ_FD: u32 = 21;
 const VERSION: u32 = 1;
+
+/// Flags of messages.
+const NEED_REPLY: u32 = 1 << 3;
+const REPLY: u32 = 1 << 2;
 
 /// Why a connection ends if a message is refused and the frontend cannot be told.
 pub(super) const CANNOT_REFUSE: &str = "a message was refused, and without REPLY_ACK the frontend cannot be told";
 
-/// What [`set_vring_enable`] needs of a session.
+/// What [`set_vring_enable`] and [`set_backend_req_fd`] need of a session.
 pub(super) trait Early {
     /// Returns whether SET_VRING_ENABLE is accepted now although the crate would refuse it.
     fn is_early(&self, enable: bool) -> bool;
     /// Enables or disables a vring. Returns whether the message was refused.
     fn enable_early(&mut self, vring: u32, enable: bool) -> bool;
+    /// Returns whether the frontend may hand over a channel for requests.
+    fn takes_channel(&self) -> bool;
+    /// Takes that channel. Returns whether the message was refused.
+    fn set_channel(&mut self, file: Option<File>) -> bool;
     /// Returns whether a refused message is answered with an error.
     fn can_refuse(&self) -> bool;
 }
@@ -36,8 +47,6 @@ pub(super) trait Early {
 /// expects SET_FEATURES before it; and DPDK's driver, in server mode, first of all disables the vrings of a device that has
 /// reconnected. Returns `false` if the next message is another one, or one for the crate.
 pub(super) fn set_vring_enable(mut socket: &UnixStream, session: &mut impl Early) -> io::Result<bool> {
-    const NEED_REPLY: u32 = 1 << 3;
-    const REPLY: u32 = 1 << 2;
     if !session.is_early(false) {
         return Ok(false);
     }
@@ -58,13 +67,42 @@ pub(super) fn set_vring_enable(mut socket: &UnixStream, session: &mut impl Early
     }
     socket.read_exact(message.as_flattened_mut())?;
     let refused = session.enable_early(vring, enable == 1);
+    acknowledge(socket, session, [SET_VRING_ENABLE, flags], refused)?;
+    Ok(true)
+}
+
+/// Acknowledges a message, given by its request and flags, if the frontend asks for that.
+fn acknowledge(
+    mut socket: &UnixStream,
+    session: &impl Early,
+    [request, flags]: [u32; 2],
+    refused: bool,
+) -> io::Result<()> {
     if refused && !session.can_refuse() {
         return Err(io::Error::other(CANNOT_REFUSE));
     }
     if session.can_refuse() && flags & NEED_REPLY != 0 {
-        let words = [SET_VRING_ENABLE, VERSION | REPLY, 8, refused.into(), 0];
+        let words = [request, VERSION | REPLY, 8, refused.into(), 0];
         socket.write_all(words.map(u32::to_ne_bytes).as_flattened())?;
     }
+    Ok(())
+}
+
+/// Handles SET_BACKEND_REQ_FD: of the channel that the crate makes of it, only requests about shared objects and memory can be
+/// sent. Returns `false` if the next message is another one.
+pub(super) fn set_backend_req_fd(socket: &UnixStream, session: &mut impl Early) -> io::Result<bool> {
+    if !session.takes_channel() {
+        return Ok(false);
+    }
+    let mut header = [[0; 4]; 3];
+    let len = sys::peek(socket.as_fd(), header.as_flattened_mut())?;
+    let [request, flags, size] = header.map(u32::from_ne_bytes);
+    if len < size_of_val(&header) || request != SET_BACKEND_REQ_FD || flags & !NEED_REPLY != VERSION || size != 0 {
+        return Ok(false);
+    }
+    let (_, file) = socket.recv_with_fd(header.as_flattened_mut())?;
+    let refused = session.set_channel(file);
+    acknowledge(socket, session, [SET_BACKEND_REQ_FD, flags], refused)?;
     Ok(true)
 }
 

@@ -331,10 +331,12 @@ fn handle<D: VhostDevice>(
     socket: &UnixStream,
     session: &Mutex<Session<D>>,
 ) -> Result<(), End> {
-    match quirks::set_vring_enable(socket, &mut *lock(session)) {
-        Ok(true) => return Ok(()),
-        Ok(false) => {}
-        Err(error) => return Err(End::Closed(error.to_string())),
+    for quirk in [quirks::set_vring_enable, quirks::set_backend_req_fd] {
+        match quirk(socket, &mut *lock(session)) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(error) => return Err(End::Closed(error.to_string())),
+        }
     }
     // The `vhost` crate refuses some messages by itself, without a call to the session.
     lock(session).refused = false;

@@ -5,14 +5,14 @@ use super::{Ring, VhostDevice, Vring, inflight::InflightRegion, quirks::Early};
 use crate::{
     Quota,
     notes::Notes,
-    socket::{Alarm, Call, CallFd, Disposal, Kick, Limits, Lines, MemoryFile, Refused, say},
+    socket::{Alarm, Call, CallFd, ChannelFd, Disposal, Kick, Limits, Lines, MemoryFile, Refused, say},
 };
 use parking_lot::Mutex;
 use ringroad_mem::Table;
 use ringroad_ring::{Addresses, SetupError, bits};
 use std::{fs::File, sync::Arc};
 use vhost::vhost_user::{
-    Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
+    Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
     message::{
         VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
         VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg, VhostUserSingleMemoryRegion,
@@ -63,9 +63,9 @@ pub(crate) struct Session<D: VhostDevice> {
     memory: Arc<Table>,
     vrings: Vec<Setup>,
     inflight: Option<InflightRegion>,
-    /// The channel for requests from the back end. None are sent, but it stays open, as User-Mode Linux takes its end for the
+    /// The channel for requests from the back end. It stays open even if none are sent, as User-Mode Linux takes its end for the
     /// removal of the device.
-    backend: Option<Backend>,
+    backend: Option<Arc<ChannelFd>>,
     /// The last message was refused and logged, and the connection can go on.
     pub(crate) refused: bool,
     /// More messages were refused than the limit allows.
@@ -330,6 +330,28 @@ impl<D: VhostDevice> Early for Session<D> {
         refused
     }
 
+    fn takes_channel(&self) -> bool {
+        self.protocol.contains(Protocol::BACKEND_REQ)
+    }
+
+    fn set_channel(&mut self, file: Option<File>) -> bool {
+        let result = match file.map(ChannelFd::new) {
+            Some(Ok(channel)) => {
+                self.backend = Some(Arc::new(channel));
+                if let Some(channel) = self.device.backend_channel()
+                    && self.protocol.contains(Protocol::CONFIG)
+                {
+                    channel.set(self.backend.clone());
+                }
+                Ok(())
+            }
+            Some(Err(refused)) => self.refuse_file(None, "back-end request", refused),
+            None => self.refuse("SET_BACKEND_REQ_FD without a descriptor, expected a Unix stream socket"),
+        };
+        self.refused = false;
+        result.is_err()
+    }
+
     fn can_refuse(&self) -> bool {
         self.protocol.contains(Protocol::REPLY_ACK)
     }
@@ -338,6 +360,7 @@ impl<D: VhostDevice> Early for Session<D> {
 impl<D: VhostDevice> Drop for Session<D> {
     fn drop(&mut self) {
         self.reset();
+        self.device.backend_channel().inspect(|channel| channel.set(None));
         for vring in self.device.vrings() {
             vring.set_fd(None, false);
             vring.set_fd(None, true);
@@ -544,10 +567,6 @@ impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
 
     fn set_config(&mut self, _offset: u32, _buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         self.refuse("SET_CONFIG: the configuration space is read-only")
-    }
-
-    fn set_backend_req_fd(&mut self, backend: Backend) {
-        self.backend = Some(backend);
     }
 
     fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {

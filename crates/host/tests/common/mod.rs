@@ -193,8 +193,14 @@ pub fn worker() -> Worker {
 }
 
 /// The configuration space of all ports.
-pub const CONFIG: Config =
-    Config { mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]), link_up: true, queue_pairs: 1, mtu: 9001, speed: None };
+pub const CONFIG: Config = Config {
+    mac: MacAddr([0x52, 0x54, 0, 0x12, 0x34, 0x56]),
+    link_up: true,
+    announce: false,
+    queue_pairs: 1,
+    mtu: 9001,
+    speed: None,
+};
 
 /// A rate that tests of other things never reach.
 const MUCH: Rate = Rate { burst: 1_000_000, rate: 1_000_000 };

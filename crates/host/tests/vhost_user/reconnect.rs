@@ -25,12 +25,12 @@ impl Rig {
     }
 
     /// Stops port 0.
-    fn end_device(&mut self) {
+    pub fn end_device(&mut self) {
         drop(self.servers.remove(0));
     }
 
     /// Starts port 0 again, with these features.
-    fn start_device(&mut self, features: Features) {
+    pub fn start_device(&mut self, features: Features) {
         let config = VhostConfig { features, ..config(&self.victim(), &self.socket(0)) };
         self.servers.insert(0, start_server(config, &self.worker).unwrap());
     }

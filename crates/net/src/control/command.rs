@@ -41,6 +41,8 @@ pub enum Command<'a> {
     QueueInterrupts(u16, Interrupts),
     /// Return how long those may wait, as [`Interrupts::from_bytes`] reads it.
     AskInterrupts(u16),
+    /// The driver has announced itself, as the status field asked for.
+    Announced,
     /// Return which types of statistics there are: see [`DriverControl::statistic_types`](super::DriverControl::statistic_types).
     AskStatisticTypes,
     /// Return statistics of these types of the queues with these indices: see [`DriverControl::statistics`](super::DriverControl::statistics).
@@ -89,6 +91,7 @@ impl Command<'_> {
             Command::AskInterrupts(index) => {
                 [&[NOTF_COAL, NOTF_COAL_VQ_GET][..], &index.to_le_bytes(), &[0; 2]].concat()
             }
+            Command::Announced => vec![ANNOUNCE, ANNOUNCE_ACK],
             Command::AskStatisticTypes => vec![STATS, STATS_QUERY],
             Command::AskStatistics(wanted) => {
                 let mut bytes = vec![STATS, STATS_GET];

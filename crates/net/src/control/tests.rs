@@ -11,6 +11,7 @@ const ALL: u64 = bits::NET_F_CTRL_RX
     | bits::NET_F_RSS
     | bits::NET_F_NOTF_COAL
     | bits::NET_F_VQ_NOTF_COAL
+    | bits::NET_F_GUEST_ANNOUNCE
     | bits::NET_F_DEVICE_STATS
     | bits::NET_F_CSUM
     | bits::NET_F_GUEST_CSUM
@@ -94,6 +95,7 @@ fn every_command_is_understood_and_needs_its_feature() {
         (Command::TransmitInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
         (Command::ReceiveInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
         (Command::QueueInterrupts(1, SOME), bits::NET_F_VQ_NOTF_COAL, Change::Interrupts),
+        (Command::Announced, bits::NET_F_GUEST_ANNOUNCE, Change::Announced),
         (Command::AskInterrupts(1), bits::NET_F_VQ_NOTF_COAL, Change::Reply([0; 8])),
         (
             Command::AskStatisticTypes,

@@ -343,7 +343,11 @@ impl RxQueue {
         }
         let others = all.get(..handled).unwrap_or_default().iter().filter(|index| !suitable.contains(index));
         for &index in others {
-            if self.fits(burst, index) { tally.filtered += 1 } else { tally.oversize += 1 }
+            match self.fits(burst, index) {
+                true => tally.filtered += 1,
+                false if self.limit == 0 => tally.stopped += 1,
+                false => tally.oversize += 1,
+            }
         }
     }
 

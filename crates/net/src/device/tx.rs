@@ -142,7 +142,7 @@ impl TxQueue {
             if self.counted == 0 { (burst.frames().len() as u64, bytes) } else { self.uncounted(burst) };
         self.counters.frames.add(frames);
         self.counters.bytes.add(bytes);
-        dropped.count(&self.counters);
+        dropped.count(&self.counters, self.limit);
         self.counters.bursts.add(1);
         Ok(self.chains.list().len())
     }
@@ -348,9 +348,10 @@ impl Unsuitable {
     }
 
     #[inline]
-    fn count(&self, counters: &Counters) {
+    fn count(&self, counters: &Counters, limit: usize) {
         counters.runt.add(self.runt);
-        counters.oversize.add(self.oversize);
+        let too_long = if limit == 0 { &counters.stopped } else { &counters.oversize };
+        too_long.add(self.oversize);
         counters.offload.add(self.offload);
     }
 }

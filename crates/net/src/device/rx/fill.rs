@@ -65,7 +65,7 @@ impl RxQueue {
         let counters = &self.counters;
         counters.frames.add(frames);
         counters.bytes.add(bytes as u64);
-        counters.oversize.add(oversize);
+        (if self.limit == 0 { &counters.stopped } else { &counters.oversize }).add(oversize);
         counters.runt.add(runts);
         counters.offload.add(refused);
         counters.filtered.add(filtered);
