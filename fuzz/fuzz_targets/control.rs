@@ -7,6 +7,7 @@ use ringroad_frame::{Flow, Snapshot};
 use ringroad_net::{
     Features,
     control::{Change, Control, Interrupts, MAX_COMMAND, Queues},
+    rss::HashReport,
 };
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
@@ -53,6 +54,11 @@ fuzz_target!(|input: (u64, Vec<Vec<u8>>, Vec<u8>)| {
         if let Some(rss) = control.rss() {
             let flow = Flow::parse(&frame);
             assert!(rss.queue(flow.as_ref()) < control.pairs());
+        }
+        if let Some(hash) = control.hash() {
+            let report = Flow::parse(&frame).map_or(HashReport::NONE, |flow| hash.report(&flow));
+            assert!(hash.types.contains(report.types) && report.types.iter().count() <= 1);
+            assert_eq!(HashReport::from_bytes(report.bytes()), report);
         }
         assert!(!control.mac().is_multicast() && !control.mac().is_zero());
         let passes = control.filter().passes(&frame);

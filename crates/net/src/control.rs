@@ -51,6 +51,7 @@ mod codes {
     pub const MQ: u8 = 4;
     pub const MQ_VQ_PAIRS_SET: u8 = 0;
     pub const MQ_RSS_CONFIG: u8 = 1;
+    pub const MQ_HASH_CONFIG: u8 = 2;
     pub const GUEST_OFFLOADS: u8 = 5;
     pub const GUEST_OFFLOADS_SET: u8 = 0;
     pub const NOTF_COAL: u8 = 6;
@@ -84,6 +85,8 @@ pub enum Change {
     Offloads,
     /// How many pairs of queues it uses, and how: [`Control::pairs`], [`Control::rss`].
     Pairs,
+    /// Which hashes are reported with received frames: [`Control::hash`].
+    Hash,
     /// How long its interrupts may wait: [`Control::interrupts`].
     Interrupts,
     /// The driver has announced itself: VIRTIO_NET_S_ANNOUNCE is to be cleared.
@@ -154,6 +157,8 @@ pub struct Control {
     pairs: [u16; 2],
     /// How it wants frames distributed among them, if it says that.
     rss: Option<Arc<Rss>>,
+    /// What is hashed of frames, for their headers.
+    hash: Option<Arc<Rss>>,
     interrupts: Moderated,
     /// Number of commands, and of those that were carried out.
     counted: [u64; 2],
@@ -172,6 +177,7 @@ impl Control {
             support,
             pairs: [pairs, 1],
             rss: None,
+            hash: None,
             interrupts: Moderated::default(),
             counted: [0; 2],
         }
@@ -196,6 +202,11 @@ impl Control {
     /// Returns which receive queues frames go to. `None`: flows return to the queue whose transmit queue they came from.
     pub fn rss(&self) -> Option<&Arc<Rss>> {
         self.rss.as_ref()
+    }
+
+    /// Returns how the hashes are computed that are reported with received frames; `None`: there are none.
+    pub fn hash(&self) -> Option<&Arc<Rss>> {
+        self.hash.as_ref()
     }
 
     /// Returns the driver's address.
@@ -289,13 +300,14 @@ impl Control {
     fn distribute(&mut self, code: Code, data: &[u8]) -> Result<Change, Refused> {
         let [there, used] = &mut self.pairs;
         if code.command == MQ_RSS_CONFIG {
-            let rss = Rss::from_bytes(data, *there).map_err(|wrong| match wrong {
-                Wrong::Length => code.length(),
-                Wrong::Value(value) => code.value(value.into()),
-            })?;
+            let rss = Arc::new(Rss::from_bytes(data, *there).map_err(|wrong| code.wrong(wrong))?);
             *used = rss.pairs();
-            self.rss = Some(Arc::new(rss));
+            (self.rss, self.hash) = (Some(rss.clone()), Some(rss));
             return Ok(Change::Pairs);
+        }
+        if code.command == MQ_HASH_CONFIG {
+            self.hash = Some(Arc::new(Rss::hash_from_bytes(data).map_err(|wrong| code.wrong(wrong))?));
+            return Ok(Change::Hash);
         }
         let wanted = u16::from_le_bytes(data.try_into().map_err(|_| code.length())?);
         if wanted == 0 || wanted > *there {
@@ -406,6 +418,7 @@ impl Code {
             (ANNOUNCE, ANNOUNCE_ACK) => bits::NET_F_GUEST_ANNOUNCE,
             (MQ, MQ_VQ_PAIRS_SET) => bits::NET_F_MQ,
             (MQ, MQ_RSS_CONFIG) => bits::NET_F_RSS,
+            (MQ, MQ_HASH_CONFIG) => bits::NET_F_HASH_REPORT,
             (GUEST_OFFLOADS, GUEST_OFFLOADS_SET) => bits::NET_F_CTRL_GUEST_OFFLOADS,
             (NOTF_COAL, NOTF_COAL_TX_SET | NOTF_COAL_RX_SET) => bits::NET_F_NOTF_COAL,
             (NOTF_COAL, NOTF_COAL_VQ_SET | NOTF_COAL_VQ_GET) => bits::NET_F_VQ_NOTF_COAL,
@@ -416,6 +429,13 @@ impl Code {
 
     fn length(self) -> Refused {
         Refused::Length { len: self.len }
+    }
+
+    fn wrong(self, wrong: Wrong) -> Refused {
+        match wrong {
+            Wrong::Length => self.length(),
+            Wrong::Value(value) => self.value(value.into()),
+        }
     }
 
     fn value(self, value: u64) -> Refused {

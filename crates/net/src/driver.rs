@@ -1,6 +1,7 @@
 //! Driver end of virtio-net (virtio 1.3, 5.1.6): each queue has fixed buffers of its own. Created by `host`, which connects it to
 //! a vhost-user device; used by the traffic tools.
 
+mod buffers;
 mod fragments;
 mod sized;
 
@@ -10,10 +11,12 @@ use crate::{
     control::DriverControl,
     features::{Features, bits},
     offload,
+    rss::HashReport,
 };
+use buffers::Buffers;
 use ringroad_frame::{Burst, offload::Support};
-use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table};
-use ringroad_ring::{Addresses, BURST, Buffer, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
+use ringroad_mem::{Error as MemoryError, Region, Span, Table};
+use ringroad_ring::{Addresses, BURST, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
 use std::{fs::File, sync::Arc};
 
@@ -82,7 +85,9 @@ impl Driver {
         let packed = features.packed;
         let size = config.queue_size;
         check_size(size, packed)?;
-        let queue = Queue::bytes(features, size, config.frame);
+        let header = if config.acked & bits::NET_F_HASH_REPORT == 0 { vnet_hdr::SIZE } else { vnet_hdr::HASHED };
+        let lens = [header, config.frame];
+        let queue = Queue::bytes(features, size, lens);
         let queues = 2 * queue * config.queue_pairs as usize;
         let controls = config.acked & bits::NET_F_CTRL_VQ != 0;
         let bytes = queues + if controls { DriverControl::bytes(features) } else { 0 };
@@ -90,7 +95,8 @@ impl Driver {
         let memory = Arc::new(Table::default().with(region.clone())?);
         let (mut rx, mut tx) = (Vec::new(), Vec::new());
         for index in 0..2 * config.queue_pairs {
-            let queue = Queue::new(&region, &memory, queue * index as usize, features, size, config.frame)?;
+            let lead = if index % 2 == 0 { 0 } else { header - vnet_hdr::SIZE };
+            let queue = Queue::new(&region, &memory, queue * index as usize, features, size, lens, lead)?;
             if index % 2 == 0 {
                 let mergeable = config.acked & bits::NET_F_MRG_RXBUF != 0;
                 rx.push(DriverRx { queue, mergeable, size: size as usize, pieces: Vec::with_capacity(size as usize) });
@@ -103,55 +109,25 @@ impl Driver {
     }
 }
 
-/// One buffer for each id, in the driver's memory.
-struct Buffers {
-    spans: Pieces,
-    addresses: Box<[u64]>,
-    stride: usize,
-}
-
-impl Buffers {
-    /// Consecutive ids are not adjacent in memory: the prefetcher of the device's core would recognise that and fetch the next
-    /// buffers, which the driver is about to write to. But the buffers of a burst share few pages, as each page costs both cores
-    /// a page-table walk: buffers are permuted within groups of eight.
-    fn new(memory: &Arc<Table>, first: u64, stride: usize, size: u32) -> Option<Buffers> {
-        let place = |id: u32| if size.is_multiple_of(8) { id & !7 | id.wrapping_mul(3) & 7 } else { id };
-        let addresses: Box<[u64]> = (0..size).map(|id| first + u64::from(place(id)) * stride as u64).collect();
-        let (mut spans, mut hit) = (Pieces::new(size as usize), Hit::default());
-        spans.start(memory);
-        addresses.iter().all(|&address| spans.push(address, stride as u32, &mut hit).is_ok()).then_some(())?;
-        Some(Buffers { spans, addresses, stride })
-    }
-
-    #[inline(always)]
-    fn span(&self, id: u16) -> Option<Span<'_>> {
-        self.spans.list().get(id as usize).copied()
-    }
-
-    #[inline(always)]
-    fn buffer(&self, id: u16, len: usize) -> Buffer {
-        let address = self.addresses.get(id as usize).copied().unwrap_or_default();
-        Buffer { address, len: len as u32 }
-    }
-}
-
 struct Queue {
     ring: DriverRing,
     addresses: Addresses,
     buffers: Buffers,
     used: [Used; BURST],
+    /// Length in bytes of the header in front of each frame.
+    header: usize,
 }
 
 impl Queue {
-    /// Bytes of memory of a queue with this many buffers for frames of that length.
-    fn bytes(features: RingFeatures, size: u32, frame: usize) -> usize {
-        (DriverRing::bytes(features, size) + size as usize * Self::stride(frame)).next_multiple_of(4096)
+    /// Bytes of memory of a queue with this many buffers for a header and a frame of these lengths.
+    fn bytes(features: RingFeatures, size: u32, lens: [usize; 2]) -> usize {
+        (DriverRing::bytes(features, size) + size as usize * Self::stride(lens)).next_multiple_of(4096)
     }
 
     /// Returns the length of each buffer: an odd number of cache lines, so that the first lines of all buffers do not compete for
     /// the same few cache sets.
-    fn stride(frame: usize) -> usize {
-        ((vnet_hdr::SIZE + frame).div_ceil(64) | 1) * 64
+    fn stride([header, frame]: [usize; 2]) -> usize {
+        ((header + frame).div_ceil(64) | 1) * 64
     }
 
     /// Lays a queue out at an offset in the driver's memory.
@@ -161,13 +137,15 @@ impl Queue {
         offset: usize,
         features: RingFeatures,
         size: u32,
-        frame: usize,
+        lens: [usize; 2],
+        lead: usize,
     ) -> Result<Queue, SetupError> {
+        let [header, _] = lens;
         let (ring, addresses) = DriverRing::start(region, offset, features, size)?;
         let first = GUEST + (offset + DriverRing::bytes(features, size)) as u64;
-        let buffers = Buffers::new(memory, first, Self::stride(frame), size);
+        let buffers = Buffers::new(memory, first, Self::stride(lens), size, lead);
         let buffers = buffers.ok_or(SetupError::Size { size, packed: features.packed })?;
-        Ok(Queue { ring, addresses, buffers, used: [Used::default(); BURST] })
+        Ok(Queue { ring, addresses, buffers, used: [Used::default(); BURST], header })
     }
 }
 
@@ -253,15 +231,26 @@ impl DriverTx {
         let mut added = 0;
         for &index in which {
             let Some(frame) = burst.frames().get(usize::from(index)) else { break };
-            let Some(span) = ring.next_ids(0, 1).first().and_then(|&id| buffers.span(id)) else { break };
+            let Some(&id) = ring.next_ids(0, 1).first() else { break };
+            let Some(span) = buffers.span(id) else { break };
             let (mut head, len) = frame.head();
             if let Some(headroom) = head.first_chunk_mut::<{ vnet_hdr::SIZE }>() {
                 *headroom = offload::bytes(burst.offload(index.into()), support, 0);
             }
-            let mut place = span.skip(span.write(head.get(..len).unwrap_or_default()));
+            let mut head = head.get(..len).unwrap_or_default();
+            let mut place = span;
+            if let Some(lead) = buffers.lead(id) {
+                // The rest of the header is zeros, between what the head begins with and the frame.
+                let (header, frame) = head.split_at_checked(vnet_hdr::SIZE).unwrap_or_default();
+                let written = lead.write(header);
+                place = place.skip(place.write(header.get(written..).unwrap_or_default()));
+                place = place.skip(place.write(&[0; HashReport::LEN]));
+                head = frame;
+            }
+            place = place.skip(place.write(head));
             burst.rest(index.into()).for_each(|piece| place = place.skip(piece.copy_to(place)));
             let total = span.len() - place.len();
-            if ring.add_single(1, false, |id| buffers.buffer(id, total)) == 0 {
+            if ring.add_single(1, false, |id| buffers.buffer(id, buffers.lead + total)) == 0 {
                 break;
             }
             added += 1;
@@ -299,9 +288,11 @@ impl DriverTx {
 
     /// Adds up to `count` frames; returns how many there was room for. `fill` is called with a buffer's id and its space for the
     /// frame, which still has its last contents, and returns the frame's length in bytes. The device sees the frames after
-    /// `publish`.
+    /// `publish`. Not with VIRTIO_NET_F_HASH_REPORT, whose headers are longer: then
+    /// [`DriverTx::add_behind`] is to be used.
     #[inline]
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
+        debug_assert!(self.queue.buffers.lead == 0, "add_behind");
         let Queue { ring, buffers, .. } = &mut self.queue;
         // No index is a whole burst ahead.
         let ahead = if self.writes { LOOK_AHEAD } else { BURST };
@@ -316,7 +307,7 @@ impl DriverTx {
                     span.prefetch_write::<1>();
                 }
                 let Some(span) = buffers.span(id) else { break };
-                *len = (vnet_hdr::SIZE + fill(id, span.skip(vnet_hdr::SIZE))).min(buffers.stride) as u32;
+                *len = (vnet_hdr::SIZE + fill(id, span.skip(vnet_hdr::SIZE))).min(buffers.room) as u32;
             }
             let mut next = lens.iter();
             let run = ring.add_single(ids.len(), false, |id| {
@@ -326,6 +317,21 @@ impl DriverTx {
                 break;
             }
             added += run;
+        }
+        self.under_way += added;
+        added
+    }
+
+    /// As `add`, whatever the length of headers. Slower: in `add`, even a look at that length costs a tenth of the instructions of
+    /// a frame.
+    pub fn add_behind(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
+        let Queue { ring, buffers, .. } = &mut self.queue;
+        let mut added = 0;
+        while added < count {
+            let Some(&id) = ring.next_ids(0, 1).first() else { break };
+            let Some(span) = buffers.span(id) else { break };
+            let len = (vnet_hdr::SIZE + fill(id, span.skip(vnet_hdr::SIZE))).min(buffers.room);
+            added += ring.add_single(1, false, |id| buffers.buffer(id, buffers.lead + len));
         }
         self.under_way += added;
         added
@@ -397,6 +403,33 @@ impl DriverRx {
     /// The device's [`DriverFault`].
     #[inline]
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
+        match self.queue.header {
+            vnet_hdr::SIZE => self.receive_behind::<{ vnet_hdr::SIZE }>(read, |_, parts| frame(parts)),
+            _ => self.receive_behind::<{ vnet_hdr::HASHED }>(read, |_, parts| frame(parts)),
+        }
+    }
+
+    /// As `receive`, reading all frames, with the hash that the device reports of each; none if that was not negotiated.
+    ///
+    /// # Errors
+    /// As for `receive`.
+    pub fn receive_hashed(&mut self, mut frame: impl FnMut(HashReport, &[Span<'_>])) -> Result<usize, DriverFault> {
+        if self.queue.header == vnet_hdr::SIZE {
+            return self.receive(true, |parts| frame(HashReport::NONE, parts));
+        }
+        self.receive_behind::<{ vnet_hdr::HASHED }>(true, |first, parts| {
+            let report = first.array(vnet_hdr::SIZE).map_or(HashReport::NONE, HashReport::from_bytes);
+            frame(report, parts);
+        })
+    }
+
+    /// `HEADER`: the length of the header. `frame` gets the first span with it, and all spans without.
+    #[inline(always)]
+    fn receive_behind<const HEADER: usize>(
+        &mut self,
+        read: bool,
+        mut frame: impl FnMut(Span<'_>, &[Span<'_>]),
+    ) -> Result<usize, DriverFault> {
         if !read {
             self.pieces.clear();
         }
@@ -414,9 +447,9 @@ impl DriverRx {
             let Some(span) = spans.get(used.id as usize) else { continue };
             let span = span.first(used.len as usize);
             if !read || !self.mergeable || self.pieces.is_empty() && num_buffers(span) <= 1 {
-                frame(&[span.skip(vnet_hdr::SIZE)]);
+                frame(span, &[span.skip(HEADER)]);
             } else {
-                merge(&mut self.pieces, used, self.size, spans, &mut frame);
+                merge::<HEADER>(&mut self.pieces, used, self.size, spans, &mut frame);
             }
         }
         if count > 0 {
@@ -429,7 +462,13 @@ impl DriverRx {
 /// Adds one more buffer of a frame that is spread over several (5.1.6.4.1). When the frame is complete, `frame` is called with
 /// all of them. `size`: number of buffers of the ring.
 #[inline(never)]
-fn merge(pieces: &mut Vec<Used>, used: Used, size: usize, spans: &[Span<'_>], frame: &mut impl FnMut(&[Span<'_>])) {
+fn merge<const HEADER: usize>(
+    pieces: &mut Vec<Used>,
+    used: Used,
+    size: usize,
+    spans: &[Span<'_>],
+    frame: &mut impl FnMut(Span<'_>, &[Span<'_>]),
+) {
     pieces.push(used);
     let part = |used: &Used| spans.get(used.id as usize).map(|span| span.first(used.len as usize));
     let Some(first) = pieces.first().and_then(part) else { return };
@@ -438,14 +477,14 @@ fn merge(pieces: &mut Vec<Used>, used: Used, size: usize, spans: &[Span<'_>], fr
         return;
     }
     let rest = pieces.iter().skip(1).filter_map(part);
-    let all = std::iter::once(first.skip(vnet_hdr::SIZE)).chain(rest);
+    let all = std::iter::once(first.skip(HEADER)).chain(rest);
     let mut parts = [Span::empty(); BURST];
     match parts.get_mut(..pieces.len()) {
         Some(parts) => {
             parts.iter_mut().zip(all).for_each(|(place, part)| *place = part);
-            frame(parts);
+            frame(first, parts);
         }
-        None => frame(&all.collect::<Vec<_>>()),
+        None => frame(first, &all.collect::<Vec<_>>()),
     }
     pieces.clear();
 }

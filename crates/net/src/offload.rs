@@ -77,15 +77,27 @@ pub fn read(header: &VnetHdr, head: &[u8], len: usize, support: Support) -> Resu
 ///
 /// # Errors
 /// As for [`read`].
+#[inline]
 pub fn read_pieces(pieces: &[Span<'_>], total: usize, support: Support) -> Result<Offload, Refused> {
+    read_behind(pieces, vnet_hdr::SIZE, total, support)
+}
+
+/// As [`read_pieces`], of a frame behind a header of `lead` bytes, of which those that are not read here mean nothing for it.
+pub(crate) fn read_behind(
+    pieces: &[Span<'_>],
+    lead: usize,
+    total: usize,
+    support: Support,
+) -> Result<Offload, Refused> {
     let mut header = VnetHdr::default();
     let read = copy_some(pieces.iter().copied(), 0, header.as_mut_bytes());
     if read < vnet_hdr::SIZE || (header.flags, header.gso_type) == (0, 0) {
         return Ok(Offload::NONE);
     }
     let mut head = [0; HEADERS];
-    let len = copy_some(pieces.iter().copied(), vnet_hdr::SIZE, &mut head).min(total - vnet_hdr::SIZE);
-    check(&header, head.get(..len).unwrap_or_default(), total - vnet_hdr::SIZE, support)
+    let frame = total.saturating_sub(lead);
+    let len = copy_some(pieces.iter().copied(), lead, &mut head).min(frame);
+    check(&header, head.get(..len).unwrap_or_default(), frame, support)
 }
 
 #[inline(never)]

@@ -1,12 +1,17 @@
 //! Receive-side scaling (virtio 1.3, 5.1.6.5.7): the driver says by a Toeplitz hash which receive queue a frame goes to. Set through
-//! `control.rs`, applied by the port in `host`.
+//! `control.rs`, applied by the port in `host`. The same hash is reported with received frames (5.1.6.4.4), by `device/rx.rs`.
 
 use bitflags::bitflags;
 use ringroad_frame::Flow;
-use ringroad_wire::ip::{Version, protocol};
+use ringroad_wire::{
+    ip::{Version, protocol},
+    vnet_hdr,
+};
 
 /// Maximum length of a key in bytes: as much as two IPv6 addresses and two ports need.
 pub const KEY: usize = 40;
+/// Bytes in front of the key's length that mean nothing if hashes are reported only.
+const RESERVED: usize = 8;
 /// Maximum number of entries of an indirection table.
 pub const TABLE: usize = 128;
 
@@ -26,6 +31,38 @@ bitflags! {
         const TCPV6 = 1 << 4;
         /// Addresses and ports of UDP over IPv6.
         const UDPV6 = 1 << 5;
+    }
+}
+
+/// The hash of a frame, as its header reports it (5.1.6.4.4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HashReport {
+    /// The hash.
+    pub value: u32,
+    /// What was hashed: one type, or none.
+    pub types: HashTypes,
+}
+
+impl HashReport {
+    /// Nothing was hashed.
+    pub const NONE: HashReport = HashReport { value: 0, types: HashTypes::empty() };
+
+    /// Bytes in a header.
+    pub const LEN: usize = vnet_hdr::HASHED - vnet_hdr::SIZE;
+
+    /// Returns it as in a header: `hash_value`, `hash_report`, padding.
+    pub fn bytes(self) -> [u8; Self::LEN] {
+        // VIRTIO_NET_HASH_REPORT is 0 for none, 1 for the first type.
+        let kind = if self.types.is_empty() { 0 } else { 1 + self.types.bits().trailing_zeros() };
+        (u64::from(kind) << 32 | u64::from(self.value)).to_le_bytes()
+    }
+
+    /// Returns what these bytes of a header say.
+    pub fn from_bytes(bytes: [u8; Self::LEN]) -> HashReport {
+        let both = u64::from_le_bytes(bytes);
+        let kind = u32::from((both >> 32) as u16);
+        let types = kind.checked_sub(1).and_then(|bit| 1u32.checked_shl(bit)).and_then(HashTypes::from_bits);
+        types.map_or(HashReport::NONE, |types| HashReport { value: both as u32, types })
     }
 }
 
@@ -84,6 +121,26 @@ impl Rss {
         Ok(Rss { types, unclassified, table, transmit, key: key.to_vec() })
     }
 
+    /// Reads what a driver has sent to have hashes reported only (struct virtio_net_hash_config): all frames go to the first queue.
+    pub(crate) fn hash_from_bytes(bytes: &[u8]) -> Result<Rss, Wrong> {
+        let (types, rest) = bytes.split_first_chunk().ok_or(Wrong::Length)?;
+        let (_reserved, rest) = rest.split_first_chunk::<RESERVED>().ok_or(Wrong::Length)?;
+        let types = u32::from_le_bytes(*types);
+        let types = HashTypes::from_bits(types).ok_or(Wrong::Value(types))?;
+        let (&len, key) = rest.split_first().ok_or(Wrong::Length)?;
+        if usize::from(len) > KEY {
+            return Err(Wrong::Value(len.into()));
+        }
+        // Linux sends one byte more here, too.
+        let key = key.get(..len.into()).ok_or(Wrong::Length)?;
+        Ok(Rss { types, unclassified: 0, table: vec![0], transmit: 1, key: key.to_vec() })
+    }
+
+    /// Returns its types and key as a driver sends them to have hashes reported only.
+    pub fn hash_bytes(&self) -> Vec<u8> {
+        [&self.types.bits().to_le_bytes()[..], &[0; RESERVED], &[self.key.len() as u8], &self.key].concat()
+    }
+
     /// Returns it as a driver sends it.
     pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = self.types.bits().to_le_bytes().to_vec();
@@ -102,19 +159,27 @@ impl Rss {
 
     /// Returns the hash of a flow, `None` if it is of no type that is hashed.
     pub fn hash(&self, flow: &Flow) -> Option<u32> {
+        let HashReport { value, types } = self.report(flow);
+        (!types.is_empty()).then_some(value)
+    }
+
+    /// Returns the hash of a flow, and of which type it is.
+    pub fn report(&self, flow: &Flow) -> HashReport {
         let [ip, tcp, udp] = match flow.version {
             Version::V4 => [HashTypes::IPV4, HashTypes::TCPV4, HashTypes::UDPV4],
             Version::V6 => [HashTypes::IPV6, HashTypes::TCPV6, HashTypes::UDPV6],
         };
         let with_ports = match flow.protocol {
-            protocol::TCP => self.types.contains(tcp),
-            protocol::UDP => self.types.contains(udp),
-            _ => false,
+            protocol::TCP => self.types & tcp,
+            protocol::UDP => self.types & udp,
+            _ => HashTypes::empty(),
         };
-        match flow.ports.filter(|_| with_ports) {
-            Some(ports) => Some(toeplitz(&self.key, flow.addresses().iter().chain(&ports))),
-            None => self.types.contains(ip).then(|| toeplitz(&self.key, flow.addresses().iter())),
-        }
+        let (value, types) = match flow.ports.filter(|_| !with_ports.is_empty()) {
+            Some(ports) => (toeplitz(&self.key, flow.addresses().iter().chain(&ports)), with_ports),
+            None if self.types.contains(ip) => (toeplitz(&self.key, flow.addresses().iter()), ip),
+            None => return HashReport::NONE,
+        };
+        HashReport { value, types }
     }
 
     /// Returns the receive queue of a frame of this flow, `None`: of no flow.

@@ -27,7 +27,11 @@ struct End {
 
 impl End {
     fn buffer(&self) -> usize {
-        ((vnet_hdr::SIZE + self.frame).div_ceil(64) | 1) * 64
+        ((self.header() + self.frame).div_ceil(64) | 1) * 64
+    }
+
+    fn header(&self) -> usize {
+        if self.acked & bits::NET_F_HASH_REPORT == 0 { vnet_hdr::SIZE } else { vnet_hdr::HASHED }
     }
 }
 
@@ -57,14 +61,15 @@ enum Op {
 
 /// Queue size and frame.
 fn end(shape: impl Strategy<Value = (u32, usize)>) -> impl Strategy<Value = End> {
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    (flags, shape).prop_map(|((packed, in_order, merge, event, indirect), (size, frame))| End {
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.25));
+    (flags, shape).prop_map(|((packed, in_order, merge, event, indirect, hash), (size, frame))| End {
         acked: common::acked(&[
             (packed, bits::RING_PACKED),
             (in_order, bits::IN_ORDER),
             (merge, bits::NET_F_MRG_RXBUF),
             (event, bits::EVENT_IDX),
             (indirect, bits::INDIRECT_DESC),
+            (hash, bits::NET_F_HASH_REPORT),
         ]),
         size: if packed { size } else { 1 << size.ilog2() },
         frame,
@@ -191,13 +196,16 @@ impl Wire {
             Op::Send { count, len, spread, publish } => {
                 let Wire { sender, serial, waiting, .. } = self;
                 let free = sender.tx[0].free();
-                let added = sender.tx[0].add(count, |_, place| {
+                let hashed = self.sender_end.header() != vnet_hdr::SIZE;
+                let fill = |_, place: Span<'_>| {
                     let len = len + *serial as usize % (spread + 1);
                     assert_eq!(place.write(&bytes(*serial, len)), len);
                     waiting.push_back((*serial, len));
                     *serial += 1;
                     len
-                });
+                };
+                let tx = &mut sender.tx[0];
+                let added = if hashed { tx.add_behind(count, fill) } else { tx.add(count, fill) };
                 assert_eq!(added, count.min(free));
                 if publish {
                     self.publish();
@@ -318,7 +326,7 @@ impl Wire {
         let mut placed = 0;
         for (serial, len) in frames {
             let free = self.receiver_end.size as usize - (self.filled - self.delivered);
-            let buffers = (vnet_hdr::SIZE + len).div_ceil(self.receiver_end.buffer());
+            let buffers = (self.receiver_end.header() + len).div_ceil(self.receiver_end.buffer());
             if buffers <= free && buffers <= if merge { MERGED } else { 1 } {
                 self.received.frames += 1;
                 self.received.bytes += len as u64;

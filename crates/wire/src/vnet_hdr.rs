@@ -7,6 +7,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, little_e
 /// Size of the header in bytes. With VIRTIO_F_VERSION_1 `num_buffers` is always present (5.1.6.1).
 pub const SIZE: usize = size_of::<VnetHdr>();
 
+/// Size in bytes with VIRTIO_NET_F_HASH_REPORT: the hash of a received frame follows.
+pub const HASHED: usize = SIZE + 8;
+
 /// `flags`: the checksum from `csum_start` on must still be computed (VIRTIO_NET_HDR_F_NEEDS_CSUM).
 pub const F_NEEDS_CSUM: u8 = 1;
 /// `flags`: the checksum has been verified (VIRTIO_NET_HDR_F_DATA_VALID).

@@ -38,7 +38,8 @@ pub struct Connector {
     /// How long to wait for the other side.
     pub patience: Duration,
     /// Feature bits to negotiate, if the device offers them. With VIRTIO_NET_F_GUEST_ANNOUNCE the device is asked to tell when its
-    /// configuration space changes: [`Connection::config_changed`].
+    /// configuration space changes: [`Connection::config_changed`]. With VIRTIO_NET_F_HASH_REPORT frames are added by
+    /// [`DriverTx::add_behind`](ringroad_net::DriverTx::add_behind).
     pub features: u64,
     /// Number of queue pairs. With a control queue it must be one, or as many as the device has, which must offer VIRTIO_NET_F_MQ
     /// then; the device uses the first one until [`Command::Pairs`](control::Command::Pairs).

@@ -210,6 +210,7 @@ impl<K: PortKind> NetDevice<K> {
         queue.limit(self.port.longest());
         if let Some(control) = &self.controlled().state {
             queue.control(control.filter(), control.support());
+            queue.report(control.hash());
             queue.interrupts(control.interrupts(2 * pair as u16));
         }
         let (base, takes) = (queue.base(), queue.support());
@@ -344,6 +345,7 @@ impl<K: PortKind> NetDevice<K> {
         for (gate, vring) in self.port.0.rx.iter().zip((0..).step_by(2)) {
             if let Some(queue) = &mut gate.enter().queue {
                 queue.control(control.filter(), control.support());
+                queue.report(control.hash());
                 queue.interrupts(control.interrupts(vring));
                 runs = true;
             }

@@ -1,7 +1,7 @@
 //! Commands on the control queue: what the guest receives afterwards, and what the device refuses.
 
 use crate::{LAYOUTS, NOBODY, common::*};
-use ringroad_frame::offload::Support;
+use ringroad_frame::{Flow, offload::Support};
 use ringroad_host::{
     PortKind,
     vhost_user::{CommandError, Connection},
@@ -9,6 +9,7 @@ use ringroad_host::{
 use ringroad_net::{
     Features, bits,
     control::{Command, StatisticTypes},
+    rss::{HashReport, HashTypes, Rss},
 };
 use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
@@ -147,5 +148,57 @@ fn the_guest_reads_what_was_counted() {
         let all = connection.statistics(&[(2, Types::CVQ)], PATIENCE).unwrap();
         assert_eq!((all[0].get("command_num"), all[0].get("ok_num")), (Some(6), Some(3)));
         assert_eq!(rig.faults(), 0);
+    }
+}
+
+#[test]
+fn the_hash_of_a_frame_is_in_its_header() {
+    let features = bits::NET_F_CTRL_VQ | bits::NET_F_HASH_REPORT;
+    for layout in LAYOUTS {
+        let rig = Rig::new(&format!("control-hash{layout:x}"));
+        let mut other = rig.guest(1, SPLIT);
+        let mut connection = rig.connector(layout | features).connect().unwrap();
+        assert_eq!(connection.acked & features, features);
+        let ip = [8, 0, 0x45, 0, 0, 46, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0, 7, 0, 9, 0, 26, 0, 0];
+        let udp = [&OURS.0[..], &other.mac.0, &ip, &[5; 18]].concat();
+        let other_kind = [&OURS.0[..], &other.mac.0, &[0x88, 0xb6], &[6; 46]].concat();
+        let mut report = |connection: &mut Connection, frame: &[u8]| {
+            assert!(other.add_frame(frame));
+            let _ = other.vrings[1].kick.write(1);
+            let mut found = None;
+            let receive = |connection: &mut Connection, found: &mut Option<HashReport>| {
+                let received = connection.driver.rx[0].receive_hashed(|report, parts| {
+                    let mut bytes = vec![0; parts[0].len()];
+                    parts[0].read(&mut bytes);
+                    assert_eq!(bytes, frame);
+                    *found = Some(report);
+                });
+                received.unwrap();
+            };
+            within(PATIENCE, || {
+                receive(connection, &mut found);
+                found.is_some()
+            });
+            found.expect("a frame")
+        };
+        assert_eq!(report(&mut connection, &udp), HashReport::NONE, "no command yet");
+        let key = (1..=40).collect::<Vec<u8>>();
+        let mut rss = Rss { types: HashTypes::all(), unclassified: 0, table: vec![0], transmit: 1, key };
+        let flow = Flow::parse(&udp).unwrap();
+        for types in [HashTypes::all(), HashTypes::IPV4] {
+            rss.types = types;
+            command(&mut connection, Command::Hash(&rss));
+            let found = report(&mut connection, &udp);
+            assert_eq!(found, rss.report(&flow));
+            assert_eq!(found.types, types & if types.is_all() { HashTypes::UDPV4 } else { HashTypes::IPV4 });
+            assert_eq!(report(&mut connection, &other_kind), HashReport::NONE);
+        }
+        // The header of sent frames is as long.
+        let frame = [&other.mac.0[..], &OURS.0, &[0x88, 0xb5], &9u64.to_be_bytes(), &[7; 42]].concat();
+        assert_eq!(connection.driver.tx[0].add_behind(1, |_, place| place.write(&frame)), 1);
+        connection.driver.tx[0].publish();
+        connection.tx[0].kick();
+        assert!(other.receives(OURS, 9));
+        assert_eq!((rig.faults(), rig.report(0).sent.dropped(), rig.report(0).received.dropped()), (0, 0, 0));
     }
 }

@@ -64,7 +64,7 @@ fn arrive(connection: &mut Connection, other: &mut Guest, flows: std::ops::Range
 fn send(connection: &mut Connection, queue: usize, frame: &[u8]) {
     let tx = &mut connection.driver.tx[queue];
     let _ = tx.reclaim().unwrap();
-    assert_eq!(tx.add(1, |_, place| place.write(frame)), 1);
+    assert_eq!(tx.add_behind(1, |_, place| place.write(frame)), 1);
     tx.publish();
     connection.tx[queue].kick();
 }

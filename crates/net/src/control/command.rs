@@ -33,6 +33,8 @@ pub enum Command<'a> {
     Pairs(u16),
     /// Distribute frames among receive queues by their hash.
     Rss(&'a Rss),
+    /// Report the hashes of received frames, by its types and key.
+    Hash(&'a Rss),
     /// Delay interrupts of all transmit queues.
     TransmitInterrupts(Interrupts),
     /// Delay interrupts of all receive queues.
@@ -83,6 +85,7 @@ impl Command<'_> {
             Command::RemoveVlan(id) => [&[VLAN, VLAN_DEL][..], &id.to_le_bytes()].concat(),
             Command::Pairs(pairs) => [&[MQ, MQ_VQ_PAIRS_SET][..], &pairs.to_le_bytes()].concat(),
             Command::Rss(rss) => [&[MQ, MQ_RSS_CONFIG][..], &rss.bytes()].concat(),
+            Command::Hash(rss) => [&[MQ, MQ_HASH_CONFIG][..], &rss.hash_bytes()].concat(),
             Command::TransmitInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_TX_SET][..], &limits.bytes()].concat(),
             Command::ReceiveInterrupts(limits) => [&[NOTF_COAL, NOTF_COAL_RX_SET][..], &limits.bytes()].concat(),
             Command::QueueInterrupts(index, limits) => {

@@ -11,6 +11,7 @@ const ALL: u64 = bits::NET_F_CTRL_RX
     | bits::NET_F_RSS
     | bits::NET_F_NOTF_COAL
     | bits::NET_F_VQ_NOTF_COAL
+    | bits::NET_F_HASH_REPORT
     | bits::NET_F_GUEST_ANNOUNCE
     | bits::NET_F_DEVICE_STATS
     | bits::NET_F_CSUM
@@ -92,6 +93,7 @@ fn every_command_is_understood_and_needs_its_feature() {
         (Command::Offloads(0), bits::NET_F_CTRL_GUEST_OFFLOADS, Change::Offloads),
         (Command::Pairs(4), bits::NET_F_MQ, Change::Pairs),
         (Command::Rss(&rss()), bits::NET_F_RSS, Change::Pairs),
+        (Command::Hash(&rss()), bits::NET_F_HASH_REPORT, Change::Hash),
         (Command::TransmitInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
         (Command::ReceiveInterrupts(SOME), bits::NET_F_NOTF_COAL, Change::Interrupts),
         (Command::QueueInterrupts(1, SOME), bits::NET_F_VQ_NOTF_COAL, Change::Interrupts),
@@ -117,7 +119,7 @@ fn every_command_is_understood_and_needs_its_feature() {
         // One byte less or more is not this command.
         let longer = [&bytes[..], &[0]].concat();
         // A longer RSS configuration is what Linux sends.
-        let longer = Some(&longer[..]).filter(|_| !matches!(command, Command::Rss(_)));
+        let longer = Some(&longer[..]).filter(|_| !matches!(command, Command::Rss(_) | Command::Hash(_)));
         for wrong in std::iter::once(&bytes[..bytes.len() - 1]).chain(longer) {
             let mut control = up();
             let (before, refused) = (control.clone(), Err(Refused::Length { len: wrong.len() }));
@@ -258,6 +260,25 @@ fn the_last_way_to_distribute_frames_counts() {
     assert_eq!((control.pairs(), control.rss().is_some()), (2, true));
     assert_eq!(control.command(&Command::Pairs(3).bytes(), &Four), Ok(Change::Pairs));
     assert_eq!((control.pairs(), control.rss()), (3, None));
+}
+
+#[test]
+fn hashes_are_reported_as_the_last_command_says() {
+    let mut control = Control::new(ALL, OWN, 4);
+    assert_eq!(control.hash(), None);
+    let other = Rss { types: HashTypes::TCPV4, key: vec![3; 8], ..rss() };
+    assert_eq!(control.command(&Command::Hash(&other).bytes(), &Four), Ok(Change::Hash));
+    let known = |control: &Control| control.hash().map(|hash| (hash.types, hash.key.clone()));
+    assert_eq!(known(&control), Some((other.types, other.key)));
+    assert_eq!((control.pairs(), control.rss()), (1, None), "frames are not distributed by it");
+    control.command(&Command::Rss(&rss()).bytes(), &Four).unwrap();
+    assert_eq!(known(&control), Some((rss().types, rss().key)));
+    let wrong = |types, key: usize| Rss { types: HashTypes::from_bits_retain(types), key: vec![0; key], ..rss() };
+    for (wrong, value) in [(wrong(1 << 6, 40), 1 << 6), (wrong(1, 41), 41)] {
+        let refused = Err(Refused::Value { class: 4, command: 2, value });
+        assert_eq!(control.command(&Command::Hash(&wrong).bytes(), &Four), refused);
+        assert_eq!(known(&control), Some((rss().types, rss().key)));
+    }
 }
 
 #[test]

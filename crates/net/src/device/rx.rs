@@ -3,15 +3,16 @@
 mod fill;
 mod room;
 
-use super::{FETCH, count_offload};
+use super::{FETCH, count_offload, header_len};
 use crate::{
     control::Interrupts,
     features::bits,
     filter::Filter,
     moderation::{Coalesce, Moderation, Notice},
     offload,
+    rss::{HashReport, Rss},
 };
-use ringroad_frame::{ALL, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Rest, offload::Support};
+use ringroad_frame::{ALL, Burst, Counters, Flow, Frame, HEAD, HEADROOM, MAX_FRAME, Rest, offload::Support};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
     Addresses, BURST, Chain, Chains, DeviceRing, Fault, Features as RingFeatures, Inflight, Journal, Resumed,
@@ -102,6 +103,10 @@ pub struct RxQueue {
     /// Length in bytes of the longest frame that the driver receives.
     limit: usize,
     mergeable: bool,
+    /// Length of the header in bytes.
+    header: usize,
+    /// How hashes are computed for it, if it has them; `None`: there are none.
+    hash: Option<Arc<Rss>>,
     /// The offloads that the driver takes.
     support: Support,
     /// Which frames it receives; `None`: all.
@@ -139,7 +144,8 @@ impl RxQueue {
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
-        let (tuning, limit) = (Tuning::default(), MAX_FRAME);
+        let (header, limit) = (header_len(acked), MAX_FRAME);
+        let tuning = Tuning { fast_path: header == vnet_hdr::SIZE, ..Tuning::default() };
         let support = offload::driver_takes(acked);
         let queue = RxQueue {
             ring,
@@ -151,6 +157,8 @@ impl RxQueue {
             size: size as usize,
             limit,
             mergeable,
+            header,
+            hash: None,
             support,
             filter: None,
             tuning,
@@ -163,6 +171,11 @@ impl RxQueue {
     /// Returns the offloads that frames put here may have.
     pub fn support(&self) -> Support {
         self.support
+    }
+
+    /// Sets how the hashes are computed that frames are reported with, if the driver has negotiated that.
+    pub fn report(&mut self, hash: Option<&Arc<Rss>>) {
+        self.hash = hash.filter(|_| self.header != vnet_hdr::SIZE).cloned();
     }
 
     /// Applies what the driver has asked for on the control queue: which frames it receives, and the offloads it takes.
@@ -466,12 +479,21 @@ impl RxQueue {
     fn place(&mut self, burst: &Burst, index: u8, first: usize) -> Result<usize, Refusal> {
         let Some(frame) = burst.frames().get(usize::from(index)) else { return Err(Refusal::Full) };
         // Reserve first, then copy: buffers that are not returned must stay untouched.
-        let count = self.reserve(first, frame.extent())?;
+        let count = self.reserve(first, frame.extent() + self.header - HEADROOM)?;
         let (mut head, head_len) = frame.head();
         if let Some(headroom) = head.first_chunk_mut::<HEADROOM>() {
             *headroom = offload::bytes(burst.offload(index.into()), self.support, count as u16);
         }
-        let head = head.get(..head_len).unwrap_or_default();
+        let mut long;
+        let head = if self.header == vnet_hdr::SIZE {
+            head.get(..head_len).unwrap_or_default()
+        } else {
+            long = [0; HEAD + HashReport::LEN];
+            let (start, rest) = head.split_at(HEADROOM);
+            let bytes = start.iter().copied().chain(self.reported(burst, index)).chain(rest.iter().copied());
+            long.iter_mut().zip(bytes).for_each(|(place, byte)| *place = byte);
+            long.get(..head_len + HashReport::LEN).unwrap_or_default()
+        };
         let mut source = Pieces { head, rest: burst.rest(index.into()), current: None };
         for index in first..first + count {
             let Some(&chain) = self.chains.list().get(index) else { break };
@@ -481,6 +503,12 @@ impl RxQueue {
             }
         }
         Ok(count)
+    }
+
+    /// Returns what the header of a frame says of its hash.
+    fn reported(&self, burst: &Burst, index: u8) -> [u8; HashReport::LEN] {
+        let flow = self.hash.as_ref().and_then(|hash| Some((hash, Flow::read(burst, index.into())?)));
+        flow.map_or(HashReport::NONE, |(hash, flow)| hash.report(&flow)).bytes()
     }
 
     /// Takes chains until those from `first` on have room for `total` bytes; returns how many these are.
@@ -503,7 +531,7 @@ impl RxQueue {
                 }
             }
             let Some(&chain) = self.chains.list().get(first + count) else { return Err(Refusal::Full) };
-            let (id, len, needed) = (chain.id, chain.writable_len(), vnet_hdr::SIZE as u32);
+            let (id, len, needed) = (chain.id, chain.writable_len(), self.header as u32);
             if chain.readable_len() > 0 {
                 return Err(Refusal::Fault(Fault::Readable { id }));
             }

@@ -1,6 +1,6 @@
 //! Transmit queues: the driver sends, we take.
 
-use super::{FETCH, count_offload};
+use super::{FETCH, count_offload, header_len};
 use crate::{
     control::Interrupts,
     moderation::{Coalesce, Moderation, Notice},
@@ -34,6 +34,8 @@ pub struct TxQueue {
     batch: usize,
     /// Length in bytes of the longest frame that the driver may send.
     limit: usize,
+    /// Length of the header in bytes. What follows the first part of it means nothing here.
+    header: usize,
     /// The offloads that the driver may use.
     support: Support,
     tuning: Tuning,
@@ -68,11 +70,24 @@ impl TxQueue {
         let (ring, resumed) =
             DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
         let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
-        let (batch, limit, tuning) = (BURST, MAX_FRAME, Tuning::default());
+        let (batch, limit, header) = (BURST, MAX_FRAME, header_len(acked));
+        let tuning = Tuning { fast_path: header == vnet_hdr::SIZE, ..Tuning::default() };
         let support = offload::driver_sends(acked);
         let moderation = Moderation::new(size);
-        let queue =
-            TxQueue { ring, memory, chains, ahead, batch, limit, support, tuning, moderation, counters, counted: 0 };
+        let queue = TxQueue {
+            ring,
+            memory,
+            chains,
+            ahead,
+            batch,
+            limit,
+            header,
+            support,
+            tuning,
+            moderation,
+            counters,
+            counted: 0,
+        };
         Ok((queue, resumed))
     }
 
@@ -84,7 +99,7 @@ impl TxQueue {
     /// call.
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
-        burst.start(self.limit, vnet_hdr::SIZE);
+        burst.start(self.limit, self.header);
         std::mem::swap(&mut self.chains, &mut self.ahead);
         if self.chains.list().is_empty() {
             self.chains.start(&self.memory);
@@ -104,13 +119,13 @@ impl TxQueue {
         let distance = self.tuning.distance();
         for index in burst.frames().len()..taken {
             let Some(&chain) = self.chains.list().get(index) else { break };
-            if chain.writable_len() > 0 || chain.readable_len() < vnet_hdr::SIZE as u32 {
+            if chain.writable_len() > 0 || chain.readable_len() < self.header as u32 {
                 // Frames before it are valid; the next burst begins with it.
                 self.ring.untake(&mut self.chains, index);
                 if index == 0 {
                     self.chains.clear();
                     self.ring.flush();
-                    return Err(fault(&chain));
+                    return Err(fault(&chain, self.header));
                 }
                 break;
             }
@@ -182,8 +197,8 @@ impl TxQueue {
         if chain.clipped {
             return Err(Why::NotAFrame(NotAFrame::Oversize));
         }
-        let offload =
-            offload::read_pieces(self.chains.readable(chain), total, self.support).map_err(|_| Why::Refused)?;
+        let offload = offload::read_behind(self.chains.readable(chain), self.header, total, self.support);
+        let offload = offload.map_err(|_| Why::Refused)?;
         burst.check(total, offload).map(|()| offload).map_err(Why::NotAFrame)
     }
 
@@ -357,11 +372,11 @@ impl Unsuitable {
 }
 
 #[cold]
-fn fault(chain: &Chain) -> Fault {
+fn fault(chain: &Chain, header: usize) -> Fault {
     let id = chain.id;
     if chain.writable_len() > 0 {
         Fault::Writable { id }
     } else {
-        Fault::Header { id, len: chain.readable_len(), needed: vnet_hdr::SIZE as u32 }
+        Fault::Header { id, len: chain.readable_len(), needed: header as u32 }
     }
 }

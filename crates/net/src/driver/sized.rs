@@ -425,11 +425,12 @@ impl SizedDriver {
         let features = RingFeatures::negotiated(config.acked);
         check_size(config.queue_size, features.packed)?;
         let receive = SizedRx::bytes(features, config.queue_size).next_multiple_of(PAGE);
-        let transmit = Queue::bytes(features, config.queue_size, MAX_FRAME);
+        let lens = [vnet_hdr::SIZE, MAX_FRAME];
+        let transmit = Queue::bytes(features, config.queue_size, lens);
         let (region, file) = Region::create(receive + transmit, GUEST, false)?;
         let memory = Arc::new(Table::default().with(region.clone())?);
         let rx = SizedRx::new(&region, &memory, 0, &config)?;
-        let queue = Queue::new(&region, &memory, receive, features, config.queue_size, MAX_FRAME)?;
+        let queue = Queue::new(&region, &memory, receive, features, config.queue_size, lens, 0)?;
         Ok(SizedDriver { region, file, rx, tx: DriverTx::new(queue, config.queue_size) })
     }
 }

@@ -98,3 +98,18 @@ fn what_lies_or_goes_too_far_is_refused() {
     assert_eq!(with(|rss| rss.key = vec![1; 41]), Err(Wrong::Value(41)));
     assert_eq!(with(|rss| rss.types = HashTypes::from_bits_retain(1 << 6)), Err(Wrong::Value(64)));
 }
+
+#[test]
+fn reports_as_in_a_header() {
+    for (at, types) in HashTypes::all().iter().enumerate() {
+        let report = HashReport { value: 0x0403_0201, types };
+        assert_eq!(report.bytes(), [1, 2, 3, 4, at as u8 + 1, 0, 0, 0]);
+        assert_eq!(HashReport::from_bytes(report.bytes()), report);
+    }
+    assert_eq!(HashReport::NONE.bytes(), [0; 8]);
+    // Types with extension headers are not computed here, and there are no others.
+    for kind in [0, 7, 9, 10, 33, 255] {
+        assert_eq!(HashReport::from_bytes([1, 2, 3, 4, kind, 0, 0, 0]), HashReport::NONE);
+    }
+    assert_eq!(HashReport::from_bytes([1, 2, 3, 4, 1, 1, 0, 0]), HashReport::NONE);
+}

@@ -16,6 +16,11 @@ impl RxQueue {
     /// # Errors
     /// As for `put`.
     pub fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Result<Poured, Fault> {
+        // What is read begins with a header of one length.
+        if self.header == vnet_hdr::SIZE { self.pour(room, read) } else { Ok(Poured::Unable) }
+    }
+
+    fn pour(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Result<Poured, Fault> {
         self.ring.untake(&mut self.chains, 0);
         self.chains.start(&self.memory);
         let (mut used, mut frames, mut bytes, mut oversize, mut runts, mut refused, mut filtered) =
