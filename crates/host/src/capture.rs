@@ -1,7 +1,7 @@
 //! Captures of frames in a file of the format pcapng (draft-ietf-opsawg-pcapng), which tcpdump and Wireshark read. The worker copies
 //! frames to a queue of fixed size and never waits; a thread of its own writes them.
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use ringroad_frame::Burst;
 use ringroad_switch::Direction;
 use std::{
@@ -37,6 +37,11 @@ impl Default for CaptureConfig {
     }
 }
 
+/// How often the worker tries the lock, which the writer holds for a few instructions.
+const TRIES: usize = 100;
+/// How long the writer waits if the worker has the lock.
+const PAUSE: Duration = Duration::from_micros(200);
+
 /// A file that frames are written to. Dropped, it is complete.
 pub struct Capture {
     shared: Arc<Shared>,
@@ -54,7 +59,6 @@ impl std::fmt::Debug for Capture {
 #[derive(Default)]
 struct Shared {
     queue: Mutex<Queue>,
-    ready: Condvar,
 }
 
 #[derive(Default)]
@@ -81,7 +85,7 @@ impl Capture {
         file.write_all(&start)?;
         let left = config.size.saturating_sub(start.len() as u64);
         let queue = Queue { blocks: Vec::with_capacity(QUEUE), left, ..Queue::default() };
-        let shared = Arc::new(Shared { queue: Mutex::new(queue), ready: Condvar::new() });
+        let shared = Arc::new(Shared { queue: Mutex::new(queue) });
         let (writer, path) = (shared.clone(), config.file.clone());
         let thread = thread::Builder::new().name("capture".into()).spawn(move || writer.write(file, &path))?;
         let snap = usize::try_from(config.snap).unwrap_or(usize::MAX);
@@ -90,7 +94,12 @@ impl Capture {
 
     /// Adds frames of a burst; returns how many were not added: the queue was full or in use, or the file has its size. Never blocks.
     pub(crate) fn add(&self, direction: Direction, burst: &Burst, which: &[u8]) -> usize {
-        let Some(mut queue) = self.shared.queue.try_lock() else { return which.len() };
+        let tries = (0..TRIES).find_map(|_| {
+            let queue = self.shared.queue.try_lock();
+            queue.is_none().then(std::hint::spin_loop);
+            queue
+        });
+        let Some(mut queue) = tries else { return which.len() };
         let was_empty = queue.blocks.is_empty();
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut missed = 0;
@@ -111,8 +120,10 @@ impl Capture {
             queue.left -= block as u64;
             packet(&mut queue.blocks, time, direction, (kept, len), |place| _ = burst.copy(index, 0, place));
         }
-        if was_empty && !queue.blocks.is_empty() {
-            self.shared.ready.notify_one();
+        let wake = was_empty && !queue.blocks.is_empty();
+        drop(queue);
+        if wake && let Some(thread) = &self.thread {
+            thread.thread().unpark();
         }
         missed
     }
@@ -121,8 +132,8 @@ impl Capture {
 impl Drop for Capture {
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
-        self.shared.ready.notify_one();
         if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
             let _ = thread.join();
         }
     }
@@ -133,9 +144,15 @@ impl Shared {
     fn write(&self, mut file: File, path: &Path) {
         let mut blocks = Vec::with_capacity(QUEUE);
         loop {
-            let mut queue = self.queue.lock();
-            while queue.blocks.is_empty() && !queue.closed {
-                self.ready.wait(&mut queue);
+            // Not `lock`: it would be handed over to this thread while it sleeps, and the worker would not get it.
+            let Some(mut queue) = self.queue.try_lock() else {
+                thread::sleep(PAUSE);
+                continue;
+            };
+            if queue.blocks.is_empty() && !queue.closed {
+                drop(queue);
+                thread::park();
+                continue;
             }
             let closed = queue.closed;
             std::mem::swap(&mut queue.blocks, &mut blocks);

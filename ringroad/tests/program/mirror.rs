@@ -53,7 +53,22 @@ fn frames_are_mirrored_to_a_file() {
     // It is complete: nothing is added any more.
     exchange(&mut left, &mut right);
     assert_eq!(packets(&file).len(), 16);
+    // A confined process begins anew in the same file, but not in another one.
+    folder.config(&[("left", &key), ("right", "")]);
+    serve.reload();
+    exchange(&mut left, &mut right);
+    let other = folder.file("other.pcapng");
+    folder.config(&[("left", &key.replace("left", "other")), ("right", "")]);
+    let said = serve.reload();
+    let confined = serve.err().contains("Landlock ") && !serve.err().contains("Landlock: ");
+    assert_eq!(
+        confined,
+        said.contains("does not allow writing") && said.contains("port left is left unchanged"),
+        "{said}"
+    );
+    assert_eq!(confined, !other.exists());
     serve.stop("TERM");
+    assert_eq!(packets(&file).len(), 8);
 }
 
 #[test]
