@@ -74,6 +74,8 @@ pub(super) struct Card {
     room: Kick,
     /// A frame found no room, and none has found any since.
     short: AtomicBool,
+    /// The worker was told to settle, and has not done so yet.
+    told: AtomicBool,
     pub lines: Lines,
 }
 
@@ -108,6 +110,7 @@ impl E1000Port {
             transmit: Kick::new()?,
             room: Kick::new()?,
             short: AtomicBool::new(false),
+            told: AtomicBool::new(false),
             lines,
         })))
     }
@@ -118,8 +121,8 @@ impl Card {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// For the socket's thread: an access to the registers, and what follows from it. Returns whether the worker must be told to
-    /// call [`Card::settle`].
+    /// For the socket's thread: an access to the registers, and what follows from it. Returns whether the worker must be told that
+    /// an interrupt waits for a timer; not more often than it looks at it.
     pub fn access(&self, access: impl FnOnce(&mut Device, u64) -> Effects) -> bool {
         let effects = access(&mut self.registers.lock(), self.now());
         if effects.contains(Effects::QUIESCE) {
@@ -139,7 +142,7 @@ impl Card {
         }
         let after = self.settle();
         self.tell_line();
-        after.is_some()
+        after.is_some() && !self.told.swap(true, Ordering::Relaxed)
     }
 
     /// Interrupts the driver if it is time. Returns after how long to ask again.
@@ -248,6 +251,8 @@ impl PortKind for E1000Port {
     }
 
     fn settle(&self, now: Duration) -> Option<Duration> {
+        // Before it looks, under the lock of the interrupts: an access that this misses takes that lock later, and then tells it.
+        self.0.told.store(false, Ordering::Relaxed);
         self.0.settle().map(|after| now + after)
     }
 
