@@ -2,6 +2,7 @@
 //! with an offload that may not be among [`Sink::support`]. The opposite is in `software/coalesced.rs`.
 
 mod coalesced;
+mod groups;
 
 use crate::{
     ALL, BURST, Burst, HEADROOM, MAX_FRAME, Sink,
@@ -10,7 +11,7 @@ use crate::{
         segment::{Checksums, Segmenter},
     },
 };
-use coalesced::Coalescing;
+use groups::Coalescing;
 use ringroad_mem::{Region, Table};
 use std::{
     hash::{BuildHasher, RandomState},

@@ -383,10 +383,13 @@ fn broken_files() {
             vm1("[[port]]\nkind = \"tap\"\nname = \"vm1\""),
             "7: port \"vm1\": key `name`: duplicate name \"vm1\", already used in line 2",
         ),
-        ("[[port]]\nname = \"vm1\"".into(), "1: port \"vm1\": key `kind`: missing, expected \"vhost-user\" or \"tap\""),
+        (
+            "[[port]]\nname = \"vm1\"".into(),
+            "1: port \"vm1\": key `kind`: missing, expected \"vhost-user\", \"e1000\" or \"tap\"",
+        ),
         (
             "[[port]]\nname = \"x\"\nkind = \"veth\"".into(),
-            "3: port \"x\": key `kind`: expected \"vhost-user\" or \"tap\", found \"veth\"",
+            "3: port \"x\": key `kind`: expected \"vhost-user\", \"e1000\" or \"tap\", found \"veth\"",
         ),
         (
             vm1("mode = \"hub\""),

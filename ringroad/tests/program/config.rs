@@ -24,8 +24,12 @@ fn configuration_errors() {
         (format!("\n\n{port}[port.features]\npackt = true\n"), 8, "key `features.packt`: unknown key, did you mean"),
         (format!("[workers]\ncpus = [0, 1]\n{port}"), 2, "key `workers.cpus`: expected a list of at most one CPU"),
         (format!("{port}{port}"), 6, "key `name`: duplicate name \"a\", already used in line 2"),
-        (port.replace("vhost-user", "af-xdp"), 3, "key `kind`: expected \"vhost-user\" or \"tap\", found \"af-xdp\""),
-        ("[[port]]\nname = \"a\"\n".into(), 1, "key `kind`: missing, expected \"vhost-user\" or \"tap\""),
+        (
+            port.replace("vhost-user", "af-xdp"),
+            3,
+            "key `kind`: expected \"vhost-user\", \"e1000\" or \"tap\", found \"af-xdp\"",
+        ),
+        ("[[port]]\nname = \"a\"\n".into(), 1, "key `kind`: missing, expected \"vhost-user\", \"e1000\" or \"tap\""),
         (format!("{port}interface = \"rr0\"\n"), 5, "key `interface`: only valid for kind \"tap\""),
         (
             port.replace("/tmp/", &"x".repeat(100)),
