@@ -1,5 +1,8 @@
-//! `ringroad blast`: a virtio-net driver (virtio 1.3, 5.1) that sends, receives or reflects test traffic on a vhost-user device.
-//! Command line and summary; the driver is in the crate `traffic`. `demo` starts this command, too.
+//! `ringroad blast`: a virtio-net driver (virtio 1.3, 5.1) that sends, receives or reflects test traffic on a vhost-user device; or
+//! the e1000's, on a vfio-user device. Command line and summary; the drivers are in the crate `traffic`. `demo` starts this command,
+//! too.
+
+mod lem;
 
 use crate::outcome::Outcome;
 use ringroad_host::{cpu_time, vhost_user::Connector};
@@ -9,7 +12,7 @@ use ringroad_switch::Gather;
 use ringroad_text::{count, save, table, time};
 use ringroad_traffic::{
     Mode, PLAIN_BURST, Plain, Settings, Totals, Touch, Traffic, gbps,
-    options::{DriverKind, Ring, Target, Without, gather, name, pin, seconds},
+    options::{DriverKind, LemOptions, Ring, Target, Without, gather, name, pin, seconds},
     probe,
 };
 use ringroad_wire::ethernet::{Addresses, MacAddr};
@@ -18,15 +21,16 @@ use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{io, path::PathBuf, process::ExitCode, time::Duration};
 
-/// Generate, receive or reflect test traffic on any vhost-user network device
+/// Generate, receive or reflect test traffic on any vhost-user network device, or on an e1000
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
     ringroad blast /run/ringroad/vm2.sock --mode reflect --seconds 60    reflect frames on one port, in another terminal\n  \
     ringroad blast /run/ringroad/vm1.sock                                send 64-byte frames for 10 s, count what returns\n  \
     ringroad blast /run/ringroad/vm1.sock --size imix --verify           mixed sizes, every byte written and checked\n  \
-    ringroad blast /run/ringroad/vm1.sock --rate 1M --window 128         limit the rate and the frames in flight\n\n\
+    ringroad blast /run/ringroad/vm1.sock --rate 1M --window 128         limit the rate and the frames in flight\n  \
+    ringroad blast /run/ringroad/old.sock --driver lem --mit             drive a port of kind e1000, with few register accesses\n\n\
     The device can be a port of `ringroad serve` or of any other vhost-user back end. The first SIGINT (Ctrl-C) or SIGTERM\n\
     stops it early, with its summary; the second one at once.")]
 pub struct Args {
@@ -35,9 +39,12 @@ pub struct Args {
     /// What the driver does
     #[arg(long, value_enum, default_value = "tx")]
     mode: Mode,
-    /// Which driver; plain takes --size, --no-touch, --queue-size and --without
+    /// Which driver; plain takes --size, --no-touch, --queue-size and --without, lem --size, --flows, --rate, --no-touch, --verify,
+    /// --queue-size, and options of its own
     #[arg(long, value_enum, default_value = "blast")]
     driver: DriverKind,
+    #[command(flatten)]
+    lem: LemOptions,
     /// Maximum number of frames sent at once, and at most half of the ring
     #[arg(long, default_value_t = BURST as u16, value_parser = clap::value_parser!(u16).range(1..=BURST as i64))]
     burst: u16,
@@ -136,6 +143,15 @@ fn rate(text: &str) -> Result<f64, String> {
 
 /// Runs the driver for the requested time.
 pub fn run(args: Args) -> Outcome {
+    if args.driver == DriverKind::Lem {
+        if let Some(cpu) = args.cpu {
+            pin("--cpu", cpu)?;
+        }
+        return lem::run(&args);
+    }
+    if let Some(option) = args.lem.given() {
+        return Err(format!("{option} is for --driver lem").into());
+    }
     let Target { socket, listen, ring } = &args.target;
     if *ring == Ring::Split && !args.queue_size.is_power_of_two() {
         return Err(format!("--queue-size {}: a split ring needs a power of two", args.queue_size).into());
@@ -160,29 +176,21 @@ pub fn run(args: Args) -> Outcome {
     if *ring == Ring::Packed && connection.acked & bits::RING_PACKED == 0 {
         return Err("the device does not offer VIRTIO_F_RING_PACKED; use --ring split".into());
     }
-    for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag clear and sets it; the second one finds it set and exits.
-        flag::register_conditional_shutdown(signal, 1, settings.stop.clone())?;
-        flag::register(signal, settings.stop.clone())?;
-    }
+    stop_on_signals(&settings)?;
     let time = Duration::from_secs_f64(args.seconds);
-    let (totals, disconnected) = match args.driver {
-        DriverKind::Blast => {
-            let totals =
-                Traffic::new(settings, &mut connection.driver).run(&mut connection, time, second(args.lines))?;
-            (totals, connection.is_closed())
-        }
-        DriverKind::Plain => {
-            let mut plain = Plain::new(connection, settings)
-                .ok_or_else(|| format!("--driver plain: --queue-size must be more than {PLAIN_BURST}"))?;
-            (plain.run(time, second(args.lines))?, plain.is_closed())
-        }
+    let (totals, disconnected) = if args.driver == DriverKind::Plain {
+        let mut plain = Plain::new(connection, settings)
+            .ok_or_else(|| format!("--driver plain: --queue-size must be more than {PLAIN_BURST}"))?;
+        (plain.run(time, second(args.lines))?, plain.is_closed())
+    } else {
+        let totals = Traffic::new(settings, &mut connection.driver).run(&mut connection, time, second(args.lines))?;
+        (totals, connection.is_closed())
     };
     let result = result(&args, &totals);
     if args.lines {
         println!("{result}");
     } else {
-        print_summary(&args, &totals);
+        summary(&args, &totals);
     }
     if let Some(file) = &args.json {
         save(file, &result)?;
@@ -193,6 +201,16 @@ pub fn run(args: Args) -> Outcome {
     }
     let lost = totals.left.is_some_and(|left| left.under_way > 0 || left.missing != Some(0));
     Ok(if totals.errors > 0 || lost { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Ends the run early at a signal, and the program at the second one.
+fn stop_on_signals(settings: &Settings) -> io::Result<()> {
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal finds the flag clear and sets it; the second one finds it set and exits.
+        flag::register_conditional_shutdown(signal, 1, settings.stop.clone())?;
+        flag::register(signal, settings.stop.clone())?;
+    }
+    Ok(())
 }
 
 /// Returns the first option given that the plain driver does not have.
@@ -286,7 +304,7 @@ fn result(args: &Args, totals: &Totals) -> serde_json::Value {
     })
 }
 
-fn print_summary(args: &Args, totals: &Totals) {
+fn summary(args: &Args, totals: &Totals) {
     let row = |name: &str, frames: u64, mpps: f64, bytes: u64| {
         vec![name.to_owned(), count(frames), format!("{mpps:.3}"), format!("{:.2}", gbps(bytes, totals.time))]
     };

@@ -4,6 +4,8 @@ mod idle;
 
 #[path = "program/config.rs"]
 mod config;
+#[path = "program/lem.rs"]
+mod lem;
 #[path = "program/machine.rs"]
 mod machine;
 #[path = "program/mirror.rs"]

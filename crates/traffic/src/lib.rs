@@ -1,5 +1,5 @@
 //! Test traffic, for `ringroad blast`, `demo`, `vsock` and `bench`: probe frames, the virtio-net driver that sends, receives and
-//! reflects them, programs at the ends of vsock connections, child processes, and the command-line options that these share.
+//! reflects them, the e1000's, programs at the ends of vsock connections, child processes, and the command-line options that these share.
 //!
 //! `ringroad serve` uses nothing of it but `ports`, for the key `mode` of a port.
 #![forbid(unsafe_code)]
@@ -11,6 +11,7 @@
 mod check;
 pub mod child;
 mod driver;
+mod lem;
 pub mod options;
 mod plain;
 pub mod ports;
@@ -20,6 +21,7 @@ mod totals;
 pub mod vsock;
 
 pub use driver::Traffic;
+pub use lem::{Lem, LemError, LemTotals};
 pub use plain::{PLAIN_BURST, Plain};
 pub use settings::{Mode, Settings, Touch};
 pub use totals::{Left, Totals, gbps};

@@ -33,6 +33,50 @@ pub enum DriverKind {
     Blast,
     /// A simple one with ring code of its own, as a cross-check: sends as fast as it can, in bursts of 32, and counts what returns
     Plain,
+    /// Intel's e1000 ("lem"), over vfio-user instead of vhost-user; takes its interrupts as a guest does
+    Lem,
+}
+
+/// How registers are written. Reads always wait for the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum AccessKind {
+    /// The driver goes on before the device has the write
+    #[default]
+    Posted,
+    /// The driver waits until the device has the write, as a virtual machine does without an eventfd for it
+    Synchronous,
+}
+
+/// Options of the lem driver. Without them it is FreeBSD's, with FreeBSD's defaults.
+#[derive(clap::Args, Clone, Copy, Debug)]
+pub struct LemOptions {
+    /// With --driver lem: defer writes of the transmit tail while an interrupt for sent frames is pending (mit_enable)
+    #[arg(long)]
+    pub mit: bool,
+    /// With --driver lem: least interval between interrupts, in units of 256 ns; 0: none
+    #[arg(long, value_name = "UNITS", default_value_t = ITR)]
+    pub itr: u16,
+    /// With --driver lem: how registers are written
+    #[arg(long, value_enum, default_value = "posted")]
+    pub accesses: AccessKind,
+}
+
+/// FreeBSD's default: 8000 interrupts a second.
+const ITR: u16 = 488;
+
+impl Default for LemOptions {
+    fn default() -> LemOptions {
+        LemOptions { mit: false, itr: ITR, accesses: AccessKind::default() }
+    }
+}
+
+impl LemOptions {
+    /// Returns the first option given, if any.
+    pub fn given(&self) -> Option<&'static str> {
+        let given =
+            [(self.mit, "--mit"), (self.itr != ITR, "--itr"), (self.accesses != AccessKind::default(), "--accesses")];
+        given.into_iter().find(|(given, _)| *given).map(|(_, option)| option)
+    }
 }
 
 /// Returns a value's name on the command line, which JSON uses, too.
@@ -62,6 +106,11 @@ pub struct Without {
 }
 
 impl Without {
+    /// Returns whether no feature is left out.
+    pub fn is_empty(&self) -> bool {
+        self.without.is_empty()
+    }
+
     /// Returns how to connect a driver with one queue pair whose receive buffers hold `frame` bytes.
     pub fn connector(&self, socket: &Path, ring: Ring, queue_size: u32, frame: usize) -> Connector {
         let off: Features = self.without.iter().filter_map(|name| Features::from_name(&name.to_uppercase())).collect();

@@ -4,11 +4,12 @@
 //! one connection, `memory` what the client has mapped, [`Interrupts`] what it wants to be told, `version` what both sides can do,
 //! `messages` their form. What protects against a client's socket and descriptors is in `crate::socket`.
 //!
-//! Client: [`Client`] drives any vfio-user device, for drivers in this process and for tests.
+//! Client: [`Client`] drives any vfio-user device, for drivers in this process and for tests; [`InterruptFd`] is what it is told by.
 
 mod client;
 mod connection;
 mod device;
+mod eventfd;
 mod interrupts;
 mod memory;
 mod messages;
@@ -20,5 +21,6 @@ mod version;
 pub use crate::socket::{Access, Limits, Rate, SocketError};
 pub use client::{Accesses, Client, ClientError, DeviceInfo};
 pub use device::{CONFIG_REGION, PciRegion, VfioDevice};
+pub use eventfd::InterruptFd;
 pub use interrupts::{InterruptKind, Interrupts};
 pub use server::{Server, ServerConfig};
