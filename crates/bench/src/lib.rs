@@ -16,6 +16,7 @@ mod frames;
 mod guest_tcp;
 mod lab;
 mod latency;
+mod lem;
 mod mergeable;
 mod options;
 mod packed;
@@ -67,6 +68,8 @@ enum Bench {
     GuestTcp(guest_tcp::Args),
     /// TCP to our own driver behind a TAP interface, with receive buffers of each policy
     Mergeable(mergeable::Args),
+    /// Driver and device of an emulated network card (e1000), with and without moderated interrupts and a deferred doorbell
+    Lem(lem::Args),
     /// Our vsock device against rust-vmm's with the same driver and host program; guest to guest against a relay program
     VsockPeer(vsock_peer::Args),
 }
@@ -88,6 +91,7 @@ pub fn run(args: Args) -> Result<(), String> {
         Bench::VsockStream(args) => vsock_stream::run(&args),
         Bench::GuestTcp(args) => guest_tcp::run(&args),
         Bench::Mergeable(args) => mergeable::run(&args),
+        Bench::Lem(args) => lem::run(&args),
         Bench::VsockPeer(args) => vsock_peer::run(&args),
     }
 }
