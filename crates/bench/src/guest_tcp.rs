@@ -1,5 +1,5 @@
 //! TCP and UDP of real Linux guests through ringroad, against the same guests without it: User-Mode Linux on its own vector driver,
-//! QEMU on its own tap netdev, guest to guest over a Linux bridge.
+//! QEMU on its own tap netdev, also with its own e1000, guest to guest over a Linux bridge.
 
 use crate::{
     figures::{RATIO, Spread, extend},
@@ -18,7 +18,8 @@ use std::{fmt, net::SocketAddr, path::PathBuf, thread, time::Duration};
 #[command(after_help = "Examples:\n  \
     ringroad bench guest-tcp --json guest-tcp.json          all, in about ten minutes; needs root and scripts/peers all\n  \
     ringroad bench guest-tcp --guest uml --way out,in\n  \
-    ringroad bench guest-tcp --way round-trip --poll 50us   our switch polls for 50 µs before it sleeps")]
+    ringroad bench guest-tcp --way round-trip --poll 50us   our switch polls for 50 µs before it sleeps\n  \
+    ringroad bench guest-tcp --guest e1000                  needs scripts/peers e1000")]
 pub struct Args {
     /// Guests, as a list
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["uml", "qemu"])]
@@ -29,7 +30,7 @@ pub struct Args {
     /// How long our switch polls before it sleeps (`workers.poll`)
     #[arg(long, default_value = "0")]
     poll: String,
-    /// How long the interrupt for sent frames may wait (`port.interrupt_delay`)
+    /// How long the interrupt for sent frames may wait (`port.interrupt_delay`); an e1000's driver sets that itself
     #[arg(long, default_value = "300us")]
     interrupt_delay: String,
     /// Folder of the program `guests`
@@ -45,6 +46,8 @@ enum Guest {
     Uml,
     /// Linux 6.1 under QEMU, without KVM
     Qemu,
+    /// The same with an emulated network card, driven by the guest's e1000 driver
+    E1000,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -66,6 +69,7 @@ impl Guest {
         match self {
             Guest::Uml => "uml",
             Guest::Qemu => "qemu",
+            Guest::E1000 => "e1000",
         }
     }
 
@@ -73,6 +77,16 @@ impl Guest {
         match self {
             Guest::Uml => "UML's vector TAP (depth=128, gro=1)",
             Guest::Qemu => "QEMU's tap netdev",
+            Guest::E1000 => "QEMU's own e1000 on its tap netdev",
+        }
+    }
+
+    /// Returns what the lines of its device in /proc/interrupts contain; `None`: the peer's device has others.
+    fn interrupt(self) -> Option<&'static str> {
+        match self {
+            Guest::Uml => None,
+            Guest::Qemu => Some("virtio"),
+            Guest::E1000 => Some("eth0"),
         }
     }
 }
@@ -129,6 +143,14 @@ struct Run {
     figure: f64,
     /// TCP segments sent again.
     retransmits: f64,
+    /// The guest's interrupts per packet that it has sent or received, if they are known.
+    interrupts: Option<f64>,
+}
+
+impl Run {
+    fn new(figure: f64, retransmits: f64) -> Run {
+        Run { figure, retransmits, interrupts: None }
+    }
 }
 
 /// The guests of one kind, of both sides, and what serves ours.
@@ -156,13 +178,15 @@ impl<'a> Bed<'a> {
         let (host, pair) = (args.way.iter().any(|&way| way != Way::Between), args.way.contains(&Way::Between));
         let numbers: Vec<usize> =
             [(host, 0), (pair, 1), (pair, 2)].iter().filter(|(on, _)| *on).map(|&(_, n)| n).collect();
-        let mut lab = Lab::new(args.scripts.clone(), folder)?;
+        let mut lab = Lab::new(args.scripts.clone(), guest.name(), folder)?;
         let socket = |number: usize| folder.file(&format!("{}-{number}.sock", guest.name()));
         let port = |number: usize| {
             let socket = socket(number);
-            let common =
-                format!("[[port]]\nname = \"vm{number}\"\nkind = \"vhost-user\"\nsocket = \"{}\"\n", socket.display());
-            common + &format!("interrupt_delay = \"{}\"\n", args.interrupt_delay)
+            let kind = match guest {
+                Guest::E1000 => "kind = \"e1000\"\n".to_owned(),
+                _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{}\"\n", args.interrupt_delay),
+            };
+            format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}", socket.display())
         };
         let workers = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, args.poll);
         let (mut programs, interface) = (Vec::new(), format!("rr-{}", guest.name()));
@@ -203,8 +227,29 @@ impl<'a> Bed<'a> {
         Ok(Bed { lab, guest, common, _programs: programs })
     }
 
-    /// Measures one way of one side.
+    /// Returns the interrupts of a guest's device so far, and the packets that it has sent and received.
+    fn counts(&self, guest: &str, interrupt: &str) -> Result<[f64; 2], String> {
+        // A card's driver reads its counters every two seconds, or for ethtool.
+        let command = format!(
+            "ethtool -S eth0 >/dev/null 2>&1; awk '/{interrupt}/ {{ n += $2 }} END {{ print n + 0 }}' /proc/interrupts; \
+             cd /sys/class/net/eth0/statistics; awk '{{ n += $1 }} END {{ print n }}' tx_packets rx_packets"
+        );
+        let text = self.lab.run(guest, 5.0, &command)?;
+        let numbers: Vec<f64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+        numbers.try_into().map_err(|_| format!("expected interrupts and packets of {guest}, found {text:?}"))
+    }
+
+    /// Measures one way of one side, and the interrupts meanwhile.
     fn measure(&self, way: Way, side: Side) -> Result<Run, String> {
+        let Some(interrupt) = self.guest.interrupt() else { return self.transfer(way, side) };
+        let guest = guest_name(side, usize::from(way == Way::Between));
+        let before = self.counts(&guest, interrupt)?;
+        let run = self.transfer(way, side)?;
+        let after = self.counts(&guest, interrupt)?;
+        Ok(Run { interrupts: per_packet(before, after), ..run })
+    }
+
+    fn transfer(&self, way: Way, side: Side) -> Result<Run, String> {
         // A port of its own for each test: the last one's may be in TIME_WAIT.
         const PORT: u16 = 5201;
         let (seconds, host) = (self.common.seconds, format!("{}.1", network(side, false)));
@@ -236,10 +281,16 @@ impl<'a> Bed<'a> {
                 let to = to.map_err(|error| error.to_string())?;
                 let times =
                     on("--device-cpu", self.common.device_cpu, || round_trips(to, Duration::from_secs_f64(seconds)))?;
-                Ok(Run { figure: Spread::of(&times).median, retransmits: 0.0 })
+                Ok(Run::new(Spread::of(&times).median, 0.0))
             }
         }
     }
+}
+
+/// Returns interrupts per packet between two counts of both.
+fn per_packet(before: [f64; 2], after: [f64; 2]) -> Option<f64> {
+    let ([interrupts, packets], [more, later]) = (before, after);
+    (later > packets).then(|| (more - interrupts) / (later - packets))
 }
 
 fn number(report: &Value, path: &str) -> Result<f64, String> {
@@ -250,13 +301,13 @@ fn number(report: &Value, path: &str) -> Result<f64, String> {
 /// Returns the throughput that the receiver reports in Gb/s, and the sender's retransmitted segments.
 fn tcp(report: &Value) -> Result<Run, String> {
     let figure = number(report, "/end/sum_received/bits_per_second")? / 1e9;
-    Ok(Run { figure, retransmits: number(report, "/end/sum_sent/retransmits").unwrap_or(0.0) })
+    Ok(Run::new(figure, number(report, "/end/sum_sent/retransmits").unwrap_or(0.0)))
 }
 
 /// Returns the received datagrams per second.
 fn udp(report: &Value) -> Result<Run, String> {
     let sum = |key: &str| number(report, &format!("/end/sum/{key}"));
-    Ok(Run { figure: (sum("packets")? - sum("lost_packets")?) / sum("seconds")?, retransmits: 0.0 })
+    Ok(Run::new((sum("packets")? - sum("lost_packets")?) / sum("seconds")?, 0.0))
 }
 
 /// Measures every combination.
@@ -280,10 +331,16 @@ pub fn run(args: &Args) -> Result<(), String> {
             // More is always better.
             let ratio =
                 if way == Way::RoundTrip { Spread::of_ratios(theirs, mine) } else { Spread::of_ratios(mine, theirs) };
+            let interrupts = [0, 1].map(|side| {
+                let known = guest.interrupt().map(|_| rounds.spread(side, |run| run.interrupts.unwrap_or(f64::NAN)));
+                known.map(|spread| spread.median).filter(|median| median.is_finite())
+            });
+            let delay = (guest != Guest::E1000).then_some(&args.interrupt_delay);
             let mut row = json!({
                 "guest": bed.guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
-                "interrupt_delay": args.interrupt_delay, "peer_name": guest.peer(),
+                "interrupt_delay": delay, "peer_name": guest.peer(),
                 "retransmits": again[0], "peer_retransmits": again[1],
+                "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
             });
             ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
             peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
@@ -293,6 +350,7 @@ pub fn run(args: &Args) -> Result<(), String> {
             let mut columns = vec![name];
             columns.extend([ours.columns(way.digits()), peer.columns(way.digits()), ratio.columns(2)].concat());
             columns.extend(again.map(|again| format!("{again:.0}")));
+            columns.extend(interrupts.map(|each| each.map_or("–".to_owned(), |each| format!("{each:.3}"))));
             columns.push(way.unit().to_owned());
             lines.push(columns);
         }
@@ -302,7 +360,20 @@ pub fn run(args: &Args) -> Result<(), String> {
             args.poll,
             guest.peer()
         );
-        let header = ["", "ours", "", "peer", "", "ratio", "", "retransmits", "peer's", "unit"];
+        let header = [
+            "",
+            "ours",
+            "",
+            "peer",
+            "",
+            "ratio",
+            "",
+            "retransmits",
+            "peer's",
+            "interrupts per packet",
+            "peer's",
+            "unit",
+        ];
         session.print(&title, &table(&header, &lines));
     }
     session.finish()
@@ -322,6 +393,12 @@ mod tests {
         assert_eq!((run.figure, run.retransmits), (12.5, 3.0));
         assert_eq!(udp(&report).unwrap().figure, 300.0);
         assert!(tcp(&json!({})).err().unwrap().contains("no /end/sum_received/bits_per_second"));
+    }
+
+    #[test]
+    fn interrupts_of_what_was_sent_and_received() {
+        assert_eq!(per_packet([10.0, 100.0], [30.0, 140.0]), Some(0.5));
+        assert_eq!(per_packet([10.0, 100.0], [30.0, 100.0]), None);
     }
 
     #[test]

@@ -67,8 +67,8 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Sets up what guests need; `scripts` has the program `guests`.
-    pub fn new(scripts: PathBuf, folder: &Folder) -> Result<Lab, String> {
+    /// Sets up what guests of a kind need; `scripts` has the program `guests`.
+    pub fn new(scripts: PathBuf, kind: &str, folder: &Folder) -> Result<Lab, String> {
         if !scripts.join("guests").exists() {
             let scripts = scripts.display();
             return Err(format!(
@@ -76,7 +76,7 @@ impl Lab {
             ));
         }
         let lab = Lab { scripts, folder: folder.file("guests"), started: Vec::new() };
-        finish(&mut lab.guests("setup"))?;
+        finish(lab.guests("setup").arg(kind))?;
         Ok(lab)
     }
 
