@@ -6,7 +6,7 @@ use crate::{
     lab::{Lab, add_address, add_tap, command, enter, iperf3_report, iperf3_server, round_trips, serve},
     options::Common,
     rig::on,
-    session::Session,
+    session::{Rounds, Session},
 };
 use clap::ValueEnum;
 use ringroad_text::table;
@@ -310,6 +310,36 @@ fn udp(report: &Value) -> Result<Run, String> {
     Ok(Run::new((sum("packets")? - sum("lost_packets")?) / sum("seconds")?, 0.0))
 }
 
+/// Returns the JSON row of one way, and its columns of the table behind the name.
+fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, Vec<String>) {
+    let figures = [0, 1].map(|side| rounds.of(side, |run| run.figure));
+    let [ours, peer] = [0, 1].map(|side| rounds.spread(side, |run| run.figure));
+    let again = [0, 1].map(|side| rounds.spread(side, |run| run.retransmits).median);
+    let [mine, theirs] = &figures;
+    // More is always better.
+    let ratio = if way == Way::RoundTrip { Spread::of_ratios(theirs, mine) } else { Spread::of_ratios(mine, theirs) };
+    let interrupts = [0, 1].map(|side| {
+        let known = guest.interrupt().map(|_| rounds.spread(side, |run| run.interrupts.unwrap_or(f64::NAN)));
+        known.map(|spread| spread.median).filter(|median| median.is_finite())
+    });
+    let delay = (guest != Guest::E1000).then_some(&args.interrupt_delay);
+    let mut row = json!({
+        "guest": guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
+        "interrupt_delay": delay, "peer_name": guest.peer(),
+        "retransmits": again[0], "peer_retransmits": again[1],
+        "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
+    });
+    ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
+    peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
+    ratio.add_to(&mut row, RATIO);
+    extend(&mut row, json!({ "pairs": args.common.pairs }));
+    let mut columns = [ours.columns(way.digits()), peer.columns(way.digits()), ratio.columns(2)].concat();
+    columns.extend(again.map(|again| format!("{again:.0}")));
+    columns.extend(interrupts.map(|each| each.map_or("–".to_owned(), |each| format!("{each:.3}"))));
+    columns.push(way.unit().to_owned());
+    (row, columns)
+}
+
 /// Measures every combination.
 pub fn run(args: &Args) -> Result<(), String> {
     if let Some(status) = enter()? {
@@ -324,35 +354,9 @@ pub fn run(args: &Args) -> Result<(), String> {
         for &way in &args.way {
             let name = format!("{} {}", guest.name(), way.name());
             let rounds = session.rounds(&name, &SIDES, |&side| bed.measure(way, side))?;
-            let figures = [0, 1].map(|side| rounds.of(side, |run| run.figure));
-            let [ours, peer] = [0, 1].map(|side| rounds.spread(side, |run| run.figure));
-            let again = [0, 1].map(|side| rounds.spread(side, |run| run.retransmits).median);
-            let [mine, theirs] = &figures;
-            // More is always better.
-            let ratio =
-                if way == Way::RoundTrip { Spread::of_ratios(theirs, mine) } else { Spread::of_ratios(mine, theirs) };
-            let interrupts = [0, 1].map(|side| {
-                let known = guest.interrupt().map(|_| rounds.spread(side, |run| run.interrupts.unwrap_or(f64::NAN)));
-                known.map(|spread| spread.median).filter(|median| median.is_finite())
-            });
-            let delay = (guest != Guest::E1000).then_some(&args.interrupt_delay);
-            let mut row = json!({
-                "guest": bed.guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
-                "interrupt_delay": delay, "peer_name": guest.peer(),
-                "retransmits": again[0], "peer_retransmits": again[1],
-                "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
-            });
-            ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
-            peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
-            ratio.add_to(&mut row, RATIO);
-            extend(&mut row, json!({ "pairs": pairs }));
+            let (row, columns) = report(args, guest, way, &rounds);
             session.push(row)?;
-            let mut columns = vec![name];
-            columns.extend([ours.columns(way.digits()), peer.columns(way.digits()), ratio.columns(2)].concat());
-            columns.extend(again.map(|again| format!("{again:.0}")));
-            columns.extend(interrupts.map(|each| each.map_or("–".to_owned(), |each| format!("{each:.3}"))));
-            columns.push(way.unit().to_owned());
-            lines.push(columns);
+            lines.push([vec![name], columns].concat());
         }
         let title = format!(
             "{}, our switch polls for {}, peer: {}; {pairs} pairs of {seconds} s, median and min–max",

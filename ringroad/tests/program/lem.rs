@@ -2,7 +2,10 @@
 
 use crate::testing::{Folder, Program, run, text};
 use serde_json::Value;
-use std::{fmt::Write as _, path::PathBuf};
+use std::{
+    fmt::Write as _,
+    path::{Path, PathBuf},
+};
 
 /// Starts ringroad with a card for each of these names and further lines; returns their sockets.
 fn serve<const N: usize>(folder: &Folder, cards: [(&str, &str); N]) -> (Program, [PathBuf; N]) {
@@ -19,7 +22,7 @@ fn serve<const N: usize>(folder: &Folder, cards: [(&str, &str); N]) -> (Program,
 
 /// Runs blast briefly, with all bytes checked; returns its result.
 #[track_caller]
-fn blast(socket: &PathBuf, arguments: &[&str]) -> Value {
+fn blast(socket: &Path, arguments: &[&str]) -> Value {
     let all = ["blast", text(socket), "--driver", "lem", "--verify", "--seconds", "0.3", "--json", "-"];
     let (code, out, err) = run(&[&all[..], arguments].concat());
     assert_eq!(code, 0, "{arguments:?}: {out}{err}");
