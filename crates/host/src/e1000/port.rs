@@ -38,7 +38,8 @@ impl Kick {
     fn tail_moved(&self) {
         // Pairs with `want`: either the worker sees the tail, or this thread that it wants to be woken.
         fence(Ordering::SeqCst);
-        if self.wanted.load(Ordering::Relaxed) {
+        // Once: many tails may move before the worker runs.
+        if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
             let _ = self.eventfd.write(1);
         }
     }
