@@ -498,7 +498,7 @@ fn broken_files() {
         // tap.
         (
             rr0("socket = \"x\""),
-            "5: port \"up\": key `socket`: only valid for kind \"vhost-user\", but this port is of k",
+            "5: port \"up\": key `socket`: only valid for kind \"vhost-user\" and \"e1000\", but",
         ),
         (rr0("role = \"server\""), "5: port \"up\": key `role`: only valid for kind \"vhost-user\""),
         (
