@@ -93,7 +93,7 @@ struct Bed<'a> {
 
 impl<'a> Bed<'a> {
     fn new(args: &'a Args, folder: &Folder) -> Result<Bed<'a>, String> {
-        let Common { device_cpu, .. } = args.common;
+        let Common { driver_cpu, device_cpu, .. } = args.common;
         let device = |name: &str, mitigation: bool| {
             let socket = folder.file(&format!("{name}.sock"));
             // The only port of its switch: the card transmits and counts every frame, and there is nowhere for it to go.
@@ -103,8 +103,8 @@ impl<'a> Bed<'a> {
                 args.poll,
                 socket.display()
             );
-            // The socket's thread is on the worker's CPU, too: it has inherited it.
-            on("--device-cpu", device_cpu, || Device::ours(folder, name, &config, vec![socket]))
+            // The socket's thread inherits the driver's CPU, which is where a virtual machine's exits are handled.
+            on("--driver-cpu", driver_cpu, || Device::ours(folder, name, &config, vec![socket]))
         };
         Ok(Bed { args, standard: device("standard", false)?, mitigated: device("mitigated", true)? })
     }
@@ -172,7 +172,8 @@ standard device: ITR, TIDV and TADV have no effect, it interrupts after each bur
 standard driver: a tail write for each frame, a read of ICR for each interrupt, as FreeBSD's lem\n\
 deferring driver: no tail write while an interrupt for sent frames is pending; its handler writes the tail for all that wait\n\
 Each access is one vfio-user message, in place of one exit of a virtual machine: posted, the driver only sends it; synchronous, it\n\
-waits for the reply. A read always waits. An interrupt is an eventfd, which the driver reads after each access.\n\n";
+waits for the reply. A read always waits. An interrupt is an eventfd, which the driver reads after each access.\n\
+The thread of the card's socket is on the driver's CPU, as exits are handled on the guest's; the worker is on the other one.\n\n";
 
 /// Adds the JSON row of a variant; returns its line of the table. `first`: the variant that it is compared with.
 fn add(
