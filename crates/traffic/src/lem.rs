@@ -15,14 +15,14 @@ use crate::{
     totals::Left,
 };
 use card::Card;
+pub use card::LemError;
 use ringroad_e1000::{
-    driver::{Bus, Driver, DriverConfig, DriverError, ProbeError},
+    driver::{Bus, Driver, DriverConfig},
     registers::{STATUS, statistics::GPTC},
 };
-use ringroad_host::vfio_user::{Accesses, ClientError};
+use ringroad_host::vfio_user::Accesses;
 use ringroad_mem::{Span, sync::Ordering};
 use std::{
-    io,
     path::Path,
     time::{Duration, Instant},
 };
@@ -37,34 +37,6 @@ const LAST: Duration = Duration::from_secs(1);
 const QUIET: Duration = Duration::from_millis(20);
 /// Frames that are received before there is a look at the clock.
 const RECEIVED: u64 = 4096;
-
-/// Why the driver cannot go on.
-#[derive(Debug, thiserror::Error)]
-pub enum LemError {
-    /// The device does not answer as it should.
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    /// It is another device.
-    #[error("expected an 82540EM, 8086:100e, found {vendor:04x}:{device:04x}")]
-    Device {
-        /// Its vendor.
-        vendor: u16,
-        /// Its number there.
-        device: u16,
-    },
-    /// It has no message-signalled interrupt.
-    #[error("the device has no capability for message-signalled interrupts, which this driver needs")]
-    NoMsi,
-    /// The driver found it unusable.
-    #[error(transparent)]
-    Probe(#[from] ProbeError),
-    /// The driver's memory.
-    #[error(transparent)]
-    Driver(#[from] DriverError),
-    /// The descriptor of the interrupt.
-    #[error("the interrupt's descriptor: {0}")]
-    Interrupt(io::Error),
-}
 
 /// What the driver counts.
 #[derive(Clone, Debug, Default)]

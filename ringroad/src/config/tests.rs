@@ -496,10 +496,7 @@ fn broken_files() {
         (socket(&"s".repeat(108)), "8: port \"vm2\": key `socket`: expected the path of a Unix socket, 1 to 107 "),
         (server("/run//1"), "8: port \"vm2\": key `socket`: duplicate socket \"/run//1\", already used in line 4"),
         // tap.
-        (
-            rr0("socket = \"x\""),
-            "5: port \"up\": key `socket`: only valid for kind \"vhost-user\" and \"e1000\", but",
-        ),
+        (rr0("socket = \"x\""), "5: port \"up\": key `socket`: only valid for kind \"vhost-user\" and \"e1000\", but"),
         (rr0("role = \"server\""), "5: port \"up\": key `role`: only valid for kind \"vhost-user\""),
         (
             rr0("mtu = 1500\nmac = \"52:54:00:12:34:56\""),

@@ -1,11 +1,13 @@
 //! The card behind a vfio-user socket: what an operating system's bus does with a PCI device, and access to its registers.
 
-use super::LemError;
 use crate::options::AccessKind;
-use ringroad_e1000::{DEVICE, VENDOR, driver::Bus};
-use ringroad_host::vfio_user::{Accesses, CONFIG_REGION, Client, InterruptFd, InterruptKind};
+use ringroad_e1000::{
+    DEVICE, VENDOR,
+    driver::{Bus, DriverError, ProbeError},
+};
+use ringroad_host::vfio_user::{Accesses, CONFIG_REGION, Client, ClientError, InterruptFd, InterruptKind};
 use ringroad_mem::Region;
-use std::{fs::File, mem, path::Path, time::Duration};
+use std::{fs::File, io, mem, path::Path, time::Duration};
 
 /// How long the device may take to appear, and to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -25,6 +27,34 @@ const MSI_CONTROL: u64 = 2;
 const MSI_ADDRESS: u64 = 4;
 /// Any address: the message is an eventfd here.
 const ADDRESS: u64 = 0xfee0_0000;
+
+/// Why the driver cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum LemError {
+    /// The device does not answer as it should.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// It is another device.
+    #[error("expected an 82540EM, 8086:100e, found {vendor:04x}:{device:04x}")]
+    Device {
+        /// Its vendor.
+        vendor: u16,
+        /// Its number there.
+        device: u16,
+    },
+    /// It has no message-signalled interrupt.
+    #[error("the device has no capability for message-signalled interrupts, which this driver needs")]
+    NoMsi,
+    /// The driver found it unusable.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+    /// The driver's memory.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The descriptor of the interrupt.
+    #[error("the interrupt's descriptor: {0}")]
+    Interrupt(io::Error),
+}
 
 /// A connection to the card.
 #[derive(Debug)]
