@@ -1,6 +1,9 @@
 //! `ringroad blast --driver lem`: the e1000's driver, over vfio-user.
 
-use super::{Args, result, second, settings, stop_on_signals, summary};
+use super::{
+    args::{Args, settings},
+    report::{result, second, stop_on_signals, summary},
+};
 use crate::outcome::Outcome;
 use ringroad_host::vfio_user::Accesses;
 use ringroad_ring::BURST;
