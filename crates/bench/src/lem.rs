@@ -169,7 +169,7 @@ pub fn run(args: &Args) -> Result<(), String> {
 const NOTE: &str = "\
 ratio: to the first row with the same kind of writes; reads, writes, interrupts: per frame, as the driver counts them\n\
 standard device: ITR, TIDV and TADV have no effect, it interrupts after each burst of descriptors that it has written back\n\
-standard driver: a tail write for each frame, as FreeBSD's lem; a read of ICR for each interrupt, which FreeBSD's also masks and unmasks\n\
+standard driver: a tail write for each frame, as FreeBSD's lem; for each interrupt a read of ICR, and writes of IMC and IMS\n\
 deferring driver: no tail write while an interrupt for sent frames is pending; its handler writes the tail for all that wait\n\
 Each access is one vfio-user message, in place of one exit of a virtual machine: posted, the driver only sends it; synchronous, it\n\
 waits for the reply. A read always waits. An interrupt is an eventfd, which the driver reads after each access.\n\

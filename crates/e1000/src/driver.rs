@@ -267,9 +267,14 @@ impl Driver {
         self.since.map(|since| since.saturating_add(self.config.mit_time))
     }
 
-    /// Handles an interrupt: reads and returns its causes, 0 if it was not the device's, and publishes what has waited for it.
+    /// Handles an interrupt: reads and returns its causes, 0 if it was not the device's, and publishes what has waited for it. As
+    /// FreeBSD's handler, it masks further ones until [`Driver::unmask`].
     pub fn interrupt(&mut self, bus: &mut impl Bus) -> u32 {
         let causes = bus.read(reg::ICR);
+        if causes == 0 {
+            return 0;
+        }
+        bus.write(reg::IMC, u32::MAX);
         if causes & (cause::TXDW | cause::TXQE) != 0 {
             self.pending = false;
             if self.next != self.written && self.since.is_some() {
@@ -277,6 +282,11 @@ impl Driver {
             }
         }
         causes
+    }
+
+    /// The work of an interrupt is done: the device may interrupt again.
+    pub fn unmask(&mut self, bus: &mut impl Bus) {
+        bus.write(reg::IMS, CAUSES);
     }
 
     /// Takes back the buffers of frames that were sent; returns how many.

@@ -7,7 +7,7 @@ use proptest::{collection::vec, prelude::*};
 use ringroad_e1000::{
     DeviceConfig,
     driver::{Bus, Driver, DriverConfig},
-    registers::{CTRL, cause, ctrl, rctl, statistics},
+    registers::{CTRL, IMS, cause, ctrl, rctl, statistics},
 };
 use ringroad_frame::{ALL, Offload, Sink, Source};
 use ringroad_mem::Table;
@@ -58,6 +58,9 @@ fn frames_both_ways() {
     assert_eq!(board.read(statistics::GPRC), 0);
     let causes = driver.interrupt(&mut board);
     assert_ne!(causes & cause::RXT0, 0);
+    assert_eq!(board.read(IMS), 0, "masked");
+    driver.unmask(&mut board);
+    assert_ne!(board.read(IMS), 0);
     assert_eq!(driver.interrupt(&mut board), 0);
 }
 
@@ -189,7 +192,10 @@ proptest! {
                     model.put(&mut board, frames, wait);
                 }
                 Op::Receive => model.receive(&mut driver, &mut board),
-                Op::Interrupt => _ = driver.interrupt(&mut board),
+                Op::Interrupt => {
+                    driver.interrupt(&mut board);
+                    driver.unmask(&mut board);
+                }
                 Op::Pass(time) => {
                     board.now += time;
                     board.settle();

@@ -69,6 +69,7 @@ impl World {
         self.driver.start(&mut self.board);
         // The interrupt about the link.
         self.driver.interrupt(&mut self.board);
+        self.driver.unmask(&mut self.board);
         self.board.interrupts.clear();
         (self.board.effects, self.deadline, self.handled) = (Effects::empty(), None, 0);
         self.waiting.clear();
@@ -117,6 +118,7 @@ impl World {
             let causes = self.driver.interrupt(&mut self.board);
             assert_ne!(causes & (cause::TXDW | cause::RXT0 | cause::LSC), 0);
             self.reclaimed += self.driver.reclaim();
+            self.driver.unmask(&mut self.board);
             self.poll();
         }
     }
@@ -270,13 +272,14 @@ fn exits(driver: DriverConfig, mitigation: Mitigation) -> Exits {
 fn deferring_saves_doorbells_and_mitigation_interrupts() {
     let rings = DriverConfig { num_tx_desc: 256, itr: 488, mit_frames: 512, mit_time: 1_000_000, ..config(false) };
     let standard = exits(rings, Mitigation { enabled: false, clamp_itr: false });
-    assert_eq!(standard, Exits { reads: 5000, writes: 5000, interrupts: 5000 });
+    // Each interrupt costs a read of ICR, and writes of IMC and IMS.
+    assert_eq!(standard, Exits { reads: 5000, writes: 15_000, interrupts: 5000 });
     let mitigated = exits(rings, Mitigation::default());
-    assert_eq!(mitigated.writes, 5000);
+    assert_eq!(mitigated.writes, 5000 + 2 * mitigated.interrupts);
     // 25 ms at one interrupt every 125 µs.
     assert!((195..=202).contains(&mitigated.interrupts), "{mitigated:?}");
     let deferring = exits(DriverConfig { mit_enable: true, ..rings }, Mitigation::default());
-    assert!(deferring.writes <= 210 && deferring.interrupts <= 210 && deferring.reads <= 210, "{deferring:?}");
+    assert!(deferring.writes <= 630 && deferring.interrupts <= 210 && deferring.reads <= 210, "{deferring:?}");
 }
 
 #[test]

@@ -211,6 +211,7 @@ impl Lem {
                 break;
             }
         }
+        driver.unmask(&mut self.card);
     }
 
     /// Sleeps until the interrupt, for this long at most, and less if frames wait to be published.
