@@ -183,7 +183,8 @@ impl<'a> Bed<'a> {
         let port = |number: usize| {
             let socket = socket(number);
             let kind = match guest {
-                Guest::E1000 => "kind = \"e1000\"\n".to_owned(),
+                // An emulated guest may not run for longer than the default; QEMU's card waits for it without limit.
+                Guest::E1000 => "kind = \"e1000\"\nlimits = { wait = \"100ms\" }\n".to_owned(),
                 _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{}\"\n", args.interrupt_delay),
             };
             format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}", socket.display())
