@@ -334,6 +334,19 @@ reloads() { # GUEST, DRIVER, N
   figure="loaded $3 times"
 }
 
+statistics() { # GUEST with a control queue: the device's own counters, as its driver reads them, are right
+  local before after
+  counted() { at "$1" "ethtool -S eth0 | awk '/ [rt]x_hw_packets:/ { print \$2 }' | xargs"; }
+  read -ra before <<<"$(counted "$1")"
+  busybox ping -q -c 50 -i 0.01 -W 2 "${!1}" || return
+  read -ra after <<<"$(counted "$1")"
+  figure="$((after[0] - before[0])) received and $((after[1] - before[1])) sent, of 50 pings"
+  echo "$figure"
+  # Neighbours may be looked for meanwhile.
+  [ $((after[0] - before[0])) -ge 50 ] && [ $((after[0] - before[0])) -lt 70 ] &&
+    [ $((after[1] - before[1])) -ge 50 ] && [ $((after[1] - before[1])) -lt 70 ]
+}
+
 per_queue() { # PORT: how many frames went to each of its queues, by the daemon's counters
   local lines
   lines=$(wc -l <"$state/ringroad.log")
@@ -435,6 +448,7 @@ if check "daemon start" start_daemon; then
         check "uml control queue" control uml || true
         check "uml interrupts" moderated uml || true
         check "uml queues" queues uml || true
+        check "uml statistics" statistics uml || true
         stop uml
         ;;
       both)
