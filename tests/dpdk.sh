@@ -170,9 +170,11 @@ counters() { # was|is: reads the counters of all ports: PORT.from, PORT.lost (dr
   await 5 "counters of the daemon" grep -q '^plain .*[0-9]$' "$state/counters" || return 1
   while read -r port from lost to dropped faults; do
     into+=([$port.from]=$from [$port.lost]=$lost [$port.to]=$to [$port.dropped]=$dropped [$port.faults]=$faults)
-  done < <(awk -F '  +' 'NR > 2 {
-    for (i = 1; i <= NF; i++) gsub(/ /, "", $i) # groups of three digits
-    print $1, $3, $6, $10, $13 + $14 + $15, $17 }' "$state/counters")
+  done < <(awk -F '|' '
+    function column(group, n, columns) { # digits are in groups of three
+      sub(/^ +/, "", group); split(group, columns, /  +/); gsub(/ /, "", columns[n]); return columns[n] }
+    NR > 2 { gsub(/ /, "", $1)
+      print $1, column($2, 1), column($3, 1), column($4, 1), column($5, 1) + column($5, 2) + column($5, 3), column($6, 1) }' "$state/counters")
 }
 
 since() { echo $((${is[$1]} - ${was[$1]})); } # PORT.COUNTER: prints its increase
