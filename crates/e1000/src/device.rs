@@ -30,8 +30,8 @@ bitflags! {
         const RECEIVE = 1 << 1;
         /// Call [`Interrupter::settle`].
         const INTERRUPT = 1 << 2;
-        /// The driver may now use its memory otherwise: before the next access is answered, wait for the bursts that are under
-        /// way, and call `quiesce` of both queues. Frames of others that wait for receive buffers are to be offered again: a queue
+        /// The driver may now use its memory otherwise: before the next access is answered, wait for the bursts in flight,
+        /// and call `quiesce` of both queues. Frames of others that wait for receive buffers are to be offered again: a queue
         /// that does not run drops them.
         const QUIESCE = 1 << 3;
     }

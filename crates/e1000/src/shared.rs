@@ -44,7 +44,7 @@ pub(crate) struct Setup {
 #[derive(Debug, Default)]
 pub(crate) struct Cursors {
     tail: Line<AtomicU32>,
-    /// The head, and above it how often it was set by software: a burst that was under way then does not publish its own.
+    /// The head, and above it how often it was set by software: a burst in flight at that time does not publish its own.
     head: Line<AtomicU64>,
 }
 

@@ -170,7 +170,7 @@ impl TxQueue {
         self.limit = frame;
     }
 
-    /// Sets the memory that descriptors name; `None`: the device has no access to any. No burst may be under way. When this
+    /// Sets the memory that descriptors name; `None`: the device has no access to any. No burst may be in flight. When this
     /// returns, the queue does not hold the former memory any more.
     ///
     /// # Errors
@@ -189,7 +189,7 @@ impl TxQueue {
         Ok(())
     }
 
-    /// Applies what the registers say; see [`crate::Effects::QUIESCE`]. No burst may be under way.
+    /// Applies what the registers say; see [`crate::Effects::QUIESCE`]. No burst may be in flight.
     pub fn quiesce(&mut self) {
         self.refresh();
     }

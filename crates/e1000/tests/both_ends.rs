@@ -76,7 +76,7 @@ enum Op {
     Receive,
     Interrupt,
     Pass(u64),
-    /// The driver resets the device, while a burst is under way or not.
+    /// The driver resets the device, whether or not a burst is in flight.
     Reset(bool),
     /// The same memory, mapped anew.
     Remap,

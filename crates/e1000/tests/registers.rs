@@ -95,7 +95,7 @@ fn eeprom_is_written_if_that_is_enabled() {
     wire.select();
     wire.send(0b110 << 6 | 1, 9);
     assert_eq!(wire.word(), 0xabcd, "erasing is disabled");
-    // The device loads its address again when it is told to.
+    // The device loads its address again on request.
     board.write(reg::CTRL_EXT, ctrl_ext::EE_RST);
     assert_eq!(board.device.mac(), Some(MacAddr([0x52, 0x54, 0xcd, 0xab, 0x34, 0x56])));
     assert_eq!(board.read(reg::CTRL_EXT), 0);

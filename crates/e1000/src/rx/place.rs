@@ -98,7 +98,7 @@ impl RxQueue {
         Ok(())
     }
 
-    /// Returns what the driver is told about the checksums of a frame: only that they are valid, if they are known to be.
+    /// Returns the checksum status bits of a frame: set only if its checksums are known to be valid.
     fn checksums(&self, burst: &Burst, index: u8) -> u64 {
         if burst.offload(index.into()).checksum() != Checksum::Valid {
             return IXSM;

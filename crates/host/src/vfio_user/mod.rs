@@ -4,7 +4,7 @@
 //! one connection, `memory` what the client has mapped, [`Interrupts`] what it wants to be told, `version` what both sides can do,
 //! `messages` their form. What protects against a client's socket and descriptors is in `crate::socket`.
 //!
-//! Client: [`Client`] drives any vfio-user device, for drivers in this process and for tests; [`InterruptFd`] is what it is told by.
+//! Client: [`Client`] drives any vfio-user device, for drivers in this process and for tests; [`InterruptFd`] receives its interrupts.
 
 mod client;
 mod connection;
