@@ -15,6 +15,8 @@
 # fio          fio's ping-pong between two UML guests, one CPU for each, S seconds (2) per size
 # stream       writes of 64 KiB for S seconds, five times each way, between a program in a UML guest and one on the host (the guest
 #              on one CPU, the device and that program on the other), and from a second guest (on the device's CPU) to the first
+# sending      round trips of 64 bytes between a program on the host and one in a UML guest (placed as for stream), five pairs of S
+#              seconds each way: `send = "queued"` against "direct", changed in place by a reload
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 #
 # ringroad is $RINGROAD, default target/release/ringroad. Known limitations of a device are not tested (see `lacks`).
@@ -41,7 +43,7 @@ while [ $# -gt 0 ]; do
       case $1 in --device) device=$2 ;; --size) mib=$2 ;; *) seconds=$2 ;; esac
       shift
       ;;
-    uml | qemu | siblings | restart | fio | stream) parts+=("$1") ;;
+    uml | qemu | siblings | restart | fio | stream | sending) parts+=("$1") ;;
     *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
   esac
   shift
@@ -49,14 +51,14 @@ done
 [ -n "$mib" ] || { [ -n "$quick" ] && mib=64 || mib=1024; }
 [[ $mib =~ ^[1-9][0-9]*$ ]] || die "--size: expected a whole number of MiB above 0, got '$mib'"
 [[ $seconds =~ ^[1-9][0-9]*$ ]] || die "--seconds: expected a whole number above 0, got '$seconds'"
-[ ${#parts[@]} -gt 0 ] || { [ "$device" = ringroad ] && parts=(uml qemu siblings restart fio stream) || parts=(uml qemu stream); }
+[ ${#parts[@]} -gt 0 ] || { [ "$device" = ringroad ] && parts=(uml qemu siblings restart fio stream sending) || parts=(uml qemu stream); }
 [ "$(id -u)" = 0 ] || die "needs root (chroot); run it with sudo"
 case $device in
   ringroad)
     [ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
     [ -x "$services" ] || die "no program $services: build it with 'cargo build --release -p ringroad-host --example vsock_services'"
     ;;
-  vhost-device-vsock) [[ ! " ${parts[*]} " =~ \ (siblings|restart|fio)\  ]] || die "parts siblings, restart and fio are for ringroad only" ;;
+  vhost-device-vsock) [[ ! " ${parts[*]} " =~ \ (siblings|restart|fio|sending)\  ]] || die "parts siblings, restart, fio and sending are for ringroad only" ;;
   *) die "--device: expected ringroad or vhost-device-vsock, got '$device'" ;;
 esac
 "$guests" setup
@@ -192,7 +194,7 @@ stop_device() { # it must still be running, and exit with success
 host_listens() { # KIND, PORT, SERVICE: listens on the Unix socket of a host port, for connections from the guest
   local path=$state/$1.host_$2 tries=0
   # shellcheck disable=SC2086 # words
-  "$vsock" listen "$path" $3 ${options[@]+"${options[@]}"} >>"$state/host.log" 2>&1 &
+  "${on_cpu[@]}" "$vsock" listen "$path" $3 ${options[@]+"${options[@]}"} >>"$state/host.log" 2>&1 &
   listeners+=($!)
   until [ -S "$path" ]; do
     [ $((tries += 1)) -le 50 ] || { echo "no socket $path after 5 s"; return 1; }
@@ -257,7 +259,7 @@ on() { # host|guest, KIND, PORT, arguments of `vsock connect`… or ping BYTES S
   shift 3
   [ "$1" != ping ] || { verb=ping; shift; }
   if [ "$from" = host ]; then
-    timeout "$limit" "$vsock" $verb "$state/$kind.host" "$port" "$@" </dev/null
+    timeout "$limit" "${on_cpu[@]}" "$vsock" $verb "$state/$kind.host" "$port" "$@" </dev/null
   else
     in_guest "$kind" "vsock $verb $peer $port $*"
   fi
@@ -612,6 +614,41 @@ into_guest() { # COMMAND, which sends
   "$@" || return
   # shellcheck disable=SC2016 # for the guest's shell
   rate_of "$(in_guest uml 'for i in $(seq 50); do grep -q -e ok -e FAILED /tmp/drain && break; usleep 100000; done; cat /tmp/drain')"
+}
+
+sending_part() {
+  local options=()
+  [ "$(nproc)" = 1 ] || on_cpu=(taskset -c 1)
+  groups=()
+  check "sending device start" start_device uml || return 0
+  check "sending boot" boot uml 0 || return 0
+  check "sending listeners" listen_everywhere uml || return 0
+  check "sending, round trips from host" both_ways_of_sending host || true
+  check "sending, round trips from guest" both_ways_of_sending guest || true
+  on_cpu=()
+}
+
+both_ways_of_sending() { # host|guest: five pairs; sets p50 queued, direct, and the ratio: median (minimum–maximum)
+  local pair way p50 before pairs=()
+  for pair in 1 2 3 4 5; do
+    local -A of=()
+    for way in $([ $((pair % 2)) = 1 ] && echo queued direct || echo direct queued); do
+      sed -i '/^send = /d' "$state/ringroad.toml"
+      echo "send = \"$way\"" >>"$state/ringroad.toml"
+      before=$(grep -c reloaded "$state/device.log" || true)
+      kill -HUP "$daemon"
+      until [ "$(grep -c reloaded "$state/device.log")" -gt "$before" ]; do sleep 0.05; done
+      connect "$1" uml 1001 ping 64 "$seconds" || return
+      p50=$(sed 's/.* p50 \([0-9.]*\) .*/\1/' <<<"$figure")
+      of[$way]=$p50
+    done
+    pairs+=("$(awk -v q="${of[queued]}" -v d="${of[direct]}" 'BEGIN { printf "%.3f %.1f %.1f", q / d, q, d }')")
+  done
+  figure="p50 queued $(middle 2) us, direct $(middle 3) us; queued/direct $(middle 1) ($(middle 1 1)–$(middle 1 5))"
+}
+
+middle() { # COLUMN of the five $pairs, [WHICH of them in order: 3, the median]
+  printf '%s\n' "${pairs[@]}" | sort -n -k "$1,$1" | awk -v which="${2:-3}" -v column="$1" 'NR == which { print $column }'
 }
 
 end_part() { # cleans up after a part
