@@ -39,7 +39,7 @@ enum Buffers {
     Mtu,
     /// A page
     Page,
-    /// As long as frames were lately, between the two
+    /// The average length of recent frames, between the two
     Auto,
 }
 
@@ -82,7 +82,7 @@ pub struct Args {
     json: Option<PathBuf>,
 }
 
-/// How often the device is looked at, whether it is still there.
+/// How often it is checked whether the device is still connected.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Runs until a signal, or until the device is gone.

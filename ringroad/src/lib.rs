@@ -7,7 +7,7 @@
 //! - [`vfio_user::VfioDevice`] is for PCI devices of your own; [`vfio_user::Server`] serves one, [`vfio_user::Client`] drives any.
 //! - [`host::vsock`] serves and drives virtio-vsock devices.
 //!
-//! The rooms behind these are re-exported whole: [`mem`], [`wire`], [`frame`], [`ring`], [`net`], [`vsock`], [`switch`], [`host`].
+//! The crates behind these are re-exported whole: [`mem`], [`wire`], [`frame`], [`ring`], [`net`], [`vsock`], [`switch`], [`host`].
 //! The package's `examples` show each of these in at most 60 lines.
 
 #![forbid(unsafe_code)]

@@ -182,7 +182,7 @@ fn write_all(to: &mut File, mut bytes: &[u8]) {
             Ok(written) => bytes = bytes.get(written..).unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => thread::sleep(Duration::from_millis(20)),
-            // The reader has closed it; the daemon goes on without.
+            // The reader has closed it; the daemon continues without it.
             Err(_) => return,
         }
     }

@@ -1,5 +1,5 @@
-//! Linux guests for benches: boots them with `scripts/guests` on a device of ours or on a TAP interface, in a network namespace
-//! of its own, and runs commands in them. Used by guest_tcp.rs.
+//! Linux guests for benches: boots them with `scripts/guests` on one of our devices or on a TAP interface, in a network
+//! namespace of its own, and runs commands in them. Used by guest_tcp.rs.
 
 use crate::{peer::in_chroot, rig::on};
 use ringroad_traffic::child::{Folder, Program, ourselves};
@@ -17,8 +17,8 @@ use std::{
 /// Set in the process that runs in the network namespace.
 const INSIDE: &str = "RINGROAD_BENCH_NETNS";
 
-/// Runs this program again in a network namespace of its own, so that interfaces and addresses are nobody else's. Returns its exit
-/// status; `None` in that process itself, which goes on.
+/// Runs this program again in a network namespace of its own, so that its interfaces and addresses collide with no
+/// others. Returns that process's exit status; `None` in that process itself.
 pub fn enter() -> Result<Option<ExitStatus>, String> {
     if env::var_os(INSIDE).is_some() {
         return command("ip", &["link", "set", "lo", "up"]).map(|_| None);

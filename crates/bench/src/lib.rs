@@ -26,6 +26,8 @@ mod rig;
 mod session;
 mod sweep;
 mod switch;
+#[cfg(test)]
+mod testing;
 mod testpmd;
 mod vsock_ends;
 mod vsock_latency;

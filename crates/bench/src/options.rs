@@ -32,7 +32,7 @@ pub struct Common {
 }
 
 impl Common {
-    /// Returns the part of a table's title that tells how its figures were measured.
+    /// Returns the part of a table's title that says how its figures were measured.
     pub fn runs(&self) -> String {
         format!("{} runs of {} s, median and min–max", self.pairs, self.seconds)
     }

@@ -357,17 +357,10 @@ pub fn run(args: &Args) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Cli {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::testing::{parse, try_parse};
 
     fn names(line: &str) -> Vec<String> {
-        let cli = Cli::try_parse_from(["pvp"].into_iter().chain(line.split_whitespace()));
-        cli.unwrap_or_else(|error| panic!("{line}: {error}")).args.cells().iter().map(Cell::name).collect()
+        parse::<Args>(line).cells().iter().map(Cell::name).collect()
     }
 
     #[test]
@@ -379,7 +372,7 @@ mod tests {
             ["split 64", "split 64 notouch", "split 64 ring 1024", "split 64 notouch ring 1024"]
         );
         assert_eq!(names("--all").len(), 2 * 6 * 2 * 2);
-        assert!(Cli::try_parse_from(["pvp", "--all", "--size", "64"]).is_err());
-        assert!(Cli::try_parse_from(["pvp", "--no-touch", "--touch", "touch"]).is_err());
+        assert!(try_parse::<Args>("--all --size 64").is_err());
+        assert!(try_parse::<Args>("--no-touch --touch touch").is_err());
     }
 }

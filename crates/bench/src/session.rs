@@ -41,13 +41,13 @@ impl<'a> Session<'a> {
         self.done -= 1;
     }
 
-    /// Leaves a cell out: says so, and adds its row with the reason as `skipped`.
+    /// Leaves a cell out: prints that, and adds its row with the reason as `skipped`.
     pub fn skip(&mut self, name: &str, row: Value, reason: &str) -> Result<(), String> {
         self.cells -= 1;
         self.without(name, row, reason)
     }
 
-    /// Says that something is not measured, and adds a row with the reason as `skipped`.
+    /// Prints that something is not measured, and adds a row with the reason as `skipped`.
     pub fn without(&mut self, what: &str, mut row: Value, reason: &str) -> Result<(), String> {
         clear();
         println!("SKIPPED {what}: {reason}");
@@ -55,7 +55,7 @@ impl<'a> Session<'a> {
         self.push(row)
     }
 
-    /// Says which peers are missing.
+    /// Prints which peers are missing.
     pub fn without_missing(&mut self, peers: &[Peer]) -> Result<(), String> {
         let missing = |peer: &Peer| if let Peer::Missing(reason) = peer { Some(reason.clone()) } else { None };
         peers.iter().filter_map(missing).try_for_each(|reason| self.without("peer", json!({ "peer": null }), &reason))
@@ -79,9 +79,9 @@ impl<'a> Session<'a> {
     }
 
     /// Measures several variants in turn, in every other round in reverse order, as often as pairs are requested, and the
-    /// cache-line round trip before each round. Where
-    /// rounds must be steady, it is also measured after each run, and a round during which it changes is discarded and repeated;
-    /// after five and twice as many repetitions as there are pairs, unsteady rounds are kept.
+    /// cache-line round trip before each round. Where rounds must be steady, it is also measured after each run, and a round during
+    /// which it changes is discarded and repeated; after five and twice as many repetitions as there are pairs, unsteady rounds
+    /// are kept.
     pub fn rounds<V, T>(
         &mut self,
         what: &str,
@@ -433,13 +433,7 @@ mod tests {
 
     #[test]
     fn skipped_cells_have_a_reason() {
-        use clap::Parser;
-        #[derive(Parser)]
-        struct Cli {
-            #[command(flatten)]
-            common: Common,
-        }
-        let Cli { common } = Cli::parse_from(["bench"]);
+        let common: Common = crate::testing::parse("");
         let mut session = Session::new("bench", &common, 2, true);
         session.skip("packed vec=1", json!({ "ring": "packed" }), "this CPU has no AVX-512").unwrap();
         session.without_missing(&[Peer::None, Peer::Missing("no DPDK".into())]).unwrap();

@@ -131,19 +131,13 @@ pub fn run(args: &Args) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::{CommandFactory, Parser};
-
-    #[derive(Parser)]
-    struct Cli {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::testing::{help, parse};
 
     #[test]
     fn rows_are_event_driven_and_polled_by_default() {
-        assert_eq!(Cli::parse_from(["bench"]).args.poll, ["0", "unlimited"]);
-        assert_eq!(Cli::parse_from(["bench", "--poll", "50us"]).args.poll, ["50us"]);
-        assert!(Cli::command().render_long_help().to_string().contains("ringroad bench vsock-latency --poll 0,50us"));
+        assert_eq!(parse::<Args>("").poll, ["0", "unlimited"]);
+        assert_eq!(parse::<Args>("--poll 50us").poll, ["50us"]);
+        assert!(help::<Args>().contains("ringroad bench vsock-latency --poll 0,50us"));
     }
 
     #[test]

@@ -271,16 +271,10 @@ pub fn run(args: &Args) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::{CommandFactory, Parser};
-
-    #[derive(Parser)]
-    struct Cli {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::testing::{help, parse, try_parse};
 
     fn args(words: &str) -> Args {
-        Cli::parse_from(["bench"].into_iter().chain(words.split_whitespace())).args
+        parse(words)
     }
 
     #[test]
@@ -312,11 +306,9 @@ mod tests {
         assert_eq!(args("--worker-cpus 2,3").workers(2), ([2, 3], false));
         assert_eq!(args("--worker-cpus 2,1").workers(8), ([2, 1], true));
         for wrong in ["2", "2,3,4", "2,x", "-1,2", ""] {
-            assert!(Cli::try_parse_from(["bench", &format!("--worker-cpus={wrong}")]).is_err(), "{wrong}");
+            assert!(try_parse::<Args>(&format!("--worker-cpus={wrong}")).is_err(), "{wrong}");
         }
-        assert!(
-            Cli::command().render_long_help().to_string().contains("ringroad bench vsock-stream --worker-cpus 2,3")
-        );
+        assert!(help::<Args>().contains("ringroad bench vsock-stream --worker-cpus 2,3"));
     }
 
     #[test]

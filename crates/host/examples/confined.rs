@@ -2,14 +2,16 @@
 //! F] [--tcp PORT] ACT [ARGUMENT]`; with `--free` it does not confine itself. Prints `done` or `refused: <why>`; some actions
 //! end it by SIGSYS. Run by ringroad/tests/sandbox.rs.
 //!
-//! The raw system calls here are the attacker's, which no library offers: hence unsafe code outside `mem` and `host/sys`, in a program
-//! that is no part of the product.
+//! Its raw system calls are an attacker's: the only unsafe code outside `mem` and `host/sys`, in a program that is not part of the
+//! product.
+#![deny(unsafe_code)]
 
 use ringroad_host::{
     sandbox::{Confinement, confine},
     vfio_user::{Client, ClientError, InterruptKind, Interrupts, PciRegion, Server, ServerConfig, VfioDevice},
 };
 use ringroad_mem::{Region, Table};
+use socket2::Socket;
 use std::{
     env, fs,
     io::{self, Read},
@@ -113,7 +115,7 @@ fn run(act: &str, with: &str) -> Try {
         "mount" => call(libc::SYS_mount, [0; 6]),
         "unshare" => call(libc::SYS_unshare, [libc::CLONE_FS as usize, 0, 0, 0, 0, 0]),
         "personality" => call(libc::SYS_personality, [0xffff_ffff, 0, 0, 0, 0, 0]),
-        "user" => call(libc::SYS_setuid, [user(), 0, 0, 0, 0, 0]),
+        "user" => call(libc::SYS_setuid, [rustix::process::getuid().as_raw() as usize, 0, 0, 0, 0, 0]),
         "handle" => call(libc::SYS_open_by_handle_at, [0; 6]),
         // TIOCSTI: input that the terminal's shell takes for typed characters.
         "type" => call(libc::SYS_ioctl, [0, libc::TIOCSTI as usize, c"x".as_ptr() as usize, 0, 0, 0]),
@@ -166,6 +168,7 @@ fn serve(path: &str) -> Try {
     drive().map_err(io::Error::other)
 }
 
+#[expect(unsafe_code, reason = "safe wrappers leave out these calls, or refuse the arguments before the kernel can")]
 fn call(number: libc::c_long, arguments: [usize; 6]) -> Try {
     let [a, b, c, d, e, f] = arguments;
     // SAFETY: the arguments are numbers, or pointers to strings and arrays that outlive the call and are as long as it may
@@ -175,14 +178,10 @@ fn call(number: libc::c_long, arguments: [usize; 6]) -> Try {
 }
 
 fn socket(family: i32, kind: i32, protocol: i32) -> Try {
-    call(libc::SYS_socket, [family as usize, kind as usize, protocol as usize, 0, 0, 0])
+    Socket::new_raw(family.into(), kind.into(), Some(protocol.into())).map(drop)
 }
 
-fn user() -> usize {
-    // SAFETY: no memory is involved.
-    unsafe { libc::getuid() as usize }
-}
-
+#[expect(unsafe_code, reason = "every library's mmap is unsafe, and `Region` maps no code")]
 fn memory(protection: i32) -> io::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: a new mapping at an address of the kernel's choice.
@@ -191,6 +190,7 @@ fn memory(protection: i32) -> io::Result<usize> {
 }
 
 /// Starts a process that exits at once, if that is allowed.
+#[expect(unsafe_code, reason = "every library's fork is unsafe")]
 fn fork(flags: usize) -> Try {
     // SAFETY: the child makes no call but the one that ends it; this process has one thread.
     let child = unsafe { libc::syscall(libc::SYS_clone, flags | libc::SIGCHLD as usize, 0, 0, 0, 0) };

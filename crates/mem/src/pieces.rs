@@ -145,15 +145,10 @@ mod tests {
     use super::*;
     use crate::Region;
 
-    fn memory() -> Arc<Table> {
-        let table = Table::default();
-        let table = table.with(Region::private(8192, 0x1000).unwrap()).unwrap();
-        Arc::new(table.with(Region::private(4096, 0x3000).unwrap()).unwrap())
-    }
-
     #[test]
     fn a_range_across_two_regions_becomes_two_pieces() {
-        let memory = memory();
+        let table = Table::default().with(Region::private(8192, 0x1000).unwrap()).unwrap();
+        let memory = Arc::new(table.with(Region::private(4096, 0x3000).unwrap()).unwrap());
         let (mut pieces, mut hit) = (Pieces::new(4), Hit::default());
         pieces.start(&memory);
         pieces.push(0x2ff0, 64, &mut hit).unwrap();

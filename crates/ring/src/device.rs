@@ -20,7 +20,7 @@ pub(crate) struct Device<L: RingLayout> {
     pub next_available: L::Position,
     /// Where the next used entry goes.
     pub next_used: L::Position,
-    /// RingPosition up to which the driver sees used entries.
+    /// Position up to which the driver sees used entries.
     pub published: L::Position,
     /// Slots published since the last decision whether to notify the driver.
     pub unsignalled: u32,

@@ -75,7 +75,7 @@ pub(crate) struct Record {
     pub frontend: Frontend,
 }
 
-/// What the frontend has told about a packed ring.
+/// What the frontend has said about a packed ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Frontend {
     /// Its last base.

@@ -1,5 +1,5 @@
-//! What the two layouts of a virtqueue, split and packed, differ in as far as types go. Implemented by `split` and `packed`, used
-//! by the loops that both share (`device.rs`, `driver.rs`).
+//! The types in which the two layouts of a virtqueue, split and packed, differ. Implemented by `split` and `packed`, used by the
+//! loops that both share (`device.rs`, `driver.rs`).
 
 /// A place in a ring. Split: an index that runs freely. Packed: a slot and the wrap counter of the pass.
 pub(crate) trait RingPosition: Copy + PartialEq {

@@ -26,6 +26,7 @@ mod device;
     expect(clippy::indexing_slicing, reason = "ids of chains in flight, as the lists of states and ids have them")
 )]
 mod driver;
+mod fault;
 #[cfg_attr(
     not(test),
     expect(clippy::indexing_slicing, reason = "indices into its own list, bounded by `wrap` and by `free`")
@@ -55,8 +56,9 @@ mod split;
 mod tuning;
 mod types;
 
-pub use chain::{BURST, Chain, Chains, Fault};
+pub use chain::{BURST, Chain, Chains};
 pub use driver::{Buffer, DriverFault, Full, IndirectTables, Used};
+pub use fault::Fault;
 pub use inflight::Inflight;
 pub use journal::{Journal, JournalKey, Resumed};
 #[cfg(loom)]

@@ -185,8 +185,13 @@ impl Bell {
     }
 }
 
-/// A sleeping device is woken or has nothing to do. `rounds`: number of buffers that the driver publishes, one at a time.
-fn device_wakes(features: Features, rounds: u32) {
+/// A sleeping device is woken or has nothing to do.
+fn device_wakes(features: Features) {
+    [1, 2].into_iter().for_each(|rounds| device_wakes_for(features, rounds));
+}
+
+/// `rounds`: number of buffers that the driver publishes, one at a time.
+fn device_wakes_for(features: Features, rounds: u32) {
     let memory = memory();
     let slept = StdArc::new(StdAtomicU32::new(0));
     let slept_in = slept.clone();
@@ -225,15 +230,16 @@ fn device_wakes(features: Features, rounds: u32) {
         assert!(taken == rounds || bell.clear(), "the device sleeps with {} buffers pending", rounds - taken);
         slept_in.fetch_or(1 << taken, Relaxed);
     });
-    assert_eq!(
-        slept.load(Relaxed),
-        (2 << rounds) - 1,
-        "must fall asleep after every possible number of buffers, including none"
-    );
+    slept_after_each_number(&slept, rounds);
 }
 
 /// A sleeping driver is woken or has nothing to do.
-fn driver_wakes(features: Features, rounds: u32) {
+fn driver_wakes(features: Features) {
+    [1, 2].into_iter().for_each(|rounds| driver_wakes_for(features, rounds));
+}
+
+/// `rounds`: number of buffers that the device returns, one at a time.
+fn driver_wakes_for(features: Features, rounds: u32) {
     let memory = memory();
     let slept = StdArc::new(StdAtomicU32::new(0));
     let slept_in = slept.clone();
@@ -273,65 +279,50 @@ fn driver_wakes(features: Features, rounds: u32) {
         assert!(back == rounds || bell.clear(), "the driver sleeps with {} used buffers pending", rounds - back);
         slept_in.fetch_or(1 << back, Relaxed);
     });
-    assert_eq!(
-        slept.load(Relaxed),
-        (2 << rounds) - 1,
-        "must fall asleep after every possible number of buffers, including none"
-    );
+    slept_after_each_number(&slept, rounds);
+}
+
+/// Checks that some execution fell asleep after each possible number of buffers, including none.
+fn slept_after_each_number(slept: &StdAtomicU32, rounds: u32) {
+    assert_eq!(slept.load(Relaxed), (2 << rounds) - 1, "bits: after how many of {rounds} buffers it has slept");
 }
 
 #[test]
 fn split_device_wakes() {
-    for rounds in [1, 2] {
-        device_wakes(layouts(false)[0], rounds);
-    }
+    device_wakes(layouts(false)[0]);
 }
 
 #[test]
 fn split_device_wakes_with_event_idx() {
-    for rounds in [1, 2] {
-        device_wakes(layouts(true)[0], rounds);
-    }
+    device_wakes(layouts(true)[0]);
 }
 
 #[test]
 fn packed_device_wakes() {
-    for rounds in [1, 2] {
-        device_wakes(layouts(false)[1], rounds);
-    }
+    device_wakes(layouts(false)[1]);
 }
 
 #[test]
 fn packed_device_wakes_with_event_idx() {
-    for rounds in [1, 2] {
-        device_wakes(layouts(true)[1], rounds);
-    }
+    device_wakes(layouts(true)[1]);
 }
 
 #[test]
 fn split_driver_wakes() {
-    for rounds in [1, 2] {
-        driver_wakes(layouts(false)[0], rounds);
-    }
+    driver_wakes(layouts(false)[0]);
 }
 
 #[test]
 fn split_driver_wakes_with_event_idx() {
-    for rounds in [1, 2] {
-        driver_wakes(layouts(true)[0], rounds);
-    }
+    driver_wakes(layouts(true)[0]);
 }
 
 #[test]
 fn packed_driver_wakes() {
-    for rounds in [1, 2] {
-        driver_wakes(layouts(false)[1], rounds);
-    }
+    driver_wakes(layouts(false)[1]);
 }
 
 #[test]
 fn packed_driver_wakes_with_event_idx() {
-    for rounds in [1, 2] {
-        driver_wakes(layouts(true)[1], rounds);
-    }
+    driver_wakes(layouts(true)[1]);
 }

@@ -1,6 +1,8 @@
 //! The device end of virtio-vsock (virtio 1.3, 5.10.6): the receive queue (packets to the guest), the transmit queue (packets
 //! from the guest) and the event queue. Used by a [`crate::Stack`], and set up by `host`.
 
+mod run;
+
 use crate::{
     payload::Payload,
     send::Link,
@@ -9,15 +11,14 @@ use crate::{
 };
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{Addresses, Chains, DeviceRing, Fault, Features, Inflight, Journal, Resumed, SetupError};
-use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
+use ringroad_wire::vsock_hdr::{self as wire, VsockHdr};
+use run::{Run, SPANS};
 use std::{io, marker::PhantomData, num::NonZeroUsize, sync::Arc};
 
 /// Chains taken from the ring in one go.
 const BURST: usize = 32;
 /// Spans in those chains: enough for a packet of 64 KiB in pages, and more.
 const PIECES: u16 = 1024;
-/// Spans that a host socket is read into, or written from, with one system call.
-pub(crate) const SPANS: usize = 64;
 /// Size of a packet header in bytes.
 const HEADER: u32 = wire::SIZE as u32;
 /// Bytes after which a burst ends, so that others get their turn; the packet that crosses the limit is included.
@@ -43,6 +44,24 @@ macro_rules! queue_calls {
         /// [`SetupError`] if the queue size or the base is invalid, or an area of the ring is not mapped.
         pub fn start(memory: Arc<Table>, acked: u64, size: u32, at: Addresses, base: u32) -> Result<Self, SetupError> {
             Ok(Self::resume(memory, acked, size, at, base, Journal::NONE, Inflight::NONE)?.0)
+        }
+
+        /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
+        ///
+        /// # Errors
+        /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
+        pub fn resume(
+            memory: Arc<Table>,
+            acked: u64,
+            size: u32,
+            at: Addresses,
+            base: u32,
+            journal: Journal,
+            inflight: Inflight,
+        ) -> Result<(Self, Resumed), SetupError> {
+            let features = Features::negotiated(acked);
+            let (ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
+            Ok((Self::new(ring, memory, size), resumed))
         }
 
         /// Stops the queue for good and returns its position. Chains that a previous process had in flight and that have not been
@@ -78,26 +97,12 @@ pub struct RxQueue {
 impl RxQueue {
     queue_calls!();
 
-    /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
-    ///
-    /// # Errors
-    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
-    pub fn resume(
-        memory: Arc<Table>,
-        acked: u64,
-        size: u32,
-        at: Addresses,
-        base: u32,
-        journal: Journal,
-        inflight: Inflight,
-    ) -> Result<(Self, Resumed), SetupError> {
-        let features = Features::negotiated(acked);
-        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
+    fn new(mut ring: DeviceRing, memory: Arc<Table>, size: u32) -> RxQueue {
         ring.disable_notification();
         let mut chains = Chains::new(2 * BURST, PIECES);
         chains.start(&memory);
         let reserve = (size as usize / 16).min(8);
-        Ok((RxQueue { ring, memory, chains, used: 0, given: 0, reserve, awaiting: false }, resumed))
+        RxQueue { ring, memory, chains, used: 0, given: 0, reserve, awaiting: false }
     }
 
     /// Returns the ring position at which to continue after a stop.
@@ -295,22 +300,8 @@ pub struct TxQueue {
 impl TxQueue {
     queue_calls!();
 
-    /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
-    ///
-    /// # Errors
-    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
-    pub fn resume(
-        memory: Arc<Table>,
-        acked: u64,
-        size: u32,
-        at: Addresses,
-        base: u32,
-        journal: Journal,
-        inflight: Inflight,
-    ) -> Result<(Self, Resumed), SetupError> {
-        let features = Features::negotiated(acked);
-        let (ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
-        Ok((TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) }, resumed))
+    fn new(ring: DeviceRing, memory: Arc<Table>, _size: u32) -> TxQueue {
+        TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) }
     }
 
     /// Returns the ring position at which to continue after a stop.
@@ -378,72 +369,6 @@ impl Inlet for TxQueue {
     }
 }
 
-/// Consecutive packets. Small packets of one stream are merged into one, so that their payload goes to a host socket with one
-/// system call, or to another guest in one packet.
-#[derive(Default)]
-struct Run<'a> {
-    packet: Option<(VsockHdr, Payload<'a>)>,
-    /// Payload spans of a merged packet, and their number.
-    joined: Option<([Span<'a>; SPANS], usize)>,
-}
-
-impl<'a> Run<'a> {
-    /// Adds a packet. If it cannot be merged, the packets before it are passed on first.
-    fn add(&mut self, header: VsockHdr, payload: Payload<'a>, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
-        if !self.join(&header, &payload) {
-            self.pass(each);
-            self.packet = Some((header, payload));
-        }
-    }
-
-    /// Merges a packet that continues the stream of the one before it. Returns `false` if it does not.
-    fn join(&mut self, header: &VsockHdr, payload: &Payload<'a>) -> bool {
-        let Some((packet, held)) = &mut self.packet else { return false };
-        let len = packet.len.saturating_add(header.len);
-        let next = VsockHdr { len: packet.len, buf_alloc: packet.buf_alloc, fwd_cnt: packet.fwd_cnt, ..*header };
-        let is_stream = header.op == Op::Data as u16 && header.kind == wire::TYPE_STREAM;
-        // A payload shorter than its header says is left for the connection to reject.
-        let whole = |header: &VsockHdr, payload: &Payload<'_>| header.len > 0 && payload.len() >= header.len as usize;
-        if next != *packet || !is_stream || len > MAX_PACKET as u32 || !whole(header, payload) {
-            return false;
-        }
-        if self.joined.is_none() {
-            if !whole(packet, held) {
-                return false;
-            }
-            held.truncate(packet.len as usize);
-        }
-        let mut payload = payload.clone();
-        payload.truncate(header.len as usize);
-        let (spans, count) = self.joined.get_or_insert_with(|| ([Span::empty(); SPANS], 0));
-        let held = (*count == 0).then(|| held.remaining_spans()).into_iter().flatten();
-        let mut end = *count;
-        for span in held.chain(payload.remaining_spans()).filter(|span| !span.is_empty()) {
-            let Some(place) = spans.get_mut(end) else {
-                // Too many spans. Those merged before stay.
-                if *count == 0 {
-                    self.joined = None;
-                }
-                return false;
-            };
-            *place = span;
-            end += 1;
-        }
-        *count = end;
-        *packet = VsockHdr { len, ..*header };
-        true
-    }
-
-    /// Passes on the current packet, if any.
-    fn pass(&mut self, each: &mut impl FnMut(VsockHdr, Payload<'_>)) {
-        let Some((header, payload)) = self.packet.take() else { return };
-        match self.joined.take() {
-            Some((spans, count)) => each(header, Payload::spans(spans.get(..count).unwrap_or_default())),
-            None => each(header, payload),
-        }
-    }
-}
-
 /// The event queue, which tells the driver that all connections are closed (5.10.6.7).
 #[derive(Debug)]
 pub struct Events {
@@ -458,23 +383,9 @@ const TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 impl Events {
     queue_calls!();
 
-    /// Starts the queue where a previous process left it, if the journal or the inflight region has a record of it.
-    ///
-    /// # Errors
-    /// As for `start`, and [`SetupError::Inflight`] if the inflight region is invalid.
-    pub fn resume(
-        memory: Arc<Table>,
-        acked: u64,
-        size: u32,
-        at: Addresses,
-        base: u32,
-        journal: Journal,
-        inflight: Inflight,
-    ) -> Result<(Self, Resumed), SetupError> {
-        let features = Features::negotiated(acked);
-        let (mut ring, resumed) = DeviceRing::resume(&memory, features, size, at, base, journal, inflight)?;
+    fn new(mut ring: DeviceRing, memory: Arc<Table>, _size: u32) -> Events {
         ring.disable_notification();
-        Ok((Events { ring, memory, chains: Chains::new(1, 4) }, resumed))
+        Events { ring, memory, chains: Chains::new(1, 4) }
     }
 
     /// Tells the driver that all connections are closed. Returns whether it wants to be notified, or `None` if it has no buffer
@@ -505,121 +416,5 @@ impl Events {
     /// Returns the ring position at which to continue after a stop.
     pub fn base(&mut self) -> u32 {
         self.ring.base()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use ringroad_mem::Region;
-
-    /// Runs packets, given with their payload length and the length of its pieces, and returns what is passed on.
-    fn run(packets: &[(VsockHdr, usize, usize)]) -> Vec<(VsockHdr, Vec<u8>)> {
-        let region = Region::private(1 << 20, 0).unwrap();
-        let mut at = 0;
-        let spans: Vec<Vec<Span<'_>>> = packets
-            .iter()
-            .enumerate()
-            .map(|(index, &(_, there, piece))| {
-                let whole = region.span(at, there).unwrap();
-                whole.write(&content(index, there));
-                at += there;
-                let mut spans = Vec::new();
-                let mut rest = whole;
-                while !rest.is_empty() {
-                    spans.push(rest.first(piece));
-                    rest = rest.skip(piece);
-                }
-                spans
-            })
-            .collect();
-        let mut got = Vec::new();
-        let mut each = |header: VsockHdr, mut payload: Payload<'_>| {
-            got.push((header, payload.take(header.len as usize)));
-        };
-        let mut run = Run::default();
-        for ((header, ..), spans) in packets.iter().zip(&spans) {
-            run.add(*header, Payload::spans(spans), &mut each);
-        }
-        run.pass(&mut each);
-        run.pass(&mut each);
-        got
-    }
-
-    fn content(index: usize, len: usize) -> Vec<u8> {
-        (0..len).map(|byte| (byte * 7 + index * 31) as u8).collect()
-    }
-
-    fn data(port: u32, len: u32, fwd_cnt: u32) -> VsockHdr {
-        VsockHdr { src_port: port, kind: wire::TYPE_STREAM, op: Op::Data as u16, len, fwd_cnt, ..VsockHdr::default() }
-    }
-
-    #[test]
-    fn small_packets_of_one_stream_are_merged() {
-        let packets = [(data(1, 10, 5), 10, 10), (data(1, 20, 6), 25, 3), (data(1, 30, 7), 30, 30)];
-        let all = [content(0, 10), content(1, 20), content(2, 30)].concat();
-        assert_eq!(run(&packets), [(data(1, 60, 7), all)], "with the latest credit, and without bytes after a payload");
-    }
-
-    #[test]
-    fn other_packets_are_not_merged() {
-        let first = (data(1, 10, 0), 10, 10);
-        let message = |header| VsockHdr { kind: wire::TYPE_SEQPACKET, ..header };
-        let update = VsockHdr { op: Op::CreditUpdate as u16, len: 0, ..data(1, 0, 0) };
-        for (second, third) in [
-            (data(2, 10, 0), data(1, 10, 0)),
-            (message(data(1, 10, 0)), message(data(1, 10, 0))),
-            (VsockHdr { flags: 1, ..data(1, 10, 0) }, data(1, 10, 0)),
-            (update, data(1, 10, 0)),
-            (data(1, 0, 0), data(1, 10, 0)),
-            // Shorter than the header says.
-            (data(1, 11, 0), data(1, 11, 0)),
-            (data(1, MAX_PACKET as u32 - 9, 0), data(1, u32::MAX, 0)),
-        ] {
-            let there = |header: VsockHdr| (header, if header.len < 11 { header.len as usize } else { 10 }, 10);
-            let packets = [first, there(second), there(third)];
-            let headers: Vec<_> = run(&packets).into_iter().map(|(header, _)| header).collect();
-            assert_eq!(headers, packets.map(|(header, ..)| header));
-        }
-    }
-
-    #[test]
-    fn a_packet_with_too_many_pieces_is_not_merged() {
-        for (pieces, count) in [([SPANS, 1], 2), ([SPANS - 1, 1], 1), ([1, SPANS], 2), ([SPANS + 5, 1], 2)] {
-            let packets = pieces.map(|pieces| (data(1, pieces as u32, 0), pieces, 1));
-            assert_eq!(run(&packets).len(), count, "{pieces:?}");
-        }
-        let packets = [SPANS / 2; 5].map(|pieces| (data(1, pieces as u32, 0), pieces, 1));
-        assert_eq!(run(&packets).iter().map(|(header, _)| header.len).collect::<Vec<_>>(), [64, 64, 32]);
-    }
-
-    proptest! {
-        #[test]
-        fn every_stream_keeps_its_bytes_and_their_order(
-            packets in proptest::collection::vec((0..3u32, 0..3000u32, 1..2000usize, 0..10u8), 0..40)
-        ) {
-            let packets: Vec<_> = packets
-                .into_iter()
-                .map(|(port, len, piece, special)| {
-                    let mut header = data(port, len, 0);
-                    match special {
-                        0 => header.kind = wire::TYPE_SEQPACKET,
-                        1 => header.op = Op::CreditUpdate as u16,
-                        _ => {}
-                    }
-                    (header, len as usize, piece)
-                })
-                .collect();
-            let got = run(&packets);
-            let stream = |port: u32, list: &mut dyn Iterator<Item = (VsockHdr, Vec<u8>)>| -> Vec<u8> {
-                list.filter(|(header, _)| header.src_port == port).flat_map(|(_, bytes)| bytes).collect()
-            };
-            for port in 0..3 {
-                let sent = &mut packets.iter().enumerate().map(|(index, p)| (p.0, content(index, p.1)));
-                prop_assert_eq!(stream(port, sent), stream(port, &mut got.iter().cloned()));
-            }
-            prop_assert!(got.iter().all(|(header, bytes)| header.len as usize == bytes.len() && bytes.len() <= MAX_PACKET));
-        }
     }
 }

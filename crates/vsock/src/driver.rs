@@ -197,7 +197,7 @@ impl Inlet for DriverRx {
         for used in used.iter().take(count) {
             let buffer = [self.queue.span((used.id as usize).saturating_mul(self.stride), used.len as usize)];
             let mut payload = Payload::spans(&buffer);
-            // A packet without a complete header is dropped: there is nobody to answer.
+            // A packet without a complete header is dropped: it has no sender to answer.
             if let Some(header) = payload.read_once::<{ wire::SIZE }>() {
                 bytes = bytes.saturating_add(payload.len());
                 each(VsockHdr::from_bytes(&header), payload);

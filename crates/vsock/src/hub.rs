@@ -14,7 +14,7 @@ use std::{
     sync::{Arc, Weak, atomic::AtomicUsize},
 };
 
-/// A guest's end of its device, as far as the hub needs it. Called with the hub's lock held.
+/// What the hub needs of a guest's end of its device. Called with the hub's lock held.
 pub trait End {
     /// Returns whether connections can be opened.
     fn is_running(&self) -> bool;

@@ -105,7 +105,7 @@ impl Inbox {
         }
     }
 
-    /// Returns the oldest bytes, as far as they are contiguous.
+    /// Returns the oldest bytes, up to where the buffer wraps.
     pub(crate) fn front(&self) -> &[u8] {
         self.slices().0
     }

@@ -41,7 +41,7 @@
 //! Both ends are a [`Stack`]: the connections of one end of a device, over the two rings of a [`Side`], with sockets for programs
 //! of this process ([`Listener`], [`Stream`], [`SeqPacket`]). The device end also has connections to host sockets ([`Relay`]) and
 //! between guests ([`Hub`]). The protocol does no I/O: it takes the time as an argument, returns what is to be done, and wakes by
-//! a [`std::task::Waker`] or by its [`Host`]; whoever waits, polls, reads a clock or logs is in `edge/` or in the host crate.
+//! a [`std::task::Waker`] or by its [`Host`]; all that waits, polls, reads a clock or logs is in `edge/` or in the host crate.
 //!
 //! In reading order; each file imports only those before it:
 //!

@@ -1,5 +1,5 @@
 //! One end of a vsock device: its connections and listeners, and the handling of each packet. `device.rs` and `driver.rs` supply
-//! the rings, `socket.rs` serves programs of this process, and `host` supplies notifications, threads and host sockets. The
+//! the rings, `edge/` serves programs of this process, and `host` supplies notifications, threads and host sockets. The
 //! methods are in `stack/`: `packets.rs` (receive), `connections.rs`, `relays.rs` (host sockets), `rings.rs` (polling,
 //! notifications).
 

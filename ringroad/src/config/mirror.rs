@@ -81,7 +81,7 @@ pub(super) fn check(
     }
 }
 
-/// Checks that the file can be written, as far as that can be told without making it.
+/// Checks that the file can probably be written, without creating it.
 pub(super) fn can_be_written(file: &Path) -> Result<(), String> {
     let place = file.parent().filter(|place| !place.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let shown = file.display();

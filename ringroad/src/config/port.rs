@@ -1,12 +1,14 @@
 //! `[[port]]`: the ports of the switch.
 
+mod values;
+
 use super::{
     error::ConfigError,
     frontend::{Frontend, LimitKeys},
     mirror::{self, Mirror},
     table::{Table, keys},
     taken::Taken,
-    value::{self, NAME, choice, int, text, wrong},
+    value::{self, NAME, int},
 };
 use crate::ports::Mode;
 use ringroad_host::{
@@ -18,21 +20,15 @@ use ringroad_net::Features;
 use ringroad_ring::Tuning;
 use ringroad_switch::{Limits, Poll, Rate, Vid, Vlans};
 use ringroad_wire::ethernet::MacAddr;
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use toml::Value;
+use values::{E1000, INTERFACE, TAP, VHOST_USER};
 
 /// Maximum length of a Unix socket's path, in bytes: `sun_path` less the terminating NUL.
 pub(super) const MAX_SOCKET: usize = 107;
-/// Maximum length of an interface name, in bytes: IFNAMSIZ less the terminating NUL.
-const MAX_INTERFACE: usize = 15;
-const INTERFACE: &str = "the name of an interface, 1 to 15 bytes without `/`, `:`, `%` or space";
-const VHOST_USER: &str = "vhost-user";
-const TAP: &str = "tap";
-const E1000: &str = "e1000";
 
 /// One port of the switch.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
@@ -42,7 +38,7 @@ pub struct Port {
     #[serde(deserialize_with = "value::name")]
     pub name: String,
     /// What is done with received frames.
-    #[serde(deserialize_with = "mode")]
+    #[serde(deserialize_with = "values::mode")]
     pub mode: Mode,
     /// Whether frames may be sent back to the port that they came from.
     pub hairpin: bool,
@@ -90,13 +86,13 @@ pub struct E1000Card {
     #[serde(deserialize_with = "value::socket::<MAX_SOCKET, _, _>")]
     pub socket: PathBuf,
     /// The MAC address in its EEPROM, if set in the file.
-    #[serde(deserialize_with = "address")]
+    #[serde(deserialize_with = "values::address")]
     pub mac: Option<MacAddr>,
     /// Whether all its frames must come from that address.
-    #[serde(rename = "addresses", deserialize_with = "fixed")]
+    #[serde(rename = "addresses", deserialize_with = "values::fixed")]
     pub fixed: bool,
     /// How its interrupts are moderated.
-    #[serde(deserialize_with = "mitigation")]
+    #[serde(deserialize_with = "values::mitigation")]
     pub mitigation: Mitigation,
     /// Whether the link is up.
     pub link: bool,
@@ -129,24 +125,24 @@ pub struct VhostUser {
     #[serde(deserialize_with = "value::role")]
     pub role: Role,
     /// Features offered to the driver.
-    #[serde(deserialize_with = "features")]
+    #[serde(deserialize_with = "values::features")]
     pub features: Features,
     /// The MAC address advertised to the guest, if set in the file.
-    #[serde(deserialize_with = "address")]
+    #[serde(deserialize_with = "values::address")]
     pub mac: Option<MacAddr>,
     /// Whether all its frames must come from that address.
-    #[serde(rename = "addresses", deserialize_with = "fixed")]
+    #[serde(rename = "addresses", deserialize_with = "values::fixed")]
     pub fixed: bool,
     /// Optimisations that can be turned off for measurements.
     #[serde(with = "TuningKeys")]
     pub tuning: Tuning,
     /// Link speed advertised to the guest, in Mb/s, if set in the file.
-    #[serde(deserialize_with = "speed")]
+    #[serde(deserialize_with = "values::speed")]
     pub speed: Option<u32>,
     /// Whether the link is up.
     pub link: bool,
     /// How long the interrupt for sent frames may wait for more of them.
-    #[serde(deserialize_with = "interrupt_delay")]
+    #[serde(deserialize_with = "values::interrupt_delay")]
     pub interrupt_delay: Duration,
     /// Access to the socket, and a frontend's budgets.
     #[serde(skip)]
@@ -231,7 +227,7 @@ impl Port {
         }
     }
 
-    /// Returns the access to the socket of a guest's port, and the budgets of who connects to it.
+    /// Returns the access to the socket of a guest's port, and the budgets of its frontend.
     pub fn frontend(&self) -> Option<&Frontend> {
         match &self.kind {
             Kind::VhostUser(guest) => Some(&guest.frontend),
@@ -266,12 +262,12 @@ impl Port {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Common {
-    #[serde(deserialize_with = "kind")]
+    #[serde(deserialize_with = "values::kind")]
     kind: String,
     limits: Neighbours,
-    #[serde(deserialize_with = "link_local")]
+    #[serde(deserialize_with = "values::link_local")]
     link_local: Option<bool>,
-    #[serde(deserialize_with = "full")]
+    #[serde(deserialize_with = "values::full")]
     full: Option<bool>,
     isolated: bool,
 }
@@ -280,12 +276,12 @@ struct Common {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct VlanKeys {
-    #[serde(deserialize_with = "vlan")]
+    #[serde(deserialize_with = "values::vlan")]
     vlan: Option<Vid>,
     /// `None` within: all.
-    #[serde(deserialize_with = "trunk")]
+    #[serde(deserialize_with = "values::trunk")]
     trunk: Option<Option<Vec<Vid>>>,
-    #[serde(deserialize_with = "vlan")]
+    #[serde(deserialize_with = "values::vlan")]
     native: Option<Vid>,
 }
 
@@ -295,22 +291,22 @@ struct VlanKeys {
 struct Neighbours {
     #[serde(deserialize_with = "int::<1, { 1 << 18 }, u32, _, _>")]
     addresses: Option<u32>,
-    #[serde(deserialize_with = "storm")]
+    #[serde(deserialize_with = "values::storm")]
     storm: Option<u32>,
-    #[serde(deserialize_with = "wait")]
+    #[serde(deserialize_with = "values::wait")]
     wait: Option<Duration>,
-    #[serde(deserialize_with = "bits")]
+    #[serde(deserialize_with = "values::bits")]
     rate: u64,
-    #[serde(deserialize_with = "frames")]
+    #[serde(deserialize_with = "values::frames")]
     frames: u64,
-    #[serde(deserialize_with = "burst")]
+    #[serde(deserialize_with = "values::burst")]
     burst: Option<Duration>,
 }
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Tap {
-    #[serde(deserialize_with = "interface")]
+    #[serde(deserialize_with = "values::interface")]
     interface: String,
 }
 
@@ -346,11 +342,11 @@ pub(super) const EXPECTED: &str = "at least one port, written [[port]]";
 
 fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     let common = [keys(Port::deserialize), keys(Common::deserialize), keys(VlanKeys::deserialize)].concat();
-    let guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
-    let card = [&common, &keys(E1000Card::deserialize)[..], &keys(Frontend::deserialize)].concat();
-    let tap = [common, keys(Tap::deserialize)].concat();
-    let others = tap.iter().chain(&card).filter(|key| !guest.contains(key));
-    table.only(None, &[&guest[..], &others.copied().collect::<Vec<_>>()].concat())?;
+    let of_guest = [&common, &keys(VhostUser::deserialize)[..], &keys(Frontend::deserialize)].concat();
+    let of_card = [&common, &keys(E1000Card::deserialize)[..], &keys(Frontend::deserialize)].concat();
+    let of_tap = [common, keys(Tap::deserialize)].concat();
+    let others = of_tap.iter().chain(&of_card).filter(|key| !of_guest.contains(key));
+    table.only(None, &[&of_guest[..], &others.copied().collect::<Vec<_>>()].concat())?;
     let (mut port, Common { kind, limits, link_local, full, isolated }): (Port, _) = (table.read()?, table.read()?);
     table.require("name", NAME)?;
     table.unique(&mut taken.uses, "port", "name", &port.name)?;
@@ -360,38 +356,14 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     port.poll = port.poll.or((port.mode == Mode::Generate).then_some(Poll::Unlimited));
     port.vlans = vlans(table)?;
     let neighbours = keys(Neighbours::deserialize);
-    let kinds = [(VHOST_USER, &guest[..]), (E1000, &card), (TAP, &tap)];
-    table.only_of_kind(&kind, &kinds)?;
-    let default = if kind == TAP {
+    table.only_of_kind(&kind, &[(VHOST_USER, &of_guest[..]), (E1000, &of_card), (TAP, &of_tap)])?;
+    let default;
+    (port.kind, default) = if kind == TAP {
         table.only(Some("limits"), &neighbours)?;
-        let Tap { interface } = table.read()?;
-        table.require("interface", INTERFACE)?;
-        table.unique(&mut taken.uses, "interface", "interface", &interface)?;
-        port.kind = Kind::Tap(interface);
-        Limits::NETWORK
+        tap(table, taken)?
     } else {
         table.only(Some("limits"), &[neighbours, keys(LimitKeys::deserialize)].concat())?;
-        table.require("socket", &value::socket_path(MAX_SOCKET))?;
-        let (mac, fixed);
-        port.kind = if kind == E1000 {
-            if port.queues > 1 {
-                return Err(table.error("queues", "this card has one queue each way, expected 1"));
-            }
-            let card = E1000Card { frontend: table.read()?, ..table.read()? };
-            (mac, fixed) = (card.mac, card.fixed);
-            Kind::E1000(card)
-        } else {
-            let guest = VhostUser { frontend: table.read()?, ..table.read()? };
-            (mac, fixed) = (guest.mac, guest.fixed);
-            Kind::VhostUser(guest)
-        };
-        taken.socket(table, "socket", port.socket().unwrap_or(Path::new("")))?;
-        if let Some(mac) = mac {
-            table.unique(&mut taken.uses, "mac", "mac", mac)?;
-        } else if fixed {
-            return Err(table.error("addresses", "\"fixed\" requires key `mac`, which is missing"));
-        }
-        Limits { own: mac, fixed, ..Limits::GUEST }
+        guest(table, taken, &kind, port.queues)?
     };
     let wait = limits.wait.unwrap_or(default.wait);
     port.limits = Limits {
@@ -406,6 +378,47 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     Ok(port)
 }
 
+/// Reads what a tap has beside the keys of all ports. Returns its default limits, too.
+fn tap(table: &Table, taken: &mut Taken) -> Result<(Kind, Limits), ConfigError> {
+    let Tap { interface } = table.read()?;
+    table.require("interface", INTERFACE)?;
+    table.unique(&mut taken.uses, "interface", "interface", &interface)?;
+    Ok((Kind::Tap(interface), Limits::NETWORK))
+}
+
+/// The same for a guest's port.
+fn guest(table: &Table, taken: &mut Taken, kind: &str, queues: u16) -> Result<(Kind, Limits), ConfigError> {
+    table.require("socket", &value::socket_path(MAX_SOCKET))?;
+    if kind == E1000 {
+        if queues > 1 {
+            return Err(table.error("queues", "this card has one queue each way, expected 1"));
+        }
+        let card = E1000Card { frontend: table.read()?, ..table.read()? };
+        let limits = exclusive(table, taken, &card.socket, card.mac, card.fixed)?;
+        return Ok((Kind::E1000(card), limits));
+    }
+    let guest = VhostUser { frontend: table.read()?, ..table.read()? };
+    let limits = exclusive(table, taken, &guest.socket, guest.mac, guest.fixed)?;
+    Ok((Kind::VhostUser(guest), limits))
+}
+
+/// Checks the socket and the address of a guest's port, which no other port may have. Returns its default limits.
+fn exclusive(
+    table: &Table,
+    taken: &mut Taken,
+    socket: &Path,
+    mac: Option<MacAddr>,
+    fixed: bool,
+) -> Result<Limits, ConfigError> {
+    taken.socket(table, "socket", socket)?;
+    if let Some(mac) = mac {
+        table.unique(&mut taken.uses, "mac", "mac", mac)?;
+    } else if fixed {
+        return Err(table.error("addresses", "\"fixed\" requires key `mac`, which is missing"));
+    }
+    Ok(Limits { own: mac, fixed, ..Limits::GUEST })
+}
+
 /// Reads the VLANs of a port.
 fn vlans(table: &Table) -> Result<Option<Vlans>, ConfigError> {
     let VlanKeys { vlan, trunk, native } = table.read()?;
@@ -417,120 +430,4 @@ fn vlans(table: &Table) -> Result<Option<Vlans>, ConfigError> {
         (None, Some(None)) => Ok(Some(Vlans::all(native))),
         (None, None) => Ok(None),
     }
-}
-
-fn vlan<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Vid>, D::Error> {
-    let vid = u64::deserialize(node).ok().and_then(|number| Vid::new(number.try_into().ok()?));
-    vid.map(Some).ok_or_else(|| wrong("1 to 4094"))
-}
-
-fn trunk<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Option<Vec<Vid>>>, D::Error> {
-    let vids = match Value::deserialize(node) {
-        Ok(Value::String(text)) if text == "all" => return Ok(Some(None)),
-        Ok(Value::Array(list)) => {
-            list.iter().map(|value| Vid::new(value.as_integer()?.try_into().ok()?)).collect::<Option<Vec<_>>>()
-        }
-        _ => None,
-    };
-    let vids = vids.filter(|vids| !vids.is_empty());
-    vids.map(|vids| Some(Some(vids))).ok_or_else(|| wrong("a list of VLANs, 1 to 4094 each, or \"all\""))
-}
-
-fn features<'de, D: Deserializer<'de>>(node: D) -> Result<Features, D::Error> {
-    Ok(value::features(node, Features::REQUIRED)?.consistent())
-}
-
-fn kind<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {
-    choice(node, &[(VHOST_USER, VHOST_USER), (E1000, E1000), (TAP, TAP)])
-}
-
-fn mode<'de, D: Deserializer<'de>>(node: D) -> Result<Mode, D::Error> {
-    let modes =
-        [("switch", Mode::Switch), ("reflect", Mode::Reflect), ("drop", Mode::Drop), ("generate", Mode::Generate)];
-    choice(node, &modes)
-}
-
-/// Reads how interrupts are moderated: as the registers say, as by QEMU's device, or not at all.
-fn mitigation<'de, D: Deserializer<'de>>(node: D) -> Result<Mitigation, D::Error> {
-    match Value::deserialize(node) {
-        Ok(Value::Boolean(enabled)) => Ok(Mitigation { enabled, clamp_itr: false }),
-        Ok(Value::String(text)) if text == "clamped" => Ok(Mitigation { enabled: true, clamp_itr: true }),
-        _ => Err(wrong("true, false or \"clamped\"")),
-    }
-}
-
-fn fixed<'de, D: Deserializer<'de>>(node: D) -> Result<bool, D::Error> {
-    choice(node, &[("learn", false), ("fixed", true)])
-}
-
-fn link_local<'de, D: Deserializer<'de>>(node: D) -> Result<Option<bool>, D::Error> {
-    choice(node, &[("drop", false), ("forward", true)])
-}
-
-fn full<'de, D: Deserializer<'de>>(node: D) -> Result<Option<bool>, D::Error> {
-    choice(node, &[("wait", true), ("drop", false)])
-}
-
-fn wait<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Duration>, D::Error> {
-    text(node, "\"100us\" to \"1000ms\"", |text| {
-        value::time(text).filter(|time| (Duration::from_micros(100)..=Duration::from_secs(1)).contains(time))
-    })
-}
-
-fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Error> {
-    text(node, "\"0\", or \"1us\" to \"10ms\"", |text| {
-        let time = value::time(text).or((text == "0").then_some(Duration::ZERO));
-        time.filter(|&time| time <= Duration::from_millis(10))
-    })
-}
-
-/// Reads bits a second; 0 is unlimited.
-fn bits<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
-    text(node, "\"1Mb/s\" to \"1000Gb/s\" or \"unlimited\"", |text| {
-        let units = [("Mb/s", 1_000_000), ("Gb/s", 1_000_000_000)];
-        let bits = units.iter().find_map(|&(unit, bits)| value::amount(text, unit)?.checked_mul(bits));
-        bits.filter(|bits| (1_000_000..=1_000_000_000_000).contains(bits)).or((text == "unlimited").then_some(0))
-    })
-}
-
-fn speed<'de, D: Deserializer<'de>>(node: D) -> Result<Option<u32>, D::Error> {
-    text(node, "\"10Mb/s\" to \"1000Gb/s\"", |text| {
-        let (mega, giga) = (value::amount(text, "Mb/s"), value::amount(text, "Gb/s"));
-        let speed = mega.or(giga.and_then(|giga| giga.checked_mul(1000)))?;
-        u32::try_from(speed).ok().filter(|speed| (10..=1_000_000).contains(speed))
-    })
-}
-
-fn frames<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
-    Ok(storm(node)?.unwrap_or(0).into())
-}
-
-fn burst<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Duration>, D::Error> {
-    text(node, "\"1ms\" to \"1000ms\"", |text| {
-        value::time(text).filter(|time| (Duration::from_millis(1)..=Duration::from_secs(1)).contains(time))
-    })
-}
-
-/// Reads frames a second; 0 is unlimited.
-fn storm<'de, D: Deserializer<'de>>(node: D) -> Result<Option<u32>, D::Error> {
-    match Value::deserialize(node) {
-        Ok(Value::Integer(rate @ 1..=1_000_000_000)) => Ok(Some(rate as u32)),
-        Ok(Value::String(text)) if text == "unlimited" => Ok(Some(0)),
-        _ => Err(wrong("1 to 1000000000 frames a second or \"unlimited\"")),
-    }
-}
-
-fn address<'de, D: Deserializer<'de>>(node: D) -> Result<Option<MacAddr>, D::Error> {
-    text(node, "a unicast, non-zero address such as 52:54:00:12:34:56", |text| {
-        text.parse().ok().filter(|mac: &MacAddr| !mac.is_multicast() && !mac.is_zero())
-    })
-}
-
-/// Reads a name that meets the kernel's rule (`dev_valid_name`) and has no `%`, which would make the kernel pick a number.
-fn interface<'de, D: Deserializer<'de>>(node: D) -> Result<String, D::Error> {
-    let bad = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '/' | ':' | '%');
-    text(node, INTERFACE, |text| {
-        let good = (1..=MAX_INTERFACE).contains(&text.len()) && !matches!(text, "." | "..") && !text.contains(bad);
-        good.then(|| text.to_owned())
-    })
 }

@@ -341,7 +341,7 @@ impl Running {
         Ok(Running { config: port.clone(), kind, capture: None })
     }
 
-    /// Starts a capture, or ends it; one that has not changed goes on.
+    /// Starts a capture, or ends it; one that has not changed continues.
     fn capture(&mut self) {
         let wanted = self.config.capture();
         if self.capture.as_ref().map(|(config, _)| config) == wanted {

@@ -1,14 +1,19 @@
-use super::*;
-use clap::{CommandFactory, Parser};
-
-#[derive(Parser)]
-struct Cli {
-    #[command(flatten)]
-    args: Args,
-}
+use super::{
+    devices::{Count, add, vm},
+    *,
+};
+use crate::{
+    rig::Device,
+    testing::{help, parse},
+};
+use ringroad_traffic::options::Ring;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 fn args(words: &str) -> Args {
-    Cli::parse_from(["bench"].into_iter().chain(words.split_whitespace())).args
+    parse(words)
 }
 
 fn pollings(words: &str) -> Result<Vec<[String; 2]>, String> {
@@ -38,7 +43,7 @@ fn polling_is_a_list_of_pairs() {
 
 #[test]
 fn the_help_has_examples() {
-    let help = Cli::command().render_long_help().to_string();
+    let help = help::<Args>();
     assert!(help.contains("ringroad bench vsock-peer --poll 0 "), "{help}");
 }
 

@@ -1,5 +1,5 @@
-//! A vhost-user network device as a port: this process is its driver. Frames that the switch forwards here go to the device, frames
-//! of the device into the switch. Two queues behind a gate each; `ringroad attach` puts a TAP interface beside it.
+//! A vhost-user network device as a port: this process is its driver. Frames that the switch forwards to it go to the device, frames
+//! from the device to the switch. One queue each way, each behind a gate; `ringroad attach` puts a TAP interface beside it.
 
 use super::{ConnectError, RawConnection, frontend::Notifier};
 use crate::{
@@ -31,8 +31,8 @@ pub struct Attach {
     pub socket: PathBuf,
     /// How long to wait for the device to listen.
     pub patience: Duration,
-    /// The features that are negotiated, if the device offers them; neither a control queue nor anything about the configuration
-    /// space.
+    /// The features to negotiate, if the device offers them. Those of the control queue and of the configuration space are left
+    /// out.
     pub features: Features,
     /// Number of entries of each queue.
     pub queue_size: u32,
@@ -73,7 +73,7 @@ struct Shared {
     counters: [Vec<Arc<Counters>>; 2],
     /// The device has broken a rule of its rings.
     failed: AtomicBool,
-    /// A frame found no room, and none has found any since.
+    /// The last frame found no room.
     short: AtomicBool,
     connection: RawConnection,
     // The device has mapped it.
@@ -111,7 +111,7 @@ impl AttachedPort {
     pub fn connect(config: &Attach) -> Result<AttachedPort, ConnectError> {
         let Attach { name, socket: path, patience, features, queue_size, mtu, sizing } = config.clone();
         let socket = RawConnection::open(&path, false, patience)?;
-        // Those about the configuration space oblige who reads it: the interface has its own address and MTU.
+        // The configuration space is not read: the interface has its own address and MTU.
         let space = Features::MAC | Features::MTU | Features::STATUS | Features::SPEED_DUPLEX;
         let wanted = (features - Features::CONTROL - space).consistent().bits();
         let mut connection = RawConnection::negotiate(socket, &path, wanted, Protocol::empty(), 2)?;
@@ -125,7 +125,7 @@ impl AttachedPort {
         connection.share(&region, &file)?;
         let received = connection.ring(0, queue_size, rx.addresses())?;
         let sent = connection.ring(1, queue_size, tx.addresses())?;
-        // Sent frames are reclaimed when there are more of them.
+        // Sent frames are reclaimed when the next ones are sent.
         tx.disable_notification();
         connection.enable(2)?;
         received.kick();
@@ -248,7 +248,7 @@ impl PortKind for AttachedPort {
         if !self.shared.short.load(Ordering::Relaxed) {
             return false;
         }
-        // Nobody but the worker takes it for longer than a moment.
+        // Only the worker holds it for longer than a moment.
         let Some(mut driven) = self.transmit.try_enter() else { return false };
         driven.queue.as_mut().is_some_and(|queue| !queue.enable_notification())
     }

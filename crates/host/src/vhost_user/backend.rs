@@ -1,18 +1,18 @@
-//! Requests to a frontend (vhost-user, SET_BACKEND_REQ_FD): a device says that its configuration space has changed. The session
+//! Requests to a frontend (vhost-user, SET_BACKEND_REQ_FD): a device reports a change of its configuration space. The session
 //! sets the channel, `status.rs` uses it.
 
 use crate::socket::ChannelFd;
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// The channel on which a device tells its frontend that its configuration space has changed; none before a frontend that wants
-/// to know has handed one over. Cheap to clone: all clones are the same channel.
+/// The channel on which a device reports changes of its configuration space to its frontend; empty until a frontend that wants
+/// the reports has handed one over. Cheap to clone: all clones are the same channel.
 #[derive(Clone, Default)]
 pub struct BackendChannel(Arc<Mutex<Option<Arc<ChannelFd>>>>);
 
 impl BackendChannel {
-    /// Tells the frontend to read the configuration space again (BACKEND_CONFIG_CHANGE_MSG). Never blocks, and a frontend that does
-    /// not read has one message waiting: it says the same as all that would follow.
+    /// Asks the frontend to read the configuration space again (BACKEND_CONFIG_CHANGE_MSG). Never blocks: while a message is unread,
+    /// no further one is sent, as it would say the same.
     pub fn config_changed(&self) {
         let channel = self.0.lock().clone();
         channel.inspect(|channel| channel.config_changed());

@@ -1,5 +1,5 @@
-//! The interface between a session and the device behind it. Implemented by `net.rs`, a port of the switch, by
-//! `vsock/guest.rs`, and by whoever brings a device of their own.
+//! The interface between a session and the device behind it. Implemented by `net.rs` (a port of the switch), by
+//! `vsock/server.rs`, and by programs with devices of their own.
 
 use super::{BackendChannel, Kick, Vring};
 use crate::notes;
@@ -56,8 +56,8 @@ pub trait VhostDevice: Clone + Send + 'static {
     /// Returns its vrings, always the same.
     fn vrings(&self) -> &[Vring];
 
-    /// Returns the reply to GET_QUEUE_NUM for frontends that do not read the configuration space: the number of pairs of queues.
-    /// The question is offered only if it is more than 1, as User-Mode Linux would take that for the number of vrings.
+    /// Returns the reply to GET_QUEUE_NUM for frontends that do not read the configuration space: the number of queue pairs. The
+    /// request (MQ) is offered only if that is more than 1, as User-Mode Linux would take 1 for the number of vrings.
     fn queue_num(&self) -> u64 {
         1
     }
@@ -67,7 +67,7 @@ pub trait VhostDevice: Clone + Send + 'static {
         Vec::new()
     }
 
-    /// Returns the channel on which it tells its frontend that the configuration space has changed; `None` if it never does.
+    /// Returns the channel on which it reports changes of its configuration space; `None` if that never changes.
     fn backend_channel(&self) -> Option<&BackendChannel> {
         None
     }

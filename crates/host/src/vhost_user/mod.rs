@@ -1,12 +1,12 @@
 //! vhost-user (QEMU, docs/interop/vhost-user.rst), back end and front end.
 //!
-//! Back end: `server` runs the thread of a socket, which accepts frontends; `session` is the protocol of one connection with
-//! any [`VhostDevice`]; `net` is the network device; [`VhostPort`] is its port in the switch. `backend` tells the frontend of changes,
-//! `inflight` keeps the inflight region, `quirks` has the workarounds for the `vhost` crate. What protects against a frontend's socket
-//! and descriptors is in `crate::socket`.
+//! Back end: `server` runs the thread of a socket, which accepts frontends; `session` is the protocol of one connection with any
+//! [`VhostDevice`], `session/messages.rs` what each message does; `net` is the network device; [`VhostPort`] is its port in the
+//! switch. `backend` reports changes to the frontend, `inflight` keeps the inflight region, `quirks` has the workarounds for the
+//! `vhost` crate. What protects against a frontend's socket and descriptors is in `crate::socket`.
 //!
-//! Front end: [`Connection`], a driver that connects to any vhost-user network device, for test traffic; [`AttachedPort`], one for real
-//! traffic, as a port of the switch.
+//! Front end: [`Connection`], a driver that connects to any vhost-user network device, for test traffic; [`AttachedPort`], one
+//! for real traffic, as a port of the switch.
 
 mod attached;
 mod backend;

@@ -84,8 +84,9 @@ impl<K: PortKind> Server<K> {
         &self.handle
     }
 
-    /// Sets whether the link is up: if not, all frames from and to the guest are dropped. Its driver is told, if its frontend takes
-    /// notices of the configuration space, and asked to announce itself when the link is up again, if it has negotiated that.
+    /// Sets whether the link is up: if not, all frames from and to the guest are dropped. Its driver is notified if its
+    /// frontend takes reports about the configuration space, and asked to announce itself when the link is up again if it has
+    /// negotiated that.
     pub fn set_link(&self, up: bool) {
         if !self.status.set_link(up) {
             return;
@@ -94,7 +95,7 @@ impl<K: PortKind> Server<K> {
         if !up {
             self.handle.forget();
         }
-        // Frames that wait for room in its queues do so no longer.
+        // Frames that wait for room in its queues are dropped now.
         self.handle.room();
         self.status.channel.config_changed();
     }
@@ -133,7 +134,7 @@ struct Controlled {
     queue: Option<(usize, QueueThread)>,
 }
 
-// Not derived, as that would ask for kinds that can be cloned.
+// Not derived, as that would require kinds that are `Clone`.
 impl<K: PortKind> Clone for NetDevice<K> {
     fn clone(&self) -> Self {
         let NetDevice { name, port, handle, offer, config, running, control, status } = self;
@@ -162,13 +163,13 @@ impl<K: PortKind> NetDevice<K> {
             *running = runs;
         }
         if let Some(control) = controlled.state.as_mut().filter(|_| !runs) {
-            // What the driver has set for it alone does not count when it starts again.
+            // Settings of this queue alone end with it.
             control.stopped(vring as u16);
         }
         self.set_pairs(&controlled)
     }
 
-    /// Sets among how many receive queues flows are distributed: those that run and that the driver uses. Returns how many run.
+    /// Sets how many receive queues flows are distributed among: those that run and that the driver uses. Returns how many run.
     fn set_pairs(&self, controlled: &Controlled) -> usize {
         let running = self.running().iter().step_by(2).take_while(|&&runs| runs).count();
         // Without a control queue the driver uses what its frontend enables; with one, the first pair before its first command.
@@ -205,7 +206,7 @@ impl<K: PortKind> NetDevice<K> {
         let resumed = RxQueue::resume(memory, acked, size, addresses, base, counters, journal, tracked);
         let (mut queue, resumed) = resumed.map_err(|error| error.to_string())?;
         notes::say(&self.name, 2 * pair, base, resumed);
-        // Within the gate: whoever changes the tuning meanwhile tunes the queue afterwards.
+        // Within the gate: a change of the tuning meanwhile is applied to the queue afterwards.
         queue.tune(self.handle.port().settings().tuning);
         queue.limit(self.port.longest());
         if let Some(control) = &self.controlled().state {
@@ -396,7 +397,7 @@ impl<K: PortKind> VhostDevice for NetDevice<K> {
     }
 
     fn offer(&self) -> u64 {
-        // With no source address but its own, a guest cannot have another one.
+        // A guest that must keep its source address cannot change it.
         let fixed = self.handle.port().settings().limits.fixed;
         let mut never = if fixed { Features::CTRL_MAC_ADDR } else { Features::empty() };
         never.set(Features::MQ | Features::RSS, self.config.queue_pairs == 1);

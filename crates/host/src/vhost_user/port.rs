@@ -1,17 +1,22 @@
 //! A guest as a port of the switch: its queues, those that run, behind a gate each. Made by `net.rs`.
 
-use super::{Kick, Vring};
+mod burst;
+mod guest;
+
+use super::Vring;
 use crate::{
     deaf::{Deaf, Said},
-    gate::{Gate, Lease},
+    gate::Gate,
     port::{PortKind, PortSettings},
     socket::{Lines, say},
 };
-use parking_lot::{Mutex, MutexGuard};
-use ringroad_frame::{BURST, Burst, Counters, Flow, Poured, Sink, Source, offload::Support};
-use ringroad_mem::{Span, Table};
-use ringroad_net::{Coalesce, Notice, RxQueue, TxQueue, rss::Rss};
-use ringroad_ring::Fault;
+pub use burst::{VhostLease, VhostSink, VhostSource};
+use guest::Guest;
+pub(super) use guest::Slot;
+use parking_lot::Mutex;
+use ringroad_frame::{BURST, Burst, Counters, Flow, offload::Support};
+use ringroad_mem::Table;
+use ringroad_net::{Coalesce, Notice};
 use std::{
     sync::{
         Arc,
@@ -21,64 +26,9 @@ use std::{
 };
 use vmm_sys_util::eventfd::EventFd;
 
-/// A queue, if it runs, and its vring.
-#[derive(Debug, Default)]
-pub(super) struct Slot<Q> {
-    pub queue: Option<Q>,
-    pub vring: Vring,
-    /// Watched by the worker; `None`: the frontend does not kick, and the worker polls for ever.
-    pub kick: Option<Kick>,
-}
-
-impl<Q> Slot<Q> {
-    fn new(vring: &Vring) -> Gate<Slot<Q>> {
-        Gate::new(Slot { queue: None, vring: vring.clone(), kick: None })
-    }
-
-    /// Stops the queue for a fault of its driver.
-    #[cold]
-    fn fail(&mut self, port: &Guest, vring: usize, base: u32, fault: Fault, counters: &Counters) {
-        let name = &port.name;
-        say!(port.lines, Error, "port {name} queue {vring}: {fault}; queue stopped, reset the device to continue");
-        self.queue = None;
-        counters.faults.add(1);
-        self.vring.fail(Some(base));
-    }
-}
-
 /// A guest as a port, connected or not. Cheap to clone: its device shares it with the worker.
 #[derive(Clone, Debug)]
 pub struct VhostPort(pub(super) Arc<Guest>);
-
-/// The queues of a guest. Receive queue 0 has vring 0, transmit queue 0 has vring 1, and so on. There is one more vring than these: the
-/// control queue has the last one, or vring 2 of a driver without VIRTIO_NET_F_MQ.
-pub(super) struct Guest {
-    name: String,
-    pub vrings: Vec<Vring>,
-    pub rx: Vec<Gate<Slot<RxQueue>>>,
-    pub tx: Vec<Gate<Slot<TxQueue>>>,
-    pub rx_counters: Vec<Arc<Counters>>,
-    pub tx_counters: Vec<Arc<Counters>>,
-    /// Receive queues that run and that the driver uses, from queue 0 on without a gap.
-    pub pairs: AtomicUsize,
-    /// Which of them frames go to, if the driver says that.
-    pub rss: Mutex<Option<Arc<Rss>>>,
-    /// The offloads that the running receive queues take, as the bits of [`Support`].
-    pub takes: AtomicU8,
-    /// Length in bytes of the longest frame to and from it; 0 while its link is down.
-    longest: AtomicUsize,
-    /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
-    attention: EventFd,
-    pub lines: Lines,
-    /// Which receive queues have stopped taking frames.
-    deaf: Mutex<Vec<Deaf>>,
-}
-
-impl std::fmt::Debug for Guest {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("Guest").field("name", &self.name).finish_non_exhaustive()
-    }
-}
 
 impl VhostPort {
     pub(super) fn new(name: &str, queue_pairs: u16, attention: EventFd, lines: Lines) -> VhostPort {
@@ -176,7 +126,7 @@ impl PortKind for VhostPort {
             counters.busy.add(frames as u64);
             return None;
         };
-        // The guest may have said meanwhile that it uses fewer: then that command waits for this gate.
+        // The guest may have reduced the number meanwhile; that command then waits for this gate.
         if index > 0 && index >= port.pairs.load(Ordering::Relaxed) {
             drop(slot);
             return self.sink(0, frames);
@@ -194,7 +144,7 @@ impl PortKind for VhostPort {
     }
 
     fn steer(&self, burst: &Burst, which: &[u8], queues: &mut [u8; BURST]) -> bool {
-        // While control replaces it, the switch chooses: the worker waits for nobody.
+        // While control replaces it, the switch chooses: the worker does not wait.
         let Some(rss) = self.0.rss.try_lock().and_then(|rss| rss.clone()) else { return false };
         for &index in which {
             if let Some(place) = queues.get_mut(usize::from(index)) {
@@ -359,147 +309,6 @@ fn stop_lost<Q>(
             counters.faults.add(1);
         }
         slot.vring.signal_err();
-    }
-}
-
-/// Exclusive use of a guest's transmit queue, from burst to burst.
-pub struct VhostLease(Lease<Slot<TxQueue>>);
-
-impl std::fmt::Debug for VhostLease {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_tuple("VhostLease").field(&*self.0).finish()
-    }
-}
-
-/// The same for one burst.
-#[derive(Debug)]
-pub struct VhostSource<'a> {
-    slot: &'a mut Slot<TxQueue>,
-    counters: &'a Counters,
-    port: &'a Guest,
-    index: usize,
-}
-
-impl VhostSource<'_> {
-    /// Notifies the driver of returned buffers, if it certainly wants that.
-    #[inline(always)]
-    fn notify(&mut self) {
-        if self.slot.queue.as_mut().is_some_and(|queue| queue.wants_notification()) {
-            self.slot.vring.notify();
-            self.counters.notifications.add(1);
-        }
-    }
-}
-
-impl Source for VhostSource<'_> {
-    #[inline]
-    fn take(&mut self, burst: &mut Burst) -> usize {
-        let Some(queue) = &mut self.slot.queue else { return 0 };
-        match queue.take(burst) {
-            // Deferred returns were published now.
-            Ok(0) => {
-                self.notify();
-                0
-            }
-            Ok(taken) => taken,
-            // Not the driver's fault: its memory is lost. The worker stops the port when it checks memory next.
-            Err(_) if queue.memory().is_lost() => {
-                burst.clear();
-                0
-            }
-            Err(fault) => {
-                let base = queue.base();
-                self.slot.fail(self.port, 2 * self.index + 1, base, fault, self.counters);
-                burst.clear();
-                0
-            }
-        }
-    }
-
-    #[inline]
-    fn done(&mut self, burst: &mut Burst) {
-        let Some(queue) = &mut self.slot.queue else { return };
-        queue.done(burst);
-        self.notify();
-    }
-
-    #[inline]
-    fn retains(&self) -> bool {
-        true
-    }
-
-    #[cold]
-    fn retain(&mut self, burst: &mut Burst, first: usize) {
-        let Some(queue) = &mut self.slot.queue else { return };
-        queue.retain(burst, first);
-        self.notify();
-    }
-}
-
-/// Exclusive use of a guest's receive queue for one burst.
-#[derive(Debug)]
-pub struct VhostSink<'a> {
-    slot: MutexGuard<'a, Slot<RxQueue>>,
-    counters: &'a Counters,
-    port: &'a Guest,
-    index: usize,
-}
-
-impl VhostSink<'_> {
-    /// Notifies the driver of received frames, or stops the queue. `lost`: frames that are dropped then.
-    #[inline(always)]
-    fn finish<T>(&mut self, result: Result<T, Fault>, lost: usize) -> Option<T> {
-        let slot = &mut *self.slot;
-        let queue = slot.queue.as_mut()?;
-        let counters = self.counters;
-        match result {
-            Ok(done) => {
-                if queue.wants_notification() {
-                    slot.vring.notify();
-                    counters.notifications.add(1);
-                }
-                return Some(done);
-            }
-            // Not the driver's fault: its memory is lost. The worker stops the port when it checks memory next.
-            Err(_) if queue.memory().is_lost() => {}
-            Err(fault) => {
-                let base = queue.base();
-                slot.fail(self.port, 2 * self.index, base, fault, counters);
-            }
-        }
-        counters.stopped.add(lost as u64);
-        None
-    }
-}
-
-impl Sink for VhostSink<'_> {
-    #[inline]
-    fn support(&self) -> Support {
-        self.slot.queue.as_ref().map_or(Support::empty(), RxQueue::support)
-    }
-
-    #[inline]
-    fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
-        let Some(queue) = &mut self.slot.queue else { return 0 };
-        let result = queue.put(burst, which);
-        self.finish(result, which.len()).unwrap_or(0)
-    }
-
-    #[inline]
-    fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
-        let Some(queue) = &mut self.slot.queue else { return which.len() };
-        let result = queue.offer(burst, which);
-        self.finish(result, which.len()).unwrap_or(which.len())
-    }
-
-    fn has_room(&mut self, frames: usize) -> bool {
-        self.slot.queue.as_mut().is_none_or(|queue| queue.has_room(frames))
-    }
-
-    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
-        let Some(queue) = &mut self.slot.queue else { return Poured::Unable };
-        let result = queue.fill(room, read);
-        self.finish(result, 0).unwrap_or(Poured::Unable)
     }
 }
 

@@ -1,4 +1,4 @@
-//! A vring served by a thread of its own: all that a simple device needs ([`QueueThread`]). Used by whoever brings a
+//! A vring with its own thread: all that a simple device needs ([`QueueThread`]). Used by programs with a
 //! [`VhostDevice`](super::VhostDevice) of their own, and by `net.rs` for the control queue.
 
 use super::{Kick, Limits, Ring, Vring};
@@ -23,8 +23,8 @@ use vmm_sys_util::{
 /// Pieces that the chains of a burst can have.
 const PIECES: u16 = 512;
 
-/// How a thread rests that must not take a CPU, whatever its driver does: between two looks at the ring at least this long, and
-/// this many times as long as the last one took, up to the limit.
+/// Pauses of a thread that must not use up a CPU, whatever its driver does: between two bursts at least this long, and this many
+/// times as long as the last burst took, up to the limit.
 const REST: Duration = Duration::from_millis(1);
 const REST_SHARE: u32 = 9;
 const LONGEST_REST: Duration = Duration::from_millis(100);
@@ -53,8 +53,8 @@ impl QueueThread {
         Queue::start((name, index), ring, vring, lines, false, serve)
     }
 
-    /// As `start`, for a driver that nothing is expected of but a command now and then: it gets a tenth of a CPU at most, and no more
-    /// than these lines in the log.
+    /// Like `start`, for a queue that needs to serve only a command now and then: the thread uses a tenth of a CPU at most, and logs
+    /// within the limit of `lines`.
     pub(super) fn start_limited(
         name: &str,
         index: usize,
@@ -132,7 +132,7 @@ impl<F: FnMut(&mut Chains) + Send + 'static> Queue<F> {
         while !self.ends_before(next) {
             let start = Instant::now();
             chains.start(&self.memory);
-            // A frontend that truncates the memory has no chains any more.
+            // A frontend that has truncated the memory gets no more chains served.
             let lost = self.memory.is_lost();
             let taken = if lost { 0 } else { self.ring.take(&self.memory, &mut chains, BURST)? };
             if taken > 0 {

@@ -15,7 +15,7 @@ pub(super) struct Status {
     due: AtomicBool,
     /// The switch has forgotten where the driver's addresses are since its queues ran last.
     apart: AtomicBool,
-    /// Tells the frontend of changes.
+    /// Reports changes to the frontend.
     pub channel: BackendChannel,
 }
 
@@ -36,7 +36,7 @@ impl Status {
         self.announce.load(Ordering::Relaxed)
     }
 
-    /// Sets the state of the link; returns whether it is another one. The frontend is to be told once it is in effect.
+    /// Sets the state of the link; returns whether it has changed. Then the frontend must be notified, once it is in effect.
     pub fn set_link(&self, up: bool) -> bool {
         let changed = self.up.swap(up, Ordering::Relaxed) != up;
         if changed {

@@ -229,7 +229,7 @@ fn watch(context: &Context, socket: &UnixStream) -> io::Result<Epoll> {
         (context.rx.call().as_raw_fd(), CALL),
         (context.tx.call().as_raw_fd(), CALL),
         (context.event.call().as_raw_fd(), EVENT),
-        // The device sends nothing without a request, so a readable socket means the end.
+        // The device sends nothing without a request, so a readable socket means that it has disconnected.
         (socket.as_raw_fd(), DISCONNECTED),
     ];
     for (fd, data) in fds {

@@ -26,9 +26,9 @@ pub struct Layout {
     pub(super) device_event: Words<AtomicU32>,
 }
 
-/// Descriptor flag VIRTQ_DESC_F_AVAIL: its value tells in which pass the descriptor was made available (2.8.1).
+/// Descriptor flag VIRTQ_DESC_F_AVAIL: its value shows in which pass the descriptor was made available (2.8.1).
 pub(super) const AVAILABLE: u16 = 1 << 7;
-/// Descriptor flag VIRTQ_DESC_F_USED: its value tells in which pass the descriptor was used.
+/// Descriptor flag VIRTQ_DESC_F_USED: its value shows in which pass the descriptor was used.
 pub(super) const USED: u16 = 1 << 15;
 
 /// Returns AVAILABLE and USED as an available descriptor has them in a pass.

@@ -100,7 +100,7 @@ pub(super) struct Foreign {
 /// QEMU drops what a guest transmits while the link is down: it takes chains at an index of its own, where the last clean
 /// stop left it (hw/net/virtio-net.c, `virtio_net_drop_tx_queue_data`), not where the killed device was. If the guest has
 /// made the descriptor there available, QEMU uses it, and the driver gets it back when the device has returned everything
-/// before it. A device that arrived there would wait for ever for a descriptor that is used already. The base tells how far
+/// before it. A device that arrived there would wait forever for a descriptor that is used already. The base tells how far
 /// QEMU went; of the run, its first descriptor shows that it was used in this pass: both flags equal the wrap counter, as in
 /// no descriptor ahead of the device that it used itself.
 pub(super) fn foreign(ring: &Layout, known: Frontend, base: Position, next: Position) -> Option<Foreign> {

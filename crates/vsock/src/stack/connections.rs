@@ -335,7 +335,7 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// Sends bytes of a program, as far as there is credit; up to `room` of them may wait in the outbox. Returns how many were
+    /// Sends bytes of a program, within the credit that there is; up to `room` of them may wait in the outbox. Returns how many were
     /// accepted. `flags` go with the last byte. The caller holds the connection's `sending` lock.
     pub(crate) fn send(&self, conn: &Arc<Conn<S::Relay>>, bytes: &[u8], flags: u32, room: usize) -> io::Result<usize> {
         let len = {

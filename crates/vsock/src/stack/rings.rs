@@ -95,7 +95,7 @@ impl<S: Side> Stack<S> {
         !self.led.load(Ordering::SeqCst) && self.enable()
     }
 
-    /// Turns notifications on, whoever receives. Returns `true` if packets have arrived already; then they stay off.
+    /// Turns notifications on, for the worker or for a leader. Returns `true` if packets have arrived already; then they stay off.
     pub(crate) fn enable(&self) -> bool {
         let mut incoming = self.incoming.lock();
         let Incoming { inlet: Some(inlet), pollers: 0 } = &mut *incoming else { return false };

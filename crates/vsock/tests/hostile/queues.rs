@@ -175,6 +175,19 @@ fn without_buffers(acked: u64) -> (Guest, Listener<Side>, Stream<Side>) {
     (guest, listener, stream)
 }
 
+/// Requests connections from a few ports, in turn, each followed at once by this packet; accepts what is there now and then.
+fn request_then(guest: &mut Guest, listener: &Listener<Side>, count: u32, then: Op) {
+    for port in 0..count {
+        guest.send(guest.header(Op::Request, 100_000 + port % 7, PORT), &[]);
+        guest.send(guest.header(then, 100_000 + port % 7, PORT), &[]);
+        if port % 500 == 0 {
+            guest.host.work();
+            while listener.accept_within(Some(Duration::ZERO)).is_ok() {}
+        }
+    }
+    guest.host.work();
+}
+
 #[test]
 fn queued_answers_are_limited() {
     const COUNT: u32 = 100_000;
@@ -211,30 +224,14 @@ fn queued_answers_are_limited() {
 
         // Connections that are opened and reset at once.
         let (mut guest, listener, _stream) = without_buffers(acked);
-        for port in 0..COUNT {
-            guest.send(guest.header(Op::Request, 100_000 + port % 7, PORT), &[]);
-            guest.send(guest.header(Op::Reset, 100_000 + port % 7, PORT), &[]);
-            if port % 500 == 0 {
-                guest.host.work();
-                while listener.accept_within(Some(Duration::ZERO)).is_ok() {}
-            }
-        }
-        guest.host.work();
+        request_then(&mut guest, &listener, COUNT, Op::Reset);
         assert_eq!(guest.host.report().connections, 2);
         assert_eq!(self::kept(&mut guest, &[4096]), HashMap::from([((5, update), 2)]));
         assert_eq!(guest.check(), []);
 
         // Connections that the device has to reset.
         let (mut guest, listener, _stream) = without_buffers(acked);
-        for port in 0..COUNT {
-            guest.send(guest.header(Op::Request, 100_000 + port % 7, PORT), &[]);
-            guest.send(guest.header(Op::Response, 100_000 + port % 7, PORT), &[]);
-            if port % 500 == 0 {
-                guest.host.work();
-                while listener.accept_within(Some(Duration::ZERO)).is_ok() {}
-            }
-        }
-        guest.host.work();
+        request_then(&mut guest, &listener, COUNT, Op::Response);
         assert_eq!(guest.host.report().connections, 2);
         assert_eq!(guest.host.report().wrong, u64::from(COUNT));
         let resets: usize = self::kept(&mut guest, &[4096]).values().sum();
