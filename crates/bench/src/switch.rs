@@ -10,7 +10,15 @@ use crate::{
 use ringroad_traffic::{Settings, Traffic, child::Folder};
 use ringroad_wire::ethernet::{Addresses, MacAddr};
 use serde_json::json;
-use std::{mem, time::Duration};
+use std::{
+    mem,
+    time::{Duration, Instant},
+};
+
+/// How long a switch may take from the connection of a port to the first frame: OVS distributes its queues anew.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Time between looks at whether it forwards, and for frames that teach it addresses.
+const STEP: Duration = Duration::from_millis(20);
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -36,18 +44,19 @@ fn measure(common: &Common, device: &Device, Cell { rings, size, addresses }: Ce
     let totals = common.measure(device, &what, || {
         let mut from = common.connect(device, 0, rings, size)?;
         let mut to = common.connect(device, 1, rings, size)?;
+        // One driver sends to the first port and receives from the second one.
+        mem::swap(&mut from.driver.rx, &mut to.driver.rx);
+        mem::swap(&mut from.rx, &mut to.rx);
+        let failed = |error| format!("{}, {what}: {error}", device.name);
+        let mut traffic = Traffic::new(Settings { destinations: addresses, ..Settings::flood(size) }, &mut from.driver);
+        let start = Instant::now();
+        while traffic.run(&mut from, STEP, |_| {}).map_err(failed)?.received == 0 && start.elapsed() < PATIENCE {}
         // Teaches the switch the receiver's addresses.
         let back = Addresses { destination: MacAddr::local(1), source: MacAddr::local(2) };
         let hello =
             Settings { addresses: back, sources: addresses, window: Some(addresses.into()), ..Settings::flood(size) };
         let mut hello = Traffic::new(hello, &mut to.driver);
-        hello
-            .run(&mut to, Duration::from_millis(20) + Duration::from_micros(10) * addresses, |_| {})
-            .map_err(|error| format!("{}, {what}: {error}", device.name))?;
-        let mut traffic = Traffic::new(Settings { destinations: addresses, ..Settings::flood(size) }, &mut from.driver);
-        // One driver sends to the first port and receives from the second one.
-        mem::swap(&mut from.driver.rx, &mut to.driver.rx);
-        mem::swap(&mut from.rx, &mut to.rx);
+        hello.run(&mut to, STEP + Duration::from_micros(10) * addresses, |_| {}).map_err(failed)?;
         Ok(move |time| {
             let _to = &to;
             traffic.run(&mut from, time, |_| {})
