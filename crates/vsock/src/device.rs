@@ -295,13 +295,15 @@ pub struct TxQueue {
     ring: DeviceRing,
     memory: Arc<Table>,
     chains: Chains,
+    /// Number of entries.
+    size: usize,
 }
 
 impl TxQueue {
     queue_calls!();
 
-    fn new(ring: DeviceRing, memory: Arc<Table>, _size: u32) -> TxQueue {
-        TxQueue { ring, memory, chains: Chains::new(BURST, PIECES) }
+    fn new(ring: DeviceRing, memory: Arc<Table>, size: u32) -> TxQueue {
+        TxQueue { ring, memory, chains: Chains::new(BURST, PIECES), size: size as usize }
     }
 
     /// Returns the ring position at which to continue after a stop.
@@ -356,8 +358,17 @@ impl Inlet for TxQueue {
         self.chains.empty();
         match fault {
             Some(fault) => Err(fault.into()),
-            None => Ok(Taken { packets: count, bytes, notify: count > 0 && self.ring.wants_notification(true) }),
+            None => Ok(Taken { packets: count, bytes }),
         }
+    }
+
+    fn wants_notification(&mut self) -> bool {
+        self.ring.wants_notification(true)
+    }
+
+    /// A quarter of the ring: without indirect descriptors, a packet has two and more.
+    fn patience(&self) -> usize {
+        self.size / 4
     }
 
     fn enable_notification(&mut self) -> bool {

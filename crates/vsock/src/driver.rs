@@ -206,7 +206,11 @@ impl Inlet for DriverRx {
         if count > 0 {
             self.post(count);
         }
-        Ok(Taken { packets: count, bytes, notify: count > 0 && self.queue.ring.wants_notification() })
+        Ok(Taken { packets: count, bytes })
+    }
+
+    fn wants_notification(&mut self) -> bool {
+        self.queue.ring.wants_notification()
     }
 
     fn enable_notification(&mut self) -> bool {

@@ -27,8 +27,6 @@ pub struct Taken {
     pub packets: usize,
     /// Bytes of payload.
     pub bytes: usize,
-    /// The peer wants to be notified that buffers were returned to it.
-    pub notify: bool,
 }
 
 /// The ring that carries packets from the peer.
@@ -38,6 +36,14 @@ pub trait Inlet {
     /// # Errors
     /// [`Broken`] if the peer has broken the ring. Packets before that may have been passed to `each`.
     fn take(&mut self, each: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken>;
+
+    /// Returns whether the peer wants to be notified of buffers that were returned to it since the last call.
+    fn wants_notification(&mut self) -> bool;
+
+    /// Returns how many packets' buffers may wait until the peer is notified of them ([`Settings::interrupt_delay`](crate::Settings)).
+    fn patience(&self) -> usize {
+        0
+    }
 
     /// Asks the peer to notify us of packets. Returns `true` if packets are available already.
     fn enable_notification(&mut self) -> bool;

@@ -55,6 +55,9 @@ pub struct Settings {
     pub connect: Duration,
     /// How long a closed connection waits for the peer to close as well.
     pub linger: Duration,
+    /// How long the interrupt for packets that a guest has sent may wait for more of them, until there are 64 KiB or a quarter of
+    /// the ring. The packets themselves are not delayed.
+    pub interrupt_delay: Duration,
 }
 
 impl Default for Settings {
@@ -68,6 +71,7 @@ impl Default for Settings {
             backlog: 1024,
             connect: Duration::from_secs(2),
             linger: Duration::from_secs(8),
+            interrupt_delay: Duration::ZERO,
         }
     }
 }
@@ -152,6 +156,16 @@ impl<R> Owner for PacketOwner<R> {
 struct Incoming<I> {
     inlet: Option<I>,
     pollers: usize,
+    held: Held,
+}
+
+/// Buffers returned to the peer that it was not notified of.
+#[derive(Default)]
+struct Held {
+    packets: usize,
+    bytes: usize,
+    /// When it is to be notified of them.
+    due: Option<Instant>,
 }
 
 /// Event counters.
@@ -215,6 +229,8 @@ pub struct ConnectionReport {
 const BURSTS: usize = 4;
 /// Bytes after which the worker's turn ends; the burst that crosses the limit is completed.
 const TAKEN: usize = 128 << 10;
+/// Bytes of packets whose buffers may wait for their notification.
+const HELD: usize = 64 << 10;
 /// Expired connections closed per tick, and connections checked per sweep for unused memory.
 const DUE: usize = 256;
 const SWEPT: usize = 4096;
@@ -265,7 +281,7 @@ impl<S: Side> Stack<S> {
             peer,
             settings: RwLock::new(settings),
             sender: Sender::new(settings.direct),
-            incoming: Mutex::new(Incoming { inlet: None, pollers: 0 }),
+            incoming: Mutex::new(Incoming { inlet: None, pollers: 0, held: Held::default() }),
             table: Mutex::new(Table {
                 conns: HashMap::new(),
                 listeners: HashMap::new(),

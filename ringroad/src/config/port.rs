@@ -142,7 +142,7 @@ pub struct VhostUser {
     /// Whether the link is up.
     pub link: bool,
     /// How long the interrupt for sent frames may wait for more of them.
-    #[serde(deserialize_with = "values::interrupt_delay")]
+    #[serde(deserialize_with = "value::interrupt_delay")]
     pub interrupt_delay: Duration,
     /// Access to the socket, and a frontend's budgets.
     #[serde(skip)]

@@ -137,6 +137,13 @@ pub(super) fn time(text: &str) -> Option<Duration> {
     amount(text, "us").map(Duration::from_micros).or(amount(text, "ms").map(Duration::from_millis))
 }
 
+pub(super) fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Error> {
+    text(node, "\"0\", or \"1us\" to \"10ms\"", |text| {
+        let delay = time(text).or((text == "0").then_some(Duration::ZERO));
+        delay.filter(|&delay| delay <= Duration::from_millis(10))
+    })
+}
+
 /// Parses N from `N<unit>`, digits only.
 pub(super) fn amount(text: &str, unit: &str) -> Option<u64> {
     let digits = text.strip_suffix(unit)?;

@@ -8,11 +8,11 @@ use super::{
     taken::Taken,
     value::{self, NAME, amount, choice, int, is_name, list, text},
 };
-use ringroad_host::vhost_user::Role;
+use ringroad_host::{INTERRUPT_DELAY, vhost_user::Role};
 use ringroad_switch::Poll;
 use ringroad_vsock::Features;
 use serde::{Deserialize, Deserializer};
-use std::{collections::BTreeMap, net::SocketAddr, ops::RangeInclusive, path::PathBuf};
+use std::{collections::BTreeMap, net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 /// 0, 1 and 2 are the hypervisor, the local machine and the host; 2^32 - 1 is the wildcard (5.10.4).
 const CIDS: RangeInclusive<u64> = 3..=u32::MAX as u64 - 1;
@@ -62,6 +62,9 @@ pub struct Vsock {
     /// How long programs in this process poll the ring before they sleep.
     #[serde(deserialize_with = "value::poll")]
     pub poll: Option<Poll>,
+    /// How long the interrupt for packets that the guest has sent may wait for more of them.
+    #[serde(deserialize_with = "value::interrupt_delay")]
+    pub interrupt_delay: Duration,
     /// Features offered to the driver.
     #[serde(deserialize_with = "features")]
     pub features: Features,
@@ -86,6 +89,7 @@ impl Default for Vsock {
             socket_memory: 64 << 20,
             memory: 64 << 20,
             poll: None,
+            interrupt_delay: INTERRUPT_DELAY,
             features: Features::default(),
             frontend: Frontend::default(),
         }
@@ -151,7 +155,6 @@ fn groups<'de, D: Deserializer<'de>>(node: D) -> Result<Vec<String>, D::Error> {
 mod tests {
     use super::super::Config;
     use super::*;
-    use std::time::Duration;
 
     fn parse(text: &str) -> Vec<Vsock> {
         Config::parse(text, "rr.toml").unwrap().vsocks
@@ -174,6 +177,7 @@ connects = 100
 socket_memory = 1_000_000
 memory = 2_097_152
 poll = "50us"
+interrupt_delay = "1ms"
 features = { packed = false, seqpacket = false }
 [[vsock]]
 cid = 4294967294
@@ -194,6 +198,7 @@ socket = "/run/vm2.vsock"
             socket_memory: 1_000_000,
             memory: 2 << 20,
             poll: Some(Poll::For(Duration::from_micros(50))),
+            interrupt_delay: Duration::from_millis(1),
             features: Features::all() - Features::PACKED - Features::SEQPACKET,
             frontend: Frontend::default(),
         };
@@ -212,6 +217,7 @@ socket = "/run/vm2.vsock"
             socket_memory: 64 << 20,
             memory: 64 << 20,
             poll: None,
+            interrupt_delay: Duration::from_micros(300),
             features: Features::all(),
             frontend: Frontend::default(),
         };

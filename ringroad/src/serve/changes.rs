@@ -240,6 +240,7 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
         memory,
         socket_memory,
         poll,
+        interrupt_delay,
         features,
         frontend,
     } = before;
@@ -257,6 +258,7 @@ pub fn of_vsock(before: &Vsock, after: &Vsock) -> Vec<Change> {
     diff.key("vsock.connects", InPlace, connects, &after.connects);
     diff.key("vsock.socket_memory", InPlace, socket_memory, &after.socket_memory);
     diff.key("vsock.poll", InPlace, poll, &after.poll);
+    diff.key("vsock.interrupt_delay", InPlace, interrupt_delay, &after.interrupt_delay);
     diff.changes
 }
 
@@ -352,6 +354,7 @@ socket = "/run/v"
             ("\"/run/v\"", "\"/run/v\"\nconnects = 1", "vsock 3: key `vsock.connects`: in place"),
             ("\"/run/v\"", "\"/run/v\"\nsocket_memory = 65536", "vsock 3: key `vsock.socket_memory`: in place"),
             ("\"/run/v\"", "\"/run/v\"\npoll = \"1us\"", "vsock 3: key `vsock.poll`: in place"),
+            ("\"/run/v\"", "\"/run/v\"\ninterrupt_delay = \"0\"", "vsock 3: key `vsock.interrupt_delay`: in place"),
         ] {
             let after = BEFORE.replacen(what, with, 1);
             let found = found(&after);

@@ -42,6 +42,7 @@ fn vsock_config(vsock: &config::Vsock, poll: Poll) -> VsockConfig {
         connections: vsock.connections,
         memory: vsock.memory,
         poll: duration(vsock.poll.unwrap_or(poll)),
+        interrupt_delay: vsock.interrupt_delay,
         ..Settings::default()
     };
     VsockConfig {

@@ -160,7 +160,7 @@ impl Member {
         // While commands are left, the guest's packets, which can cause more of them, are not processed.
         if self.active_since.is_some() && !self.mail {
             self.work_pending = false;
-            any |= self.guest.stack.work();
+            any |= self.guest.stack.work_at(start);
             any |= self.handle_commands();
         }
         any |= self.connect(until);

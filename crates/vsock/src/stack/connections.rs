@@ -142,11 +142,14 @@ impl<S: Side> Stack<S> {
 
     /// Returns when [`Stack::tick`] should be called next.
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.table.lock().deadlines.first_key_value().map(|(&(time, _), _)| time)
+        let held = self.incoming.lock().held.due;
+        let first = self.table.lock().deadlines.first_key_value().map(|(&(time, _), _)| time);
+        [held, first].into_iter().flatten().min()
     }
 
     /// Closes connections whose deadline has passed, up to a limit per call. Returns `true` if more are due.
     pub fn tick(&self, now: Instant) -> bool {
+        self.settle(now);
         let mut due = Vec::new();
         let more = {
             let table = &mut *self.table.lock();

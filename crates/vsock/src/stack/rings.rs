@@ -1,14 +1,14 @@
 //! How a stack uses its rings, and who serves them: the worker, programs that poll, or one program that waits for packets in the
 //! worker's place (the leader). How programs wait is in `edge/wait.rs`.
 
-use super::{BURSTS, Incoming, LAST_TURNS, PacketOwner, Slot, Stack, TAKEN};
+use super::{BURSTS, HELD, Held, Incoming, LAST_TURNS, PacketOwner, Slot, Stack, TAKEN};
 use crate::{
     connection::{CloseReason, Wanted},
     send::Effect,
     side::{Inlet, Queue, Side, Taken},
     types::SocketType,
 };
-use std::sync::atomic::Ordering;
+use std::{sync::atomic::Ordering, time::Instant};
 
 impl<S: Side> Stack<S> {
     /// Sets or removes the ring that carries packets to the peer. Connections survive and continue with the next ring, unless
@@ -20,6 +20,7 @@ impl<S: Side> Stack<S> {
     /// Sets or removes the ring that carries packets from the peer.
     pub fn set_inlet(&self, inlet: Option<S::Inlet>) -> Option<S::Inlet> {
         let mut incoming = self.incoming.lock();
+        self.release(&mut incoming);
         std::mem::replace(&mut incoming.inlet, inlet)
     }
 
@@ -73,13 +74,23 @@ impl<S: Side> Stack<S> {
 
     /// Called by the worker when it is woken: receives and sends some packets. Returns whether there were any.
     pub fn work(&self) -> bool {
+        self.serve(None)
+    }
+
+    /// As `work`, for a worker that keeps [`Stack::next_deadline`]: the peer may be notified of returned buffers as late as
+    /// [`Settings::interrupt_delay`](crate::Settings) says.
+    pub fn work_at(&self, now: Instant) -> bool {
+        self.serve(Some(now))
+    }
+
+    fn serve(&self, now: Option<Instant>) -> bool {
         let mut any = false;
         if !self.led.load(Ordering::SeqCst) {
             let mut incoming = self.incoming.lock();
             // Bounded, so that other peers are served too.
             let mut bytes = 0;
             for _ in 0..BURSTS {
-                let taken = self.take(&mut incoming, None);
+                let taken = self.take(&mut incoming, None, now);
                 any |= taken.packets > 0;
                 bytes += taken.bytes;
                 if taken.packets == 0 || bytes >= TAKEN {
@@ -98,7 +109,7 @@ impl<S: Side> Stack<S> {
     /// Turns notifications on, for the worker or for a leader. Returns `true` if packets have arrived already; then they stay off.
     pub(crate) fn enable(&self) -> bool {
         let mut incoming = self.incoming.lock();
-        let Incoming { inlet: Some(inlet), pollers: 0 } = &mut *incoming else { return false };
+        let Incoming { inlet: Some(inlet), pollers: 0, .. } = &mut *incoming else { return false };
         if !inlet.enable_notification() {
             return false;
         }
@@ -146,7 +157,7 @@ impl<S: Side> Stack<S> {
 
     /// Polls the ring, unless another thread is using it. Returns the number of packets received.
     pub(crate) fn pump(&self, wanted: Option<&mut Wanted<'_>>) -> usize {
-        self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted).packets)
+        self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted, None).packets)
     }
 
     /// Makes a program the leader, which receives packets in the worker's place. Returns `false` if there is one already.
@@ -190,22 +201,59 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    pub(super) fn take(&self, incoming: &mut Incoming<S::Inlet>, mut wanted: Option<&mut Wanted<'_>>) -> Taken {
+    /// Takes a burst of packets. `now`: the notification of their buffers may wait.
+    fn take(
+        &self,
+        incoming: &mut Incoming<S::Inlet>,
+        mut wanted: Option<&mut Wanted<'_>>,
+        now: Option<Instant>,
+    ) -> Taken {
         let Some(inlet) = &mut incoming.inlet else { return Taken::default() };
         match inlet.take(|header, payload| self.receive(&header, payload, wanted.as_deref_mut())) {
             Ok(taken) => {
-                if taken.notify {
-                    self.host.notify(Queue::In);
+                if taken.packets > 0 && !self.defer(incoming, taken, now) {
+                    self.release(incoming);
                 }
                 self.counters.received.fetch_add(taken.packets as u64, Ordering::Relaxed);
                 taken
             }
             Err(broken) => {
-                incoming.inlet = None;
+                (incoming.inlet, incoming.held) = (None, Held::default());
                 self.counters.faults.fetch_add(1, Ordering::Relaxed);
                 self.host.broken(Queue::In, broken);
                 Taken::default()
             }
+        }
+    }
+
+    /// Counts packets whose buffers were returned. Returns whether the notification waits for more of them.
+    fn defer(&self, incoming: &mut Incoming<S::Inlet>, taken: Taken, now: Option<Instant>) -> bool {
+        let Incoming { inlet, held, .. } = incoming;
+        held.packets += taken.packets;
+        held.bytes = held.bytes.saturating_add(taken.bytes);
+        let Some(now) = now else { return false };
+        let delay = self.settings.read().interrupt_delay;
+        let room = inlet.as_ref().is_some_and(|inlet| held.packets < inlet.patience()) && held.bytes < HELD;
+        if !room || delay.is_zero() {
+            return false;
+        }
+        held.due.get_or_insert(now + delay);
+        true
+    }
+
+    /// Notifies the peer of all buffers returned to it, if it wants to be.
+    fn release(&self, incoming: &mut Incoming<S::Inlet>) {
+        let Held { packets, .. } = std::mem::take(&mut incoming.held);
+        if packets > 0 && incoming.inlet.as_mut().is_some_and(Inlet::wants_notification) {
+            self.host.notify(Queue::In);
+        }
+    }
+
+    /// Notifies the peer of returned buffers that have waited long enough.
+    pub(super) fn settle(&self, now: Instant) {
+        let mut incoming = self.incoming.lock();
+        if incoming.held.due.is_some_and(|due| due <= now) {
+            self.release(&mut incoming);
         }
     }
 

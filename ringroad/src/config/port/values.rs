@@ -77,13 +77,6 @@ pub(super) fn wait<'de, D: Deserializer<'de>>(node: D) -> Result<Option<Duration
     })
 }
 
-pub(super) fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Error> {
-    text(node, "\"0\", or \"1us\" to \"10ms\"", |text| {
-        let time = value::time(text).or((text == "0").then_some(Duration::ZERO));
-        time.filter(|&time| time <= Duration::from_millis(10))
-    })
-}
-
 /// Reads bits a second; 0 is unlimited.
 pub(super) fn bits<'de, D: Deserializer<'de>>(node: D) -> Result<u64, D::Error> {
     text(node, "\"1Mb/s\" to \"1000Gb/s\" or \"unlimited\"", |text| {
