@@ -7,44 +7,25 @@
 # one that is not there. Prints "ok NAME figure" or "FAILED NAME", and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/.." && pwd)
-ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
-die() { echo "attach.sh: $*" >&2; exit 1; }
-[ "$(id -u)" = 0 ] || die "needs root (network namespaces, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
+# shellcheck source=tests/common.sh
+source "$(dirname "$0")/common.sh"
+[ $# = 0 ] || usage
+needs "network namespaces, TAP"
 for tool in ip busybox; do command -v $tool >/dev/null || die "no $tool command: apt-get install iproute2 busybox"; done
 
-state=$(mktemp -d /tmp/ringroad-attach.XXXXXX)
+make_state attach
 near=rr-near-$$ far=rr-far-$$
-passed=0 failed=0 figure='' daemon='' driver=''
+daemon='' driver=''
 
-# shellcheck disable=SC2317 # a trap
 cleanup() {
-  trap '' INT TERM
-  set +e
-  for pid in $driver $daemon; do kill "$pid"; wait "$pid"; done 2>/dev/null
+  end "$driver" "$daemon"
   ip netns del "$near"
   ip netns del "$far"
-  rm -rf "$state"
 }
-trap cleanup EXIT
 ip netns add "$near"
 ip netns add "$far"
 
-check() { # NAME, command…
-  local name=$1
-  shift
-  figure=''
-  if "$@" >"$state/out" 2>&1; then
-    passed=$((passed + 1))
-    echo "ok $name $figure"
-  else
-    failed=$((failed + 1))
-    echo "FAILED $name"
-    tail -n 15 "$state/out" "$state"/*.log | sed 's/^/    /'
-    return 1
-  fi
-}
+report() { tail -n 15 "$state"/*.log; }
 
 until_true() { # command…: within 5 s
   local tries=0
@@ -139,5 +120,4 @@ if check "daemon start" start_daemon; then
   check "driver start" start_driver && check "a device that dies" device_dies || true
 fi
 check "no device" no_device || true
-echo "$passed passed, $failed failed"
-[ $failed = 0 ]
+verdict

@@ -22,14 +22,10 @@
 # (the exit status).
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/.." && pwd)
+# shellcheck source=tests/common.sh
+source "$(dirname "$0")/common.sh"
 guests=$root/scripts/guests
 peers=$root/scripts/peers
-ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
-
-say() { echo "crash.sh: $*" >&2; }
-die() { say "$*"; exit 1; }
-usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
 
 arguments=("$@") kills=1000 quick='' parts=()
 while [ $# -gt 0 ]; do
@@ -45,8 +41,7 @@ done
 wants() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 share() { echo $((($kills + $1 - 1) / $1)); } # N: one Nth of all kills, rounded up
 
-[ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, hugepages, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
+needs "network namespace, chroot, hugepages, TAP"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   if wants qemu || wants uml; then "$guests" setup; fi
   if wants vsock; then "$peers" initramfs; fi
@@ -54,23 +49,16 @@ if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "${arguments[@]}"
 fi
 
-state=$(mktemp -d /tmp/ringroad-crash.XXXXXX)
+make_state crash
 export RINGROAD_GUESTS=$state/guests
 vsock=$("$peers" where)/vsock
 host=10.79.0.1 guest=10.79.0.2 mac=52:54:00:79:00:02
 # Time limit for frames to arrive after a kill, in seconds, with a margin for a busy machine.
 patience=2
-daemon='' ours=() passed=0 failed=0 figure='' all_kills=0
+daemon='' ours=() all_kills=0
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-running() { # PID: false for a zombie, too
-  local stat
-  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
-  [[ ${stat##*) } != Z* ]]
-}
-
-gone() { ! running "$1"; }
 now() { echo "${EPOCHREALTIME//[.,]/}"; } # microseconds
 
 await() { # SECONDS, description, command…: waits until the command succeeds
@@ -82,31 +70,11 @@ await() { # SECONDS, description, command…: waits until the command succeeds
   done
 }
 
-end() { # PID…: terminates processes; kills those that have not exited after 5 s
-  local pid tries
-  for pid; do
-    tries=0
-    if [ -z "$pid" ] || ! running "$pid"; then continue; fi
-    kill -TERM "$pid" 2>/dev/null || true
-    while running "$pid"; do
-      [ $((tries += 1)) != 100 ] || kill -KILL "$pid" 2>/dev/null || true
-      [ $tries -le 140 ] || break
-      sleep 0.05
-    done
-  done
-}
-
 cleanup() {
-  trap '' INT TERM HUP
-  set +e
   [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
   end "${ours[@]}" "$daemon"
   [ ! -e "$state/notes" ] || sort -u "$state/notes" | xargs -r rm -f --
-  rm -rf "$state"
 }
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
 
 # --- the daemon, with the configuration $state/ringroad.toml ------------------------------------------------------------
 
@@ -157,27 +125,19 @@ whereabouts() { # PID: what each of its threads does: its name, where it waits i
   ls -l "/proc/$1/fd" | sed -n 's/.* \([0-9]* ->\)/\1/p'
 }
 
-check() { # NAME, command…
-  local name=$1 begun=$SECONDS log
-  shift
-  figure=''
-  if "$@" >"$state/output" 2>&1; then
-    passed=$((passed + 1))
-    echo "ok $name${figure:+  $figure}"
-    return 0
-  fi
-  failed=$((failed + 1))
-  echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
-  {
-    tail -n 30 "$state/output"
-    for log in "${ours[@]}" "$daemon"; do whereabouts "$log"; done
-    for log in "$state"/*.log "$RINGROAD_GUESTS"/*/console.log; do
-      [ -s "$log" ] || continue
-      echo "--- the end of $(basename "$log")"
-      tail -n 25 "$log"
-      echo
-    done
-  } 2>&1 | sed 's/^/    /'
+report() {
+  local log
+  for log in "${ours[@]}" "$daemon"; do whereabouts "$log"; done
+  for log in "$state"/*.log "$RINGROAD_GUESTS"/*/console.log; do
+    [ -s "$log" ] || continue
+    echo "--- the end of $(basename "$log")"
+    tail -n 25 "$log"
+    echo
+  done
+}
+
+try() { # NAME, command…: a check; if it fails, ends what it has left running, for the next one
+  ! check "$@" || return 0
   [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all || true
   end "${ours[@]}" "$daemon"
   ours=() daemon=''
@@ -289,11 +249,11 @@ ours_part() {
   for layout in split packed; do
     for without in '' in_order mrg_rxbuf in_order,mrg_rxbuf; do
       for load in window flood; do
-        check "ours $layout ${without:+without $without }$load" ours_one "$each" $layout "$without" $load || true
+        try "ours $layout ${without:+without $without }$load" ours_one "$each" $layout "$without" $load || true
       done
     done
     for without in '' in_order; do
-      check "ours $layout ${without:+without $without }merged" ours_one "$each" $layout "$without" merged || true
+      try "ours $layout ${without:+without $without }merged" ours_one "$each" $layout "$without" merged || true
     done
   done
 }
@@ -409,8 +369,8 @@ qemu_one() { # N, packed on|off
 }
 
 qemu_part() {
-  check "qemu packed" qemu_one "$(share 5)" on || true
-  check "qemu split" qemu_one "$(share 5)" off || true
+  try "qemu packed" qemu_one "$(share 5)" on || true
+  try "qemu split" qemu_one "$(share 5)" off || true
 }
 
 # Linux 7.2: virtio_uml treats a closed socket as removal of the device, and never reconnects.
@@ -429,7 +389,7 @@ uml_one() {
   figure="survives the disconnect, and has its device again after a reboot"
 }
 
-uml_part() { check uml uml_one || true; }
+uml_part() { try uml uml_one || true; }
 
 # --- DPDK -------------------------------------------------------------------------------------------------------------
 
@@ -494,7 +454,7 @@ dpdk_part() {
   [ "$(cat /proc/sys/vm/nr_hugepages)" -ge 1024 ] || echo 1024 >/proc/sys/vm/nr_hugepages
   for packed in 0 1; do
     for in_order in 0 1; do
-      check "dpdk packed_vq=$packed in_order=$in_order" dpdk_one "$each" $packed $in_order || true
+      try "dpdk packed_vq=$packed in_order=$in_order" dpdk_one "$each" $packed $in_order || true
     done
   done
 }
@@ -540,12 +500,12 @@ vsock_one() { # N, LAYOUT
 vsock_part() {
   local layout
   for layout in split packed; do
-    check "vsock $layout" vsock_one "$(share 20)" $layout || true
+    try "vsock $layout" vsock_one "$(share 20)" $layout || true
   done
 }
 
 for part in "${parts[@]}"; do
   "${part}_part"
 done
-echo "$all_kills kills: $passed passed, $failed failed"
-[ "$failed" = 0 ] && [ "$passed" -gt 0 ]
+echo "$all_kills kills"
+verdict

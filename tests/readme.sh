@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# README's first commands, as they stand there: prepares the TAP interface, starts the daemon, pastes the QEMU line twice (N=1, N=2)
-# and the guest's line into both, which pings the host, and pings from guest to guest. As root:
+# README's first commands, taken from its text: prepares the TAP interface, starts the daemon, pastes the QEMU line twice (N=1, N=2)
+# and the guest's line into both guests, which pings the host, and pings from guest to guest. As root:
 #
 #   tests/readme.sh
 #
-# What it changes in them, and nothing else: `sudo` goes, as it is root already; /run/ringroad becomes a folder of its own; no KVM
-# and no disk image is needed (-accel tcg, the kernel and initramfs of scripts/guests instead of -drive); QEMU runs in the chroot of
-# scripts/peers. Prints "ok NAME" or "FAILED NAME", and at last "N passed, M failed" (the exit status).
+# Only this is changed in them: no `sudo`, as it is root already; a folder of its own instead of /run/ringroad; no KVM and no disk
+# image (-accel tcg, the kernel and initramfs of scripts/guests instead of -drive); QEMU runs in the chroot of scripts/peers. Prints
+# "ok NAME" or "FAILED NAME", and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -14,7 +14,7 @@ cd "$root"
 ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-target}/release/ringroad}")
 die() { echo "readme.sh: $*" >&2; exit 1; }
 [ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: 'cargo build --release' makes it, or name another in \$RINGROAD"
+[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   scripts/guests setup
   RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "$@"
@@ -46,7 +46,7 @@ check() { # NAME COMMAND...
   fi
 }
 
-# The code block of README in which a line begins like this, without its indent.
+# Prints the code block of README in which a line begins like this, without its indentation.
 block() {
   awk -v begins="$1" '
     /^    / { block = block substr($0, 5) "\n"; if (index($0, "    " begins) == 1) found = 1; next }

@@ -13,43 +13,33 @@
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/.." && pwd)
+# shellcheck source=tests/common.sh
+source "$(dirname "$0")/common.sh"
 guests=$root/scripts/guests
-ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
-
-say() { echo "reload.sh: $*" >&2; }
-die() { say "$*"; exit 1; }
 
 parts=()
 for word; do
   case $word in
     in-place | reconnects) parts+=("$word") ;;
-    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+    *) usage ;;
   esac
 done
 [ ${#parts[@]} -gt 0 ] || parts=(in-place reconnects)
-[ "$(id -u)" = 0 ] || die "needs root (network namespace, chroot, TAP); run it with sudo"
-[ -x "$ringroad" ] || die "no program $ringroad: build it with 'cargo build --release', or set \$RINGROAD"
+needs "network namespace, chroot, TAP"
 command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   "$guests" setup
   RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "$@"
 fi
 
-state=$(mktemp -d /tmp/ringroad-reload.XXXXXX)
+make_state reload
 export RINGROAD_GUESTS=$state/guests
 vsock=$("$root/scripts/peers" where)/vsock
 # shellcheck disable=SC2034 # read as ${!name}
 host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3
-daemon='' passed=0 failed=0 figure='' reloads=0 streams=() holder=''
+daemon='' reloads=0 streams=() holder=''
 
 # --- the daemon and its configuration -----------------------------------------------------------------------------------
-
-running() { # PID: false for a zombie, too
-  local stat
-  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
-  [[ ${stat##*) } != Z* ]]
-}
 
 # Additional lines: at the top, for each port, for the vsock device.
 connected= head='' qemu_port='' uml_port='' tap_port='' vsock_device=''
@@ -133,40 +123,14 @@ stop_daemon() { # it must still be running, and exit within a second
 }
 
 cleanup() {
-  local tries=0 IFS=$' \t\n'
-  trap '' INT TERM HUP
-  set +e
   kill "${streams[@]}" $holder 2>/dev/null
   [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
-  if [ -n "$daemon" ]; then
-    kill -TERM "$daemon" 2>/dev/null
-    while running "$daemon"; do
-      [ $((tries += 1)) != 60 ] || kill -KILL "$daemon"
-      sleep 0.05
-    done
-  fi
-  rm -rf "$state"
+  end "$daemon"
 }
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
 
 # --- checks: each sets $figure, or fails and prints its output ------------------------------------------------------------
 
-check() { # NAME, command…
-  local name=$1
-  shift
-  figure=''
-  if "$@" >"$state/output" 2>&1; then
-    passed=$((passed + 1))
-    echo "ok $name${figure:+ $figure}"
-    return 0
-  fi
-  failed=$((failed + 1))
-  echo "FAILED $name ($*)"
-  { tail -n 30 "$state/output"; echo "--- the end of the daemon's log"; tail -n 20 "$state/ringroad.log"; } 2>&1 | sed 's/^/    /'
-  return 1
-}
+report() { echo "--- the end of the daemon's log"; tail -n 20 "$state/ringroad.log"; }
 
 in_guest() { "$guests" run "$1" --timeout 60 "$2"; }
 
@@ -402,5 +366,4 @@ if check "daemon start" start_daemon && check "boot qemu" boot qemu --packed on 
   "$guests" stop --all || true
   check "daemon end" stop_daemon || true
 fi
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ] && [ "$passed" -gt 0 ]
+verdict

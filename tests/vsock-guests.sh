@@ -16,7 +16,7 @@
 # stream       writes of 64 KiB for S seconds, five times each way, between a program in a UML guest and one on the host (the guest
 #              on one CPU, the device and that program on the other), and from a second guest (on the device's CPU) to the first
 # sending      round trips of 64 bytes between a program on the host and one in a UML guest (placed as for stream), five pairs of S
-#              seconds each way: `send = "queued"` against "direct", changed in place by a reload
+#              seconds (--quick: 0.2) each way: `send = "queued"` against "direct", changed in place by a reload
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 #
 # ringroad is $RINGROAD, default target/release/ringroad. Known limitations of a device are not tested (see `lacks`).
@@ -24,15 +24,12 @@
 # $RINGROAD_VSOCK are additional lines of TOML for each [[vsock]] table. Other devices support parts uml, qemu and stream only.
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/.." && pwd)
+# shellcheck source=tests/common.sh
+source "$(dirname "$0")/common.sh"
 guests=$root/scripts/guests
 cache=$("$root/scripts/peers" where)
 vsock=$cache/vsock
-ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
 services=$(realpath -m "${RINGROAD_SERVICES:-$(dirname "$ringroad")/examples/vsock_services}")
-
-say() { echo "vsock-guests.sh: $*" >&2; }
-die() { say "$*"; exit 1; }
 
 device=ringroad mib='' quick='' seconds=2 parts=()
 while [ $# -gt 0 ]; do
@@ -44,7 +41,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     uml | qemu | siblings | restart | fio | stream | sending) parts+=("$1") ;;
-    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+    *) usage ;;
   esac
   shift
 done
@@ -63,7 +60,7 @@ case $device in
 esac
 "$guests" setup
 
-state=$(mktemp -d /tmp/ringroad-vsock.XXXXXX)
+make_state vsock
 export RINGROAD_GUESTS=$state/guests
 bytes=$((mib * 1048576))
 peer=2 # the CID that guests connect to
@@ -72,7 +69,7 @@ packets=20000
 [ -z "$quick" ] || packets=2000
 declare -A cid=([uml]=3 [qemu]=4 [uml2]=5 [uml3]=6) groups=() messages=([uml]=1000000 [qemu]=1000000)
 [ -z "$quick" ] || messages=([uml]=20000 [qemu]=2000)
-on_cpu=() daemon='' orders='' listeners=() passed=0 failed=0 figure=''
+on_cpu=() daemon='' orders='' listeners=()
 
 # vhost-device-vsock 0.3.0 does not report a guest's half-close to the host, and closes both directions when the host closes one;
 # loses connections when Linux >= 6.6 sends packets that span several descriptors; sends no reset for ports without a listener,
@@ -83,12 +80,6 @@ lacks() { # WHAT, KIND
 }
 
 # --- the device and the host's end ----------------------------------------------------------------------------------------
-
-running() { # PID: false for a zombie, too
-  local stat
-  { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
-  [[ ${stat##*) } != Z* ]]
-}
 
 start_device() { # GUEST…
   local tries=0 name
@@ -154,7 +145,7 @@ order() { # COMMAND: vsock_services executes it and must answer "ok"
 }
 
 end_orders() { # closes the input of vsock_services, which ends it
-  end_process "$orders"
+  end "$orders"
   orders=''
   local tries=0 status=0
   while running "$daemon"; do
@@ -164,16 +155,6 @@ end_orders() { # closes the input of vsock_services, which ends it
   wait "$daemon" || status=$?
   daemon=''
   [ $status = 0 ] || { echo "it exited with status $status"; return 1; }
-}
-
-end_process() { # PID: terminates it, kills it after 3 s
-  local tries=0
-  kill -TERM "$1" 2>/dev/null || return 0
-  while running "$1"; do
-    [ $((tries += 1)) != 60 ] || kill -KILL "$1"
-    sleep 0.05
-  done
-  wait "$1" 2>/dev/null || true
 }
 
 stop_device() { # it must still be running, and exit with success
@@ -203,53 +184,31 @@ host_listens() { # KIND, PORT, SERVICE: listens on the Unix socket of a host por
 }
 
 end_listeners() {
-  local pid
-  for pid in ${listeners[@]+"${listeners[@]}"}; do end_process "$pid"; done
+  end ${listeners[@]+"${listeners[@]}"}
   listeners=()
 }
 
 cleanup() {
-  local IFS=$' \t\n'
-  trap '' INT TERM HUP
-  set +e
   [ ! -d "$RINGROAD_GUESTS" ] || "$guests" stop --all
   end_listeners
-  [ -z "$orders" ] || end_process "$orders"
-  [ -z "$daemon" ] || end_process "$daemon"
-  rm -rf "$state"
+  end "$orders" "$daemon"
 }
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
 
 # --- checks: each sets $figure, or fails and prints its output ------------------------------------------------------------
 
-check() { # NAME, command…
-  local name=$1 guest begun=$SECONDS
-  shift
-  figure=''
-  if "$@" >"$state/output" 2>&1; then
-    passed=$((passed + 1))
-    echo "ok $name${figure:+ $figure}"
-    return 0
-  fi
-  failed=$((failed + 1))
-  echo "FAILED $name (after $((SECONDS - begun)) s: $*)"
-  {
-    tail -n 30 "$state/output"
-    echo "--- the end of the device's log"
-    tail -n 20 "$state/device.log"
-    echo "--- the end of the output of the host's listeners"
-    tail -n 5 "$state/host.log"
-    for guest in "$RINGROAD_GUESTS"/*/console.log; do
-      [ -e "$guest" ] || continue
-      guest=$(basename "$(dirname "$guest")")
-      "$guests" logs "$guest" || true
-      echo "--- the end of the kernel log of $guest and of the output of its listeners"
-      "$guests" run "$guest" --timeout 3 'dmesg | tail -n 12; tail -n 5 /tmp/vsock.log' 2>/dev/null || true
-    done
-  } 2>&1 | sed 's/^/    /'
-  return 1
+report() {
+  local guest
+  echo "--- the end of the device's log"
+  tail -n 20 "$state/device.log"
+  echo "--- the end of the output of the host's listeners"
+  tail -n 5 "$state/host.log"
+  for guest in "$RINGROAD_GUESTS"/*/console.log; do
+    [ -e "$guest" ] || continue
+    guest=$(basename "$(dirname "$guest")")
+    "$guests" logs "$guest" || true
+    echo "--- the end of the kernel log of $guest and of the output of its listeners"
+    "$guests" run "$guest" --timeout 3 'dmesg | tail -n 12; tail -n 5 /tmp/vsock.log' 2>/dev/null || true
+  done
 }
 
 in_guest() { "$guests" run "$1" --timeout "$limit" "$2"; } # GUEST, COMMAND
@@ -395,7 +354,7 @@ part() { # KIND
     check "$kind round trips, from $from" connect $from "$kind" 1001 ping 64 2 || true
   done
   check "$kind messages round the guest" round_the_guest "$kind" || true
-  check "$kind the host's program is killed" blocked "$kind" end_process "${listeners[0]}" || true
+  check "$kind the host's program is killed" blocked "$kind" end "${listeners[0]}" || true
   end_listeners
   rm -f "$state/$kind.host_1001" # the socket file outlives its listener
   check "$kind listener restarted" host_listens "$kind" 1001 echo || return 0
@@ -629,7 +588,8 @@ sending_part() {
 }
 
 both_ways_of_sending() { # host|guest: five pairs; sets p50 queued, direct, and the ratio: median (minimum–maximum)
-  local pair way p50 before pairs=()
+  local pair way p50 before time=$seconds pairs=()
+  [ -z "$quick" ] || time=0.2
   for pair in 1 2 3 4 5; do
     local -A of=()
     for way in $([ $((pair % 2)) = 1 ] && echo queued direct || echo direct queued); do
@@ -638,7 +598,7 @@ both_ways_of_sending() { # host|guest: five pairs; sets p50 queued, direct, and 
       before=$(grep -c reloaded "$state/device.log" || true)
       kill -HUP "$daemon"
       until [ "$(grep -c reloaded "$state/device.log")" -gt "$before" ]; do sleep 0.05; done
-      connect "$1" uml 1001 ping 64 "$seconds" || return
+      connect "$1" uml 1001 ping 64 "$time" || return
       p50=$(sed 's/.* p50 \([0-9.]*\) .*/\1/' <<<"$figure")
       of[$way]=$p50
     done
@@ -653,8 +613,8 @@ middle() { # COLUMN of the five $pairs, [WHICH of them in order: 3, the median]
 
 end_part() { # cleans up after a part
   end_listeners
-  if [ -n "$orders" ]; then end_process "$orders"; orders=''; fi
-  if [ -n "$daemon" ]; then end_process "$daemon"; daemon=''; fi
+  end "$orders" "$daemon"
+  orders='' daemon=''
   "$guests" stop --all
 }
 
@@ -671,5 +631,4 @@ for name in "${parts[@]}"; do
   esac
   end_part
 done
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ] && [ "$passed" -gt 0 ]
+verdict

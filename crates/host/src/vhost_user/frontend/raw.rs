@@ -62,8 +62,8 @@ impl Notifier {
     }
 }
 
-/// The connection to a device, for a driver of any kind: memory and rings are the caller's. [`Connection`] is a network driver on
-/// it.
+/// The connection to a device, for a driver of any kind: memory and rings are the caller's.
+/// [`Connection`](crate::vhost_user::Connection) is a network driver on it.
 pub struct RawConnection {
     frontend: Frontend,
     pub(crate) socket: UnixStream,

@@ -54,7 +54,7 @@ pub(in crate::vhost_user) struct Guest {
     pub pairs: AtomicUsize,
     /// How frames are distributed among them, if the driver has set that (VIRTIO_NET_F_RSS).
     pub rss: Mutex<Option<Arc<Rss>>>,
-    /// The offloads that the running receive queues take, as the bits of [`Support`].
+    /// The offloads that the running receive queues take, as the bits of [`Support`](ringroad_frame::offload::Support).
     pub takes: AtomicU8,
     /// Length in bytes of the longest frame to and from it; 0 while its link is down.
     pub longest: AtomicUsize,
