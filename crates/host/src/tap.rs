@@ -355,6 +355,7 @@ impl Source for TapSource<'_> {
         }
         taken
     }
+        burst.refuse(taken - burst.frames().len());
 
     fn done(&mut self, burst: &mut Burst) {
         burst.clear();
