@@ -304,7 +304,7 @@ impl RawConnection {
     }
 
     /// Returns whether the device has said since the last call that its configuration space has changed.
-    fn config_changed(&mut self) -> bool {
+    pub(crate) fn config_changed(&mut self) -> bool {
         const CONFIG_CHANGE: u32 = 2;
         let Some(notices) = &mut self.notices else { return false };
         let (mut changed, mut header) = (false, [[0; 4]; 3]);
@@ -315,9 +315,14 @@ impl RawConnection {
         changed
     }
 
+    /// Returns whether the device shows its configuration space.
+    pub(crate) fn has_config(&self) -> bool {
+        self.protocol.contains(Protocol::CONFIG)
+    }
+
     /// Returns the first `len` bytes of the configuration space, or `None` if the device did not offer CONFIG.
     pub(crate) fn config(&mut self, len: usize) -> Result<Option<Vec<u8>>, ConnectError> {
-        if !self.protocol.contains(Protocol::CONFIG) {
+        if !self.has_config() {
             return Ok(None);
         }
         let flags = VhostUserConfigFlags::empty();
