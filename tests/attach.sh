@@ -3,8 +3,8 @@
 #
 #   tests/attach.sh
 #
-# For each policy of receive buffers: pings, TCP both ways with equal SHA-256, and what the buffers took. Then a device that dies, and
-# one that is not there. Prints "ok NAME figure" or "FAILED NAME", and finally "N passed, M failed" (the exit status).
+# For each policy of receive buffers: pings, TCP both ways with equal SHA-256, and what the buffers took. Then a device whose link goes
+# down and up, one that dies, and one that is not there. Prints "ok NAME figure" or "FAILED NAME", and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
 # shellcheck source=tests/common.sh
@@ -35,18 +35,23 @@ until_true() { # command…: within 5 s
   done
 }
 
-start_daemon() {
+configure() { # line…: of the device
   cat >"$state/ringroad.toml" <<TOML
 [[port]]
 name = "device"
 kind = "vhost-user"
 socket = "$state/device.sock"
+$*
 
 [[port]]
 name = "host"
 kind = "tap"
 interface = "rr0"
 TOML
+}
+
+start_daemon() {
+  configure
   ip netns exec "$far" "$ringroad" serve -c "$state/ringroad.toml" >"$state/serve.log" 2>&1 &
   daemon=$!
   until_true test -S "$state/device.sock" || return
@@ -92,6 +97,27 @@ transfer() { # both ways, with the buffers' memory between all and four times th
   [ "$overhead" -ge 100 ] && [ "$overhead" -le 400 ]
 }
 
+set_link() { # true|false: of the device; what its interface has then
+  configure "link = $1"
+  kill -HUP "$daemon"
+  until_true carrier "$1"
+}
+
+carrier() { # true|false
+  local state='NO-CARRIER'
+  [ "$1" = false ] || state='LOWER_UP'
+  ip -n "$near" link show rr1 | grep -q "$state"
+}
+
+link() { # down with the device's, and up again
+  carrier true || return
+  set_link false || return
+  ! ping "$near" 10.88.0.1 || return
+  set_link true || return
+  # The kernel takes up to a second to use a carrier.
+  until_true ping "$near" 10.88.0.1
+}
+
 device_dies() {
   kill -KILL "$daemon"
   wait "$daemon" || true
@@ -117,7 +143,10 @@ if check "daemon start" start_daemon; then
     check "$policy: ping from the device's side" ping "$far" 10.88.0.2 || true
     check "$policy: tcp both ways" transfer || true
   done
-  check "driver start" start_driver && check "a device that dies" device_dies || true
+  if check "driver start" start_driver; then
+    check "the device's link" link || true
+    check "a device that dies" device_dies || true
+  fi
 fi
 check "no device" no_device || true
 verdict

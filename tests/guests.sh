@@ -7,12 +7,14 @@
 # It starts the daemon ($RINGROAD, default target/release/ringroad) once, in a network namespace, with three vhost-user ports, an
 # emulated card (e1000, driven by Linux 6.1's driver) and a tap port, and boots guests with scripts/guests. Checks for each guest: the virtqueue format, pings both ways, 64 MiB over TCP
 # each way with equal SHA-256, and three reboots (by the guest itself, or by restarting its VMM) with pings after each; then both
-# guests at once. --quick: 8 MiB and one reboot; under a minute.
+# guests at once. Then what `ethtool` shows and sets, and whether the device does it; that checksums are right (tcpdump). --quick: 8 MiB
+# and one reboot; about two minutes.
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 guests=$root/scripts/guests
+forky=$("$root/scripts/peers" where)/forky
 ringroad=$(realpath -m "${RINGROAD:-${CARGO_TARGET_DIR:-$root/target}/release/ringroad}")
 
 say() { echo "guests.sh: $*" >&2; }
@@ -214,11 +216,13 @@ tcp() { # FROM, FILE, TO, FILE: copies over TCP; the SHA-256 of both files must 
   at "$1" "$dial" || { echo "sending from $1 failed: status $?"; [ "$3" != host ] || kill "$receiver"; return 1; }
   [ "$3" != host ] || wait "$receiver" || { echo "receiving on the host failed: status $?"; return 1; }
   us=$((${EPOCHREALTIME//[.,]/} - begun))
+  size=$(at "$1" "stat -c %s $2") || return
+  # What the sender has sent, the receiver may still have to write.
+  at "$3" "for i in \$(seq 100); do [ \$(stat -c %s $4) = $size ] && break; sleep 0.05; done"
   sent=$(at "$1" "sha256sum <$2") || return
   got=$(at "$3" "sha256sum <$4") || return
   echo "sent $sent, received $got"
   [ "$sent" = "$got" ] || { at "$1" "ls -l $2"; at "$3" "ls -l $4"; return 1; }
-  size=$(at "$1" "stat -c %s $2")
   figure="$((size / 1048576)) MiB in $((us / 1000000)).$((us / 100000 % 10)) s, $((size * 8 / us)) Mb/s, SHA-256 ${got:0:12}…"
 }
 
@@ -269,17 +273,20 @@ moderated() { # GUEST: its interrupts for received frames come as often as it as
   [ "${bits:52:2}" = 11 ] || { echo "interrupts cannot be moderated: features $bits"; return 1; }
   at "$1" 'ethtool -C eth0 rx-usecs 10000 rx-frames 10000 && ethtool -c eth0' >"$state/ethtool" || return
   grep -qE '^rx-usecs:[[:space:]]*10000$' "$state/ethtool" && grep -qE '^rx-frames:[[:space:]]*10000$' "$state/ethtool" || return
-  interrupts "$1" virtio || return
+  interrupts "$1" virtio 100 || return
+  at "$1" 'ethtool -C eth0 rx-usecs 20000' || return
+  interrupts "$1" virtio 50 || return
+  figure="100 and 50 a second"
   at "$1" 'ethtool -C eth0 rx-usecs 0 rx-frames 0'
 }
 
 throttled() { # GUEST with an e1000: the same, as its driver has it (ethtool -C is not for this card)
   reload "$1" e1000 InterruptThrottleRate=100 || return
-  interrupts "$1" eth0 || return
+  interrupts "$1" eth0 100 || return
   reload "$1" e1000
 }
 
-interrupts() { # GUEST, NAME OF THE INTERRUPT: while it receives, there are 100 a second
+interrupts() { # GUEST, NAME OF THE INTERRUPT, N: while it receives, there are N a second
   local before after begun us rate sender
   at "$1" 'nc -u -l -p 9 >/dev/null 2>&1 &' || return
   # A frame every third of a millisecond.
@@ -293,9 +300,9 @@ interrupts() { # GUEST, NAME OF THE INTERRUPT: while it receives, there are 100 
   kill $sender
   wait $sender || true
   rate=$(((after - before) * 1000000 / us))
-  figure="$rate a second, asked for 100"
+  figure="$rate a second, asked for $3"
   echo "$figure"
-  [ $rate -ge 90 ] && [ $rate -le 110 ]
+  [ $rate -ge $(($3 * 9 / 10)) ] && [ $rate -le $(($3 * 11 / 10)) ]
 }
 
 card() { # GUEST with an e1000: its driver uses offloads, and every checksum is right, by the kernel's own sums
@@ -348,10 +355,14 @@ statistics() { # GUEST with a control queue: the device's own counters, as its d
 }
 
 per_queue() { # PORT: how many frames went to each of its queues, by the daemon's counters
-  local lines
+  local lines tries=0
   lines=$(wc -l <"$state/ringroad.log")
   kill -USR1 "$daemon"
-  sleep 0.2
+  # The last line of the table.
+  until tail -n +$((lines + 1)) "$state/ringroad.log" | grep -q '^host '; do
+    [ $((tries += 1)) -le 100 ] || return
+    sleep 0.05
+  done
   tail -n +$((lines + 1)) "$state/ringroad.log" | awk -F'|' -v port="$1:" 'index($1, port) == 1 {
     sub(/^ +/, "", $4); sub(/  .*/, "", $4); gsub(/[^0-9]/, "", $4); printf "%s ", $4 }'
 }
@@ -389,6 +400,143 @@ queues() { # GUEST: it uses as many pairs of queues as it is told to, and flows 
   figure="4, 1 and 3 queues, and 2 by weights"
 }
 
+flows() { # GUEST: with 4 pairs of queues, four flows use all of them, and each stays on one; frames are sent on all
+  local port queue rose fd sender before after
+  local -A flow=()
+  at "$1" 'ethtool -L eth0 combined 4' || return
+  # A flow's hash says where it goes: flows until there is one for each queue.
+  for port in {21000..21099}; do
+    [ ${#flow[@]} -lt 4 ] || break
+    exec {fd}<>"/dev/udp/${!1}/$port"
+    read -ra before <<<"$(per_queue "$1")"
+    for _ in {1..50}; do datagram "$fd"; done
+    sleep 0.1
+    read -ra after <<<"$(per_queue "$1")"
+    [ ${#before[@]} = 4 ] && [ ${#after[@]} = 4 ] || { echo "no counters of 4 queues: ${before[*]}; ${after[*]}"; return 1; }
+    for queue in 0 1 2 3; do
+      [ $((after[queue] - before[queue])) -lt 40 ] || break
+    done
+    if [ -z "${flow[$queue]:-}" ]; then flow[$queue]=$fd; else exec {fd}>&-; fi
+  done
+  echo "of the flows to ports 21000 to $port, ${#flow[@]} go to queues of their own"
+  [ ${#flow[@]} = 4 ] || return
+  read -ra before <<<"$(per_queue "$1")"
+  for _ in {1..500}; do
+    for fd in "${flow[@]}"; do datagram "$fd"; done
+  done
+  sleep 0.3
+  read -ra after <<<"$(per_queue "$1")"
+  for fd in "${flow[@]}"; do exec {fd}>&-; done
+  for queue in "${!after[@]}"; do rose+=" $((after[queue] - before[queue]))"; done
+  echo "of 500 frames of each flow, the queues got$rose"
+  for queue in $rose; do [ "$queue" -ge 450 ] && [ "$queue" -lt 550 ] || return; done
+  # The way back: the guest chooses by the hash of a flow.
+  read -ra before <<<"$(sent_per_queue "$1")"
+  chroot "$forky" iperf3 -s -1 >/dev/null &
+  sender=$!
+  sleep 0.3
+  at "$1" "iperf3 -u -P 32 -b 80K -t 1 -c $host" || { kill "$sender"; return 1; }
+  wait "$sender" || return
+  read -ra after <<<"$(sent_per_queue "$1")"
+  echo "its queues sent ${before[*]} frames, then ${after[*]}"
+  [ ${#before[@]} = 4 ] && [ ${#after[@]} = 4 ] || return
+  for queue in 0 1 2 3; do [ "${after[queue]}" -gt "${before[queue]}" ] || return; done
+  at "$1" 'ethtool -L eth0 combined 1' || return
+  figure="each queue got$rose frames of four flows, 500 each"
+}
+
+datagram() { # DESCRIPTOR: nobody listens there, so now and then one fails because of the answer to an earlier one
+  { echo >&"$1" || echo >&"$1" || true; } 2>/dev/null
+}
+
+sent_per_queue() { # GUEST: how many frames it has sent on each queue, as the device tells it
+  at "$1" 'ethtool -S eth0' | awk '/^ *tx[0-9]+_hw_packets:/ { printf "%s ", $2 }'
+}
+
+received() { # GUEST: bytes and packets that its interface has received
+  at "$1" 'cd /sys/class/net/eth0/statistics && echo $(cat rx_bytes rx_packets)'
+}
+
+mean() { # BYTES PACKETS before, the same after: sets $length, of a frame in bytes
+  [ "$4" -gt "$2" ] || { echo "no packets"; return 1; }
+  length=$((($3 - $1) / ($4 - $2)))
+}
+
+unsummed() { # GUEST: sends TCP to the host; sets $whole and $partial, how many of its segments have a checksum, and how many an unfinished one
+  local dump
+  chroot "$forky" tcpdump -Z root -i rr0 -n -vv "src ${!1} and tcp" >"$state/dump" 2>"$state/dump.log" &
+  dump=$!
+  until_line "$state/dump.log" 'listening on' || return
+  tcp "$1" /tmp/small host "$state/back" || return
+  sleep 0.5
+  kill -INT $dump
+  wait $dump || return
+  whole=$(grep -c 'cksum .*(correct)' "$state/dump") || true
+  partial=$(grep -c 'cksum .*(incorrect' "$state/dump") || true
+  rm -f "$state/dump" "$state/back"
+  echo "segments from $1 at rr0: $whole complete, $partial to be completed"
+}
+
+until_line() { # FILE, TEXT: within 5 s
+  local tries=0
+  until grep -q "$2" "$1"; do
+    [ $((tries += 1)) -le 50 ] || { echo "no '$2' in $1"; return 1; }
+    sleep 0.1
+  done
+}
+
+toggles() { # GUEST, FEATURE…: `ethtool -k` has each on; without it the guest's frames are shorter, or complete, and with it as before
+  local guest=$1 feature state_ line length whole partial figures=()
+  shift
+  at "$guest" "head -c 8388608 /tmp/in >/tmp/small" || return
+  for feature; do
+    for state_ in off on; do
+      at "$guest" "ethtool -K eth0 $feature $state_ && ethtool -k eth0" >"$state/ethtool" || return
+      case $feature in tso) line=tcp-segmentation-offload ;; tx) line=tx-checksumming ;; *) line=$feature ;; esac
+      grep -qE "^[[:space:]]*$line: $state_" "$state/ethtool" || { echo "expected $line: $state_"; cat "$state/ethtool"; return 1; }
+      case $feature in
+        tso)
+          line=$(counts rx)
+          tcp "$guest" /tmp/small host "$state/back" || return
+          # shellcheck disable=SC2046 # words
+          mean $line $(counts rx) || return
+          ;;
+        rx-gro-hw)
+          line=$(received "$guest")
+          tcp host "$state/small" "$guest" /tmp/in || return
+          # shellcheck disable=SC2046
+          mean $line $(received "$guest") || return
+          ;;
+        tx) unsummed "$guest" || return ;;
+      esac
+      case $feature:$state_ in
+        tx:off) [ "$whole" -gt 100 ] && [ "$partial" = 0 ] || return ;;
+        tx:on) [ "$partial" -gt 100 ] || return ;;
+        *:off) echo "frames of $length bytes without $feature"; [ "$length" -le 1514 ] || return ;;
+        *:on) echo "frames of $length bytes with $feature"; [ "$length" -gt 1600 ] || return ;;
+      esac
+    done
+    figures+=("$feature")
+  done
+  figure="off and on: ${figures[*]}"
+}
+
+sums() { # GUEST without offloads, GUEST with all: TCP both ways; every checksum that the former sees is right, by tcpdump
+  local out
+  out=$(at "$1" 'cat /sys/class/net/eth0/device/features') || return
+  [ "${out:0:2}" = 00 ] || { echo "expected neither CSUM nor GUEST_CSUM: features $out"; return 1; }
+  # What GRO makes of segments has no checksum any more.
+  at "$1" 'ethtool -K eth0 gro off; tcpdump -Z root -i eth0 -n -vv -B 16384 tcp >/tmp/dump 2>/tmp/dump.log & sleep 2; grep "listening on" /tmp/dump.log' || return
+  tcp "$2" /tmp/small "$1" /tmp/small || return
+  tcp "$1" /tmp/small "$2" /tmp/back || return
+  out=$(at "$1" "sleep 1; killall -INT tcpdump; sleep 1; ethtool -K eth0 gro on; grep 'cksum 0x' /tmp/dump >/tmp/sums; wc -l </tmp/sums; grep -c '(correct)' /tmp/sums; grep -c '^ *${!1}[.].*(correct)' /tmp/sums; grep -c 'bad cksum' /tmp/dump") || true
+  # All of TCP, those that are right, of these the ones that it sent; and wrong ones of IPv4.
+  read -ra out <<<"${out//$'\n'/ }"
+  echo "sums: ${out[*]}"
+  figure="$((out[1] - out[2])) segments received and ${out[2]} sent, $((out[0] - out[1] + out[3])) with a wrong checksum"
+  [ $((out[1] - out[2])) -gt 1000 ] && [ "${out[2]}" -gt 1000 ] && [ "${out[0]}" = "${out[1]}" ] && [ "${out[3]}" = 0 ]
+}
+
 reboot() { # GUEST, soft|hard
   local begun=${EPOCHREALTIME//[.,]/} us soft=()
   [ "$2" = hard ] || soft=(--soft)
@@ -421,10 +569,16 @@ guest() { # PART, KIND, virtqueue format, boot option…: runs all checks of one
 stop() { [ ! -d "$RINGROAD_GUESTS/$1" ] || "$guests" stop "$1"; }
 
 data $mib >"$state/data"
+head -c 8388608 "$state/data" >"$state/small"
 if check "daemon start" start_daemon; then
   for part in "${parts[@]}"; do
     case $part in
-      qemu-packed) guest "$part" qemu packed --packed on; check "$part offloads" offloads qemu || true; stop qemu ;;
+      qemu-packed)
+        guest "$part" qemu packed --packed on
+        check "$part offloads" offloads qemu || true
+        check "$part ethtool -K" toggles qemu tso tx || true
+        stop qemu
+        ;;
       qemu-split) port=plain guest "$part" qemu split --packed off; stop qemu ;;
       e1000)
         # VMMs and resets come and go: twenty times, without --quick.
@@ -447,7 +601,9 @@ if check "daemon start" start_daemon; then
         check "uml offloads" offloads uml || true
         check "uml control queue" control uml || true
         check "uml interrupts" moderated uml || true
+        check "uml ethtool -K" toggles uml tso tx rx-gro-hw || true
         check "uml queues" queues uml || true
+        check "uml flows" flows uml || true
         check "uml statistics" statistics uml || true
         stop uml
         ;;
@@ -458,11 +614,11 @@ if check "daemon start" start_daemon; then
           read -r from to <<<"$pair"
           check "both ping $from->$to" pings "$from" "$to" || true
         done
-        head -c 8388608 "$state/data" >"$state/small"
         if check "both tcp host->qemu" tcp host "$state/small" qemu /tmp/in; then
           if check "both tcp qemu->uml" tcp qemu /tmp/in uml /tmp/in; then
             check "both tcp uml->qemu" tcp uml /tmp/in qemu /tmp/back || true
             check "both tcp uml->host" tcp uml /tmp/in host "$state/back" || true
+            at uml 'cp /tmp/in /tmp/small' && check "both checksums" sums qemu uml || true
           fi
         fi
         stop qemu

@@ -48,8 +48,8 @@ enum Buffers {
 #[command(after_help = "Examples:\n  \
     ringroad attach /run/ringroad/vm1.sock --tap rr1               the host itself takes the place of the guest vm1\n  \
     ringroad attach /run/ringroad/vm1.sock --tap rr1 --buffers page --every 1\n\n\
-    Needs CAP_NET_ADMIN, or an interface that was prepared for the user. Then give the interface an address. SIGINT (Ctrl-C) or\n\
-    SIGTERM ends it; it also ends, with an error, when the device disconnects.")]
+    Needs CAP_NET_ADMIN, or an interface that was prepared for the user. Then give the interface an address. It has no carrier while\n\
+    the device's link is down. SIGINT (Ctrl-C) or SIGTERM ends it; it also ends, with an error, when the device disconnects.")]
 pub struct Args {
     /// Path of the device's Unix socket
     socket: PathBuf,
@@ -107,7 +107,9 @@ pub fn run(args: Args) -> Outcome {
     }
     let tap = worker.add(Port::new(Ends::Tap(tap), settings))?;
     let handle = worker.add(Port::new(Ends::Device(device), settings))?;
-    let Ends::Device(device) = handle.port().kind() else { return Err("the port is not the device".into()) };
+    let (Ends::Device(device), Ends::Tap(interface)) = (handle.port().kind(), tap.port().kind()) else {
+        return Err("the ports are not a device and an interface".into());
+    };
     // The interface may send what the device takes.
     handle.offloads_changed();
     eprintln!("ringroad: {} is behind {}; Ctrl-C ends it", args.socket.display(), args.tap);
@@ -118,11 +120,15 @@ pub fn run(args: Args) -> Outcome {
         figures(start.elapsed(), held, buffer, [sent.frames, sent.bytes])
     };
     let every = args.every.map(Duration::from_secs_f64);
-    let mut next = start;
+    let (mut next, mut link) = (start, true);
     while !stop.load(Ordering::Relaxed) && !device.is_closed() {
         if every.is_some_and(|_| Instant::now() >= next) {
             println!("{}", figures());
             next += every.unwrap_or_default();
+        }
+        if device.link() != link {
+            link = !link;
+            pass_on(link, interface, &args);
         }
         thread::sleep(every.map_or(LOOK, |every| LOOK.min(every)));
     }
@@ -135,6 +141,16 @@ pub fn run(args: Args) -> Outcome {
         return Err(format!("the device at {} has disconnected", args.socket.display()).into());
     }
     Ok(std::process::ExitCode::SUCCESS)
+}
+
+/// Gives the interface a carrier as long as the device's link is up.
+fn pass_on(link: bool, interface: &TapPort, args: &Args) {
+    let (socket, tap) = (args.socket.display(), &args.tap);
+    match interface.set_carrier(link) {
+        Ok(()) if link => eprintln!("ringroad: the link of {socket} is up, and {tap} has a carrier again"),
+        Ok(()) => eprintln!("ringroad: the link of {socket} is down, and {tap} has no carrier"),
+        Err(error) => eprintln!("ringroad: cannot set the carrier of {tap} to that of {socket}: {error}"),
+    }
 }
 
 /// The figures so far. `truesize`: bytes of all buffers that received frames were in, used or not.

@@ -1,5 +1,5 @@
 //! Linux guests for benches: boots them with `scripts/guests` on one of our devices or on a TAP interface, in a network
-//! namespace of its own, and runs commands in them. Used by guest_tcp.rs.
+//! namespace of its own, and runs commands in them. Used by guest_tcp.rs and flood.rs.
 
 use crate::{peer::in_chroot, rig::on};
 use ringroad_traffic::child::{Folder, Program, ourselves};
@@ -95,6 +95,22 @@ impl Lab {
         on("--driver-cpu", cpu, || finish(&mut boot)).map(drop)
     }
 
+    /// Lets the processes of a guest run only when nobody else wants their CPU.
+    pub fn idle(&self, name: &str) -> Result<(), String> {
+        let file = self.folder.join(name).join("pid");
+        let pid = fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+        let leader = pid.split_whitespace().next().unwrap_or_default();
+        // It leads a session of its own, which has its share of the CPU as a whole where the kernel groups tasks so (sched(7), autogroup).
+        let group = PathBuf::from(format!("/proc/{leader}/autogroup"));
+        if group.exists() {
+            fs::write(&group, "19").map_err(|error| format!("{}: {error}", group.display()))?;
+        }
+        let processes = command("pgrep", &["--session", leader])?;
+        processes
+            .lines()
+            .try_for_each(|process| command("chrt", &["--idle", "--all-tasks", "--pid", "0", process]).map(drop))
+    }
+
     /// Runs a command in a guest; returns its output.
     pub fn run(&self, guest: &str, seconds: f64, command: &str) -> Result<String, String> {
         let timeout = (seconds as u64 + 20).to_string();
@@ -108,6 +124,13 @@ impl Drop for Lab {
             let _ = finish(self.guests("stop").arg("--all"));
         }
     }
+}
+
+/// The calling thread runs only when nobody else wants its CPU, from now on.
+pub fn in_idle_time() -> Result<(), String> {
+    let thread = fs::read_link("/proc/thread-self").map_err(|error| format!("/proc/thread-self: {error}"))?;
+    let thread = thread.file_name().unwrap_or_default().to_string_lossy();
+    command("chrt", &["--idle", "--pid", "0", &thread]).map(drop)
 }
 
 /// Starts iperf3's server in this network namespace for one test, on this CPU.

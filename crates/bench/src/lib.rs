@@ -12,6 +12,7 @@
 mod curves;
 mod driver;
 mod figures;
+mod flood;
 mod frames;
 mod guest_tcp;
 mod lab;
@@ -68,6 +69,8 @@ enum Bench {
     VsockStream(vsock_stream::Args),
     /// TCP and UDP of Linux guests through ringroad, against the same guests on a TAP interface of their own
     GuestTcp(guest_tcp::Args),
+    /// Pings of a quiet Linux guest while the host floods another one, against those without the flood
+    Flood(flood::Args),
     /// TCP to our own driver behind a TAP interface, with receive buffers of each policy
     Mergeable(mergeable::Args),
     /// Driver and device of an emulated network card (e1000), with and without moderated interrupts and a deferred doorbell
@@ -92,6 +95,7 @@ pub fn run(args: Args) -> Result<(), String> {
         Bench::VsockLatency(args) => vsock_latency::run(&args),
         Bench::VsockStream(args) => vsock_stream::run(&args),
         Bench::GuestTcp(args) => guest_tcp::run(&args),
+        Bench::Flood(args) => flood::run(&args),
         Bench::Mergeable(args) => mergeable::run(&args),
         Bench::Lem(args) => lem::run(&args),
         Bench::VsockPeer(args) => vsock_peer::run(&args),

@@ -34,6 +34,8 @@ pub struct Burst {
     bound: usize,
     /// Total length of all frames, in bytes.
     bytes: u64,
+    /// Number of the source's buffers without a frame.
+    refused: usize,
 }
 
 impl Default for Burst {
@@ -50,6 +52,7 @@ impl Default for Burst {
             lead: 0,
             bound: MAX_FRAME,
             bytes: 0,
+            refused: 0,
         }
     }
 }
@@ -75,7 +78,7 @@ impl Burst {
     /// front of each frame in its first piece.
     #[inline]
     pub fn start(&mut self, bound: usize, lead: usize) {
-        (self.count, self.singles, self.bytes, self.has_offloads) = (0, 0, 0, false);
+        (self.count, self.singles, self.bytes, self.has_offloads, self.refused) = (0, 0, 0, false, 0);
         (self.bound, self.lead) = (bound.min(MAX_FRAME), lead);
     }
 
@@ -197,6 +200,13 @@ impl Burst {
         self.bytes = bytes;
     }
 
+    /// Notes that so many more of the source's buffers hold no frame that can be forwarded: they count towards its rate. Each is to be
+    /// noted once, even if it comes again because a frame before it was retained.
+    #[inline]
+    pub fn refuse(&mut self, buffers: usize) {
+        self.refused += buffers;
+    }
+
     /// Drops the frames behind the one that takes the total length above `most` bytes. Returns the index behind the last
     /// remaining piece.
     #[cold]
@@ -285,6 +295,12 @@ impl Burst {
     #[inline(always)]
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Returns how many of the source's buffers hold no frame; see [`Burst::refuse`].
+    #[inline]
+    pub fn refused(&self) -> usize {
+        self.refused
     }
 
     /// Returns whether the burst takes as long as several ordinary ones.

@@ -190,6 +190,14 @@ impl TapPort {
     pub fn set_mtu(&self, mtu: u16) -> io::Result<()> {
         sys::set_mtu(&self.interface, mtu)
     }
+
+    /// Sets whether the interface has a carrier, as it has from the start. Without one the host sends nothing to it.
+    ///
+    /// # Errors
+    /// The interface no longer exists, or the kernel has no such request (before 5.0).
+    pub fn set_carrier(&self, up: bool) -> io::Result<()> {
+        self.files.first().map_or(Ok(()), |file| sys::set_carrier(file, up))
+    }
 }
 
 impl PortKind for TapPort {
@@ -347,6 +355,7 @@ impl Source for TapSource<'_> {
                 Err(NotAFrame::Oversize) => self.counters.oversize.add(1),
             }
         }
+        burst.refuse(taken - burst.frames().len());
         if taken > 0 {
             let bytes: usize = burst.frames().iter().map(|frame| frame.len()).sum();
             self.counters.frames.add(burst.frames().len() as u64);

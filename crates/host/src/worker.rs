@@ -70,7 +70,7 @@ enum Command<K> {
     Add(Arc<Port<K>>, mpsc::Sender<u32>),
     Remove(u32, mpsc::Sender<()>),
     Mirror(u32, Mirror, mpsc::Sender<()>),
-    Set(u32, Box<PortSettings>, mpsc::Sender<()>),
+    Set(Vec<(u32, PortSettings)>, mpsc::Sender<()>),
     Change(u32, Change<K>, mpsc::Sender<()>),
     Configure(WorkerConfig, mpsc::Sender<io::Result<()>>),
     Start(Key),
@@ -115,6 +115,11 @@ impl<K: PortKind> Worker<K> {
         self.events.ask(|reply| Command::Configure(config, reply))?
     }
 
+    /// Changes the settings of several of its ports between two bursts: no frame finds some of them changed and others not.
+    pub fn set_ports(&self, changes: &[(&PortHandle<K>, PortSettings)]) {
+        set_ports(&self.events, changes);
+    }
+
     /// Adds a port to the worker's switch.
     ///
     /// # Errors
@@ -131,6 +136,19 @@ impl<K: PortKind> Worker<K> {
             handle.watch_room(queue, &fd)?;
         }
         Ok(handle)
+    }
+}
+
+/// Changes the settings of ports in one command. Queues are tuned afterwards, as that waits for them.
+fn set_ports<K: PortKind>(events: &EventLoop<Command<K>>, changes: &[(&PortHandle<K>, PortSettings)]) {
+    let before: Vec<_> = changes.iter().map(|(handle, _)| handle.port.settings()).collect();
+    let numbered = changes.iter().map(|(handle, settings)| (handle.number, *settings)).collect();
+    let _ = events.ask(|reply| Command::Set(numbered, reply));
+    for (&(handle, settings), before) in changes.iter().zip(before) {
+        if (settings.tuning, settings.interrupt_delay) != (before.tuning, before.interrupt_delay) {
+            handle.port.kind().tune(&settings);
+            handle.settle();
+        }
     }
 }
 
@@ -162,14 +180,9 @@ impl<K: PortKind> PortHandle<K> {
         &self.port
     }
 
-    /// Changes the port's settings, from the next burst on. Its guest does not notice.
+    /// Changes the port's settings, from the next burst on. Its guest does not notice. See [`Worker::set_ports`] for several ports.
     pub fn set(&self, settings: PortSettings) {
-        let before = self.port.settings();
-        let _ = self.events.ask(|reply| Command::Set(self.number, Box::new(settings), reply));
-        if (settings.tuning, settings.interrupt_delay) != (before.tuning, before.interrupt_delay) {
-            self.port.kind().tune(&settings);
-            self.settle();
-        }
+        set_ports(&self.events, &[(self, settings)]);
     }
 
     /// Copies the frames of the port in these directions to another port of the same worker, which has no other traffic then, and to a
@@ -466,8 +479,8 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     self.remove(number);
                     let _ = reply.send(());
                 }
-                Command::Set(number, settings, reply) => {
-                    self.set(number, *settings);
+                Command::Set(changes, reply) => {
+                    changes.into_iter().for_each(|(number, settings)| self.set(number, settings));
                     let _ = reply.send(());
                 }
                 Command::Mirror(number, mirror, reply) => {

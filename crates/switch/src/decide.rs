@@ -98,6 +98,12 @@ pub(crate) const ISOLATED: u32 = FLOOD - 5;
 /// It is dropped: the port does not admit its VLAN.
 pub(crate) const INADMISSIBLE: u32 = FLOOD - 6;
 
+/// Returns whether a destination is a port, and none of these.
+#[inline(always)]
+pub(crate) fn is_port(to: u32) -> bool {
+    to < INADMISSIBLE
+}
+
 /// Learns the source and looks up the destination, once for consecutive frames of one flow. `VLANS`: in this VLAN; else `vlan` is 0.
 #[inline(always)]
 pub(crate) fn decide<P: Port, const VLANS: bool>(

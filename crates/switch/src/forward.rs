@@ -3,7 +3,7 @@
 
 use crate::{
     Claim, Dropped, Fdb, Limits, Mirror, Vlans, Work,
-    decide::{NOWHERE, Origin, decide, receivers},
+    decide::{NOWHERE, Origin, decide, is_port, receivers},
     delivery::{Delivery, Group, STEERING, Wait, before},
     member::{AT_ONCE, Member, Members},
     port::Port,
@@ -406,13 +406,16 @@ fn forward<'a, P: Port>(
         // All frames of the burst have one destination, as usual.
         return put(ports, burst, from, first, all, delivery);
     }
-    let mut left = Group::of(all);
-    while let Some(&first) = left.list().first() {
-        let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or(NOWHERE);
-        let to = destination(first);
-        let group;
-        (group, left) = left.split(|index| destination(index) == to);
-        put(ports, burst, from, to, group.list(), delivery);
+    let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or(NOWHERE);
+    // What is flooded or dropped comes last, when it is known which frames stay with their sender and come again.
+    let (single, others) = Group::of(all).split(|index| is_port(destination(index)));
+    for mut left in [single, others] {
+        while let Some(&first) = left.list().first() {
+            let to = destination(first);
+            let group;
+            (group, left) = left.split(|index| destination(index) == to);
+            put(ports, burst, from, to, group.list(), delivery);
+        }
     }
 }
 

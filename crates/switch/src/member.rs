@@ -8,6 +8,7 @@ use crate::{
     steering::Steering,
 };
 use ringroad_frame::Burst;
+use ringroad_wire::ethernet;
 use std::{
     any::Any,
     cell::{Cell, OnceCell, RefCell},
@@ -229,13 +230,15 @@ impl<P: Port> Member<P> {
         (admitted.count().max(1), pace.next(now).unwrap_or(now))
     }
 
-    /// Counts the frames of a queue's burst below this index towards the port's rate.
+    /// Counts the frames of a queue's burst below this index towards the port's rate, and each buffer without a frame as the shortest
+    /// one.
     #[cold]
     pub fn paces(&self, queue: usize, burst: &Burst, end: usize, now: Duration) {
         let frames = burst.frames().get(..end).unwrap_or(burst.frames());
-        let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
+        let bytes: usize = frames.iter().map(|frame| frame.len()).sum();
+        let refused = burst.refused();
         let mut pace = self.pace.get();
-        pace.take(&self.limits.rate, bytes, frames.len(), now);
+        pace.take(&self.limits.rate, (bytes + refused * ethernet::HEADER) as u64, frames.len() + refused, now);
         self.pace.set(pace);
         self.last.set(queue);
         if self.turn.get() == Some(queue) {

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// The most that a port may send. What it offers beyond that waits in its own queues: nothing is dropped.
+/// The most that a port may send. What it offers beyond that waits in its own queues: nothing is dropped. A buffer that holds no valid
+/// frame counts as the shortest one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate {
     /// Bits per second, from the destination address to the end of the payload; 0: no limit.

@@ -3,7 +3,7 @@
 
 use crate::{
     Dropped, Fdb, Vid, Vlans,
-    decide::{FLOOD, INADMISSIBLE, LOCAL, NOWHERE, Origin, decide, receivers},
+    decide::{FLOOD, INADMISSIBLE, LOCAL, NOWHERE, Origin, decide, is_port, receivers},
     delivery::{Delivery, Group, before},
     member::{Member, Members},
     port::Port,
@@ -97,27 +97,34 @@ pub(crate) fn forward<'a, P: Port>(
         // To one port together, whatever their VLANs.
         *place = (to, if to == FLOOD || to == LOCAL { form.vlan } else { 0 });
     }
-    let mut left = Group::of(ALL.get(..count).unwrap_or(&ALL));
-    while let Some(&first) = left.list().first() {
-        let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or((NOWHERE, 0));
-        let (to, vlan) = destination(first);
-        let group;
-        (group, left) = left.split(|index| destination(index) == (to, vlan));
-        let which = before(group.list(), delivery.end);
-        if which.is_empty() {
-            continue;
-        }
-        if let Some(Some(member)) = ports.get(to as usize) {
-            let leaving = leave(burst, &mut forms, which, member);
-            if !leaving.list().is_empty() {
-                delivery.put_waiting(to, from.to(member), burst, leaving.list());
+    let destination = |index: u8| destinations.get(usize::from(index)).copied().unwrap_or((NOWHERE, 0));
+    // As in `forward.rs`, what is flooded or dropped comes last.
+    let all = Group::of(ALL.get(..count).unwrap_or(&ALL));
+    let (single, others) = all.split(|index| is_port(destination(index).0));
+    let mut stuck = 0;
+    for mut left in [single, others] {
+        while let Some(&first) = left.list().first() {
+            let (to, vlan) = destination(first);
+            let group;
+            (group, left) = left.split(|index| destination(index) == (to, vlan));
+            let which = before(group.list(), delivery.end);
+            if which.is_empty() {
+                continue;
             }
-            // Those behind frames that wait come again.
-            count_dropped(from, before(which, delivery.end), mask(leaving.list()));
-        } else if let Some(local) = from.floods(to, which.len()) {
-            flood(ports, burst, &mut forms, from, (vlan, local), which, delivery);
+            if let Some(Some(member)) = ports.get(to as usize) {
+                let leaving = leave(burst, &mut forms, which, member);
+                if !leaving.list().is_empty() {
+                    delivery.put_waiting(to, from.to(member), burst, leaving.list());
+                }
+                stuck |= mask(which) & !mask(leaving.list());
+            } else if let Some(local) = from.floods(to, which.len()) {
+                flood(ports, burst, &mut forms, from, (vlan, local), which, delivery);
+            }
         }
     }
+    // Those behind frames that wait come again.
+    let come = before(ALL.get(..count).unwrap_or(&ALL), delivery.end);
+    count_dropped(from, mask(come) & stuck);
 }
 
 /// Floods frames of one VLAN: first to ports that they leave without a tag, as a tag that was popped can be pushed again, but not one
@@ -147,7 +154,7 @@ fn flood<'a, P: Port>(
             left |= mask(leaving.list());
         }
     }
-    count_dropped(from, which, left);
+    count_dropped(from, mask(which) & !left);
 }
 
 /// Gives frames the form in which they leave a port; returns those that do.
@@ -168,10 +175,9 @@ fn mask(which: &[u8]) -> u64 {
     which.iter().fold(0, |mask, &index| mask | 1 << (index & 63))
 }
 
-/// Counts the frames that have left no port because of their tags. `left`: those that have.
-fn count_dropped<P: Port>(from: &Origin<'_, P>, which: &[u8], left: u64) {
-    let dropped = (mask(which) & !left).count_ones();
-    if dropped > 0 {
-        from.member.dropped(from.queue, Dropped::Vlan, dropped as usize);
+/// Counts frames that leave no port because of their tags.
+fn count_dropped<P: Port>(from: &Origin<'_, P>, which: u64) {
+    if which != 0 {
+        from.member.dropped(from.queue, Dropped::Vlan, which.count_ones() as usize);
     }
 }

@@ -249,6 +249,34 @@ fn what_is_beyond_the_rate_stays_with_the_sender() {
 }
 
 #[test]
+fn buffers_without_a_frame_count_towards_the_rate_as_the_shortest_frames() {
+    let burst = Duration::from_millis(4);
+    // 1000 a second, by their number or by the bits of a frame of 14 bytes.
+    for rate in [Rate { bits: 0, frames: 1000, burst }, Rate { bits: 1000 * 8 * 14, frames: 0, burst }] {
+        let mut net = Net::limited(&[limits(|limits| limits.rate = rate), limits(|_| {})]);
+        net.ports[0].retains.store(true, Relaxed);
+        net.send_one(1, MacAddr::BROADCAST, mac(1));
+        let mut taken = 0;
+        for micros in (0..1_000_000).step_by(500) {
+            net.ports[0].refused.store(8, Relaxed);
+            taken += net.switch.carry(0, 0, Duration::from_secs(1) + Duration::from_micros(micros)).frames;
+        }
+        assert!((990..=1020).contains(&taken), "{taken} at {rate:?}");
+        // Beside frames, and while frames stay with the sender.
+        let at = |millis: u64| Duration::from_secs(9) + Duration::from_millis(millis);
+        let carry = |net: &mut Net, millis| (net.switch.carry(0, 0, at(millis)).frames, net.switch.take_waiting());
+        let shortest = frame(mac(1), mac(0), 0);
+        net.ports[0].to_send.lock().unwrap().push_back(vec![shortest; 7]);
+        net.ports[0].refused.store(10, Relaxed);
+        assert_eq!(carry(&mut net, 0), (5, Some(Wait { port: None, until: at(1) })));
+        assert_eq!(carry(&mut net, 1), (0, Some(Wait { port: None, until: at(11) })), "the ten are paid for first");
+        assert_eq!(carry(&mut net, 11), (1, Some(Wait { port: None, until: at(12) })));
+        assert_eq!(carry(&mut net, 12), (1, None));
+        assert_eq!(net.ports[1].got().len(), 7);
+    }
+}
+
+#[test]
 fn the_queues_of_a_port_take_turns_at_its_rate() {
     let rate = Rate { bits: 0, frames: 1000, burst: Duration::from_millis(1) };
     let mut net = Net::limited(&[limits(|limits| limits.rate = rate), limits(|_| {})]);

@@ -4,7 +4,8 @@ mod common;
 
 use common::{Bytes, Fake, GROUP, Net, frame, mac};
 use proptest::prelude::*;
-use ringroad_switch::{Limits, Wait};
+use ringroad_switch::{Dropped, Limits, Vid, Vlans, Wait};
+use ringroad_wire::ethernet::MacAddr;
 use std::{collections::HashMap, sync::atomic::Ordering::Relaxed, time::Duration};
 
 const WAIT: Duration = Duration::from_millis(5);
@@ -117,6 +118,49 @@ fn a_source_that_pours_waits_without_limit() {
     push(&net.ports[0], &frames(1, 0..3));
     assert_eq!(carry(&mut net, Duration::from_secs(9)), (3, None));
     assert_eq!(net.ports[1].full.load(Relaxed), 3);
+}
+
+#[test]
+fn what_is_dropped_behind_frames_that_wait_is_counted_once() {
+    let vlans = Vlans::trunk([1, 2].map(|vlan| Vid::new(vlan).unwrap()), Vid::new(1));
+    for vlans in [None, Some(vlans)] {
+        let mut net = net(4);
+        let start = Duration::from_secs(1);
+        let limits = Limits { own: Some(mac(0)), fixed: true, isolated: true, storm: 1, ..Limits::default() };
+        net.switch.limit(0, limits);
+        net.switch.limit(3, Limits { isolated: true, ..Limits::default() });
+        net.switch.set_vlans(0, vlans);
+        (1..4).for_each(|port| drop(net.send_one(port, GROUP, mac(port))));
+        // They take what a port may flood at once.
+        net.ports[0].retains.store(false, Relaxed);
+        push(&net.ports[0], &vec![frame(GROUP, mac(0), 0); 64]);
+        assert_eq!(carry(&mut net, start), (64, None));
+        net.ports[0].retains.store(true, Relaxed);
+        net.ports[1].room.store(0, Relaxed);
+        let link_local = MacAddr([1, 0x80, 0xc2, 0, 0, 1]);
+        let mut foreign = frame(mac(2), mac(0), 60);
+        foreign.splice(12..12, [0x81, 0, 0, 3]);
+        let mut nested = frame(mac(2), mac(0), 60);
+        nested.splice(12..12, [0x81, 0, 0, 1, 0x81, 0, 0, 1]);
+        let (to, from) = ([mac(2), mac(3), link_local, GROUP], [mac(9), mac(0), mac(0), mac(0)]);
+        let mut dropped: Vec<_> = to.into_iter().zip(from).map(|(to, from)| frame(to, from, 0)).collect();
+        if vlans.is_some() {
+            dropped.extend([foreign, nested]);
+        }
+        // In front of the frame that waits, and behind it.
+        push(&net.ports[0], &[&dropped[..], &frames(1, 0..1), &dropped].concat());
+        let wait = Some(Wait { port: Some(1), until: start + WAIT });
+        let count = dropped.len();
+        for (now, expected) in
+            [(start, (count, wait)), (start + WAIT / 2, (0, wait)), (start + WAIT, (count + 1, None))]
+        {
+            assert_eq!(carry(&mut net, now), expected);
+        }
+        let lost = [Dropped::Spoofed, Dropped::Isolated, Dropped::LinkLocal, Dropped::Storm, Dropped::Vlan];
+        let tags = if vlans.is_some() { 4 } else { 0 };
+        assert_eq!(lost.map(|why| net.ports[0].lost(why)), [2, 2, 2, 2, tags], "{vlans:?}");
+        assert_eq!(net.ports[1].full.load(Relaxed), 1);
+    }
 }
 
 /// One step: destinations of a burst, if the last one is done; new room of ports 1 and 2; milliseconds that pass.

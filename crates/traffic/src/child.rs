@@ -109,6 +109,11 @@ impl Program {
         signal(self.child.id(), if still { Signal::Stop } else { Signal::Continue });
     }
 
+    /// Has it read its configuration again (SIGHUP).
+    pub fn reload(&self) {
+        signal(self.child.id(), Signal::Hangup);
+    }
+
     /// Returns its CPU time, user and system.
     pub fn cpu_time(&self) -> Duration {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();

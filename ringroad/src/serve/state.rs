@@ -164,6 +164,7 @@ impl State {
                 None => self.ports.push(running),
             }
         }
+        self.change_settings(config);
         for port in &config.ports {
             if self.progress.is_stopping() {
                 return;
@@ -172,7 +173,7 @@ impl State {
                 Some(running) if of_port(&running.config, port).iter().any(Change::disrupts) => {}
                 Some(running) => {
                     self.progress.at(format!("changing port {}", port.name));
-                    running.set(port, poll);
+                    running.set(port);
                 }
                 None => match wrong(port)
                     .map_or_else(|| Running::start(port, poll, &self.worker, &self.progress), |why| Err(why.into()))
@@ -185,6 +186,20 @@ impl State {
         let place = |name: &str| config.ports.iter().position(|port| port.name == name);
         self.ports.sort_by_key(|running| place(&running.config.name));
         mirror(&mut self.ports);
+    }
+
+    /// Changes the settings of all ports that go on at once, before any other starts: ports that swap their VLANs never share one.
+    fn change_settings(&self, config: &Config) {
+        self.progress.at("changing ports");
+        let changes = self.ports.iter().filter_map(|running| {
+            let port = config.ports.iter().find(|port| port.name == running.config.name)?;
+            let (handle, settings) = (running.handle(), settings(port, config.workers.poll));
+            let differs = settings != handle.port().settings();
+            let restarts = of_port(&running.config, port).iter().any(Change::disrupts);
+            (differs && !restarts).then_some((handle, settings))
+        });
+        let changes: Vec<_> = changes.collect();
+        self.worker.set_ports(&changes);
     }
 
     /// Prints the counters to stdout; `all`: each vsock connection too.
@@ -368,14 +383,10 @@ impl Running {
         }
     }
 
-    /// Applies what can be changed in place; the guest does not notice.
-    fn set(&mut self, port: &config::Port, poll: Poll) {
-        let settings = settings(port, poll);
+    /// Applies what can be changed in place beside [`settings`]; the guest does not notice.
+    fn set(&mut self, port: &config::Port) {
         let before = std::mem::replace(&mut self.config, port.clone());
         let handle = self.handle();
-        if settings != handle.port().settings() {
-            handle.set(settings);
-        }
         if port.mode != before.mode {
             let mode = port.mode;
             handle.change(move |kind| kind.set_mode(mode));

@@ -277,6 +277,49 @@ fn a_reload_changes_in_place_what_it_can() {
 }
 
 #[test]
+fn ports_that_swap_their_vlans_share_none_meanwhile() {
+    let folder = Folder::new("swap");
+    let guest = |name: &str| Guest::plain(&folder.file(&format!("{name}.sock")));
+    let ports = |a: &str, b: &str| folder.config(&[("a", &format!("{STORMS}\n{a}")), ("b", b)]);
+    let mut serve = Program::serve(&ports("vlan = 10", "vlan = 20"), &[]);
+    serve.logs("ready: 2 ports\n");
+    let (mut a, mut b) = (guest("a"), guest("b"));
+    let stop = AtomicBool::new(false);
+    let sent = thread::scope(|scope| {
+        let sends = scope.spawn(|| {
+            let mut sent = 0;
+            while !stop.load(Ordering::Relaxed) {
+                while a.0.driver.tx[0].reclaim().unwrap() > 0 {}
+                if a.0.driver.tx[0].free() > 0 {
+                    a.send(OTHERS, 60);
+                    sent += 1;
+                }
+            }
+            sent
+        });
+        for _ in 0..10 {
+            for (a, b) in [
+                ("vlan = 20", "vlan = 10"),
+                ("vlan = 10\nisolated = true", "vlan = 10\nisolated = true"),
+                ("vlan = 10", "vlan = 20"),
+            ] {
+                ports(a, b);
+                serve.reload();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        sends.join().unwrap()
+    });
+    assert!(sent > 1000, "{sent}");
+    assert!(b.received().is_empty());
+    ports("vlan = 10", "vlan = 10");
+    serve.reload();
+    a.send(OTHERS + 1, 60);
+    assert!(within(PATIENCE, || b.received().iter().any(|(frame, _)| frame[14] == OTHERS + 1)));
+    serve.stop("TERM");
+}
+
+#[test]
 fn a_reload_keeps_interfaces() {
     let folder = Folder::new("keeps");
     let tap = |more: &str| format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"rrtest2\"\n{more}");

@@ -68,7 +68,8 @@ impl TxQueue {
                         *place = start;
                     }
                 }
-                Next::Consumed => {}
+                // Dropped, or no frame at all; counted before if they were put back.
+                Next::Consumed => burst.refuse(usize::from(start.used >= self.counted)),
                 Next::Nothing => break,
             }
         }

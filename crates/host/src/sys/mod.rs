@@ -8,7 +8,7 @@ mod tun;
 
 pub(crate) use confine::{add_filter, no_new_privileges};
 pub(crate) use descriptor::{has_seals, is_unix_stream, sealed_memory};
-pub(crate) use tun::{mtu, open_tap, set_link, set_mtu, set_tap_offloads};
+pub(crate) use tun::{mtu, open_tap, set_carrier, set_link, set_mtu, set_tap_offloads};
 
 use ringroad_mem::Span;
 use rustix::{
@@ -347,12 +347,15 @@ pub enum Signal {
     Stop,
     /// SIGCONT.
     Continue,
+    /// SIGHUP.
+    Hangup,
 }
 
 /// Sends a signal to a child of this process.
 pub fn signal(pid: u32, signal: Signal) {
     let signal = match signal {
         Signal::Terminate => process::Signal::TERM,
+        Signal::Hangup => process::Signal::HUP,
         Signal::Stop => process::Signal::STOP,
         Signal::Continue => process::Signal::CONT,
     };

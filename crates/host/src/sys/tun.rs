@@ -49,6 +49,13 @@ pub(crate) fn set_tap_offloads(file: &File, offloads: Support) -> io::Result<()>
     set(flags).or_else(|error| if flags & TUN_F_USO != 0 { set(flags & !TUN_F_USO) } else { Err(error) })
 }
 
+/// Sets whether an interface has a carrier.
+pub(crate) fn set_carrier(file: &File, up: bool) -> io::Result<()> {
+    let carrier = libc::c_int::from(up);
+    // SAFETY: the request reads a c_int.
+    unsafe { check(libc::ioctl(file.as_raw_fd(), libc::TUNSETCARRIER, &carrier)) }
+}
+
 /// Opens a TAP interface, and creates it if there is none of that name: frames with a 12-byte virtio-net header, without
 /// packet information and offloads, in non-blocking mode. With `multiqueue`, each further call opens another queue.
 pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {

@@ -6,7 +6,7 @@ use crate::{
     gate::{Gate, Lease},
     port::PortKind,
 };
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 use ringroad_frame::{Burst, Counters, Sink, Source, offload::Support};
 use ringroad_net::{DriverTx, Features, Held, SizedConfig, SizedDriver, SizedRx, Sizing, bits, offload};
 use ringroad_wire::ethernet;
@@ -31,8 +31,8 @@ pub struct Attach {
     pub socket: PathBuf,
     /// How long to wait for the device to listen.
     pub patience: Duration,
-    /// The features to negotiate, if the device offers them. Those of the control queue and of the configuration space are left
-    /// out.
+    /// The features to negotiate, if the device offers them. The control queue is left out, and of the configuration space all but
+    /// the link's state.
     pub features: Features,
     /// Number of entries of each queue.
     pub queue_size: u32,
@@ -75,7 +75,12 @@ struct Shared {
     failed: AtomicBool,
     /// The last frame found no room.
     short: AtomicBool,
-    connection: RawConnection,
+    /// The negotiated feature bits.
+    acked: u64,
+    /// Whether the link was up when the device was asked last.
+    link: AtomicBool,
+    /// Used by control only.
+    connection: Mutex<RawConnection>,
     // The device has mapped it.
     _memory: File,
 }
@@ -111,12 +116,14 @@ impl AttachedPort {
     pub fn connect(config: &Attach) -> Result<AttachedPort, ConnectError> {
         let Attach { name, socket: path, patience, features, queue_size, mtu, sizing } = config.clone();
         let socket = RawConnection::open(&path, false, patience)?;
-        // The configuration space is not read: the interface has its own address and MTU.
-        let space = Features::MAC | Features::MTU | Features::STATUS | Features::SPEED_DUPLEX;
+        // Those about the configuration space oblige who reads it: the interface has its own address and MTU.
+        let space = Features::MAC | Features::MTU | Features::SPEED_DUPLEX;
         let wanted = (features - Features::CONTROL - space).consistent().bits();
-        let mut connection = RawConnection::negotiate(socket, &path, wanted, Protocol::empty(), 2)?;
+        let told = Protocol::CONFIG | Protocol::BACKEND_REQ;
+        let mut connection = RawConnection::negotiate(socket, &path, wanted, told, 2)?;
         let offered = Features::from_bits_truncate(connection.acked);
-        let never = if offered.contains(Features::MRG_RXBUF) { Features::empty() } else { LONG_FRAMES };
+        let mut never = if offered.contains(Features::MRG_RXBUF) { Features::empty() } else { LONG_FRAMES };
+        never.set(Features::STATUS, !connection.has_config());
         let acked = (offered - never).consistent().bits();
         connection.acked = acked | connection.acked & bits::PROTOCOL_FEATURES;
         connection.accept()?;
@@ -129,6 +136,7 @@ impl AttachedPort {
         tx.disable_notification();
         connection.enable(2)?;
         received.kick();
+        let link = acked & bits::NET_F_STATUS == 0 || is_up(&mut connection)?;
         let calls = [received.call().try_clone()?, sent.call().try_clone()?];
         let shared = Shared {
             name,
@@ -137,7 +145,9 @@ impl AttachedPort {
             counters: [vec![Arc::default()], vec![Arc::default()]],
             failed: AtomicBool::new(false),
             short: AtomicBool::new(false),
-            connection,
+            acked: connection.acked,
+            link: AtomicBool::new(link),
+            connection: Mutex::new(connection),
             _memory: file,
         };
         Ok(AttachedPort {
@@ -150,12 +160,25 @@ impl AttachedPort {
 
     /// Returns the negotiated feature bits.
     pub fn acked(&self) -> u64 {
-        self.shared.connection.acked
+        self.shared.acked
+    }
+
+    /// Returns whether the link is up, as the device has said last: it is asked again after it has said that its configuration space has
+    /// changed. Without VIRTIO_NET_F_STATUS it is up (virtio 1.3, 5.1.4.2). To be called by control now and then.
+    pub fn link(&self) -> bool {
+        let mut connection = self.shared.connection.lock();
+        if self.shared.acked & bits::NET_F_STATUS != 0 && connection.config_changed() {
+            match is_up(&mut connection) {
+                Ok(up) => self.shared.link.store(up, Ordering::Relaxed),
+                Err(error) => log::warn!("port {}: cannot read the link's state: {error}", self.shared.name),
+            }
+        }
+        self.shared.link.load(Ordering::Relaxed)
     }
 
     /// Returns whether the device has disconnected, or has broken a rule of its rings, which is in the log.
     pub fn is_closed(&self) -> bool {
-        self.shared.failed.load(Ordering::Relaxed) || self.shared.connection.is_closed()
+        self.shared.failed.load(Ordering::Relaxed) || self.shared.connection.lock().is_closed()
     }
 
     /// Returns what received frames have cost in memory so far, and the length in bytes of the buffers that are made available now.
@@ -168,10 +191,19 @@ impl AttachedPort {
 impl Drop for AttachedPort {
     /// Stops the device's queues, so that it leaves the memory alone.
     fn drop(&mut self) {
-        if !self.shared.connection.is_closed() {
-            self.shared.connection.stop(2).for_each(drop);
+        let connection = self.shared.connection.lock();
+        if !connection.is_closed() {
+            connection.stop(2).for_each(drop);
         }
     }
+}
+
+/// Reads the status in the configuration space (virtio 1.3, 5.1.4): whether the link is up. Without a configuration space it is.
+fn is_up(connection: &mut RawConnection) -> Result<bool, ConnectError> {
+    const STATUS: usize = 6;
+    const LINK_UP: u8 = 1;
+    let space = connection.config(STATUS + size_of::<u16>())?;
+    Ok(space.is_none_or(|space| space.get(STATUS).is_none_or(|status| status & LINK_UP != 0)))
 }
 
 impl Shared {

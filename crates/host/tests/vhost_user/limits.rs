@@ -4,7 +4,10 @@ use crate::{
     LAYOUTS,
     common::{request::*, *},
 };
-use ringroad_host::vhost_user::{Limits, Rate};
+use ringroad_host::{
+    PortSettings,
+    vhost_user::{Limits, Rate},
+};
 use std::{
     fs::{File, OpenOptions},
     io::Write,
@@ -157,6 +160,32 @@ fn connections_beyond_the_rate_wait() {
     assert!((10..=40).contains(&turned), "{turned} turned away in a second");
     drop(crowd);
     ends_soon(rig);
+}
+
+#[test]
+fn buffers_without_a_frame_count_towards_the_rate() {
+    let rig = Rig::new("empty");
+    let mut others = rig.others();
+    let handle = rig.servers[0].handle();
+    let settings = handle.port().settings();
+    let rate = ringroad_switch::Rate { bits: 0, frames: 1000, burst: Duration::from_millis(10) };
+    handle.set(PortSettings { limits: ringroad_switch::Limits { rate, ..settings.limits }, ..settings });
+    for acked in LAYOUTS {
+        let mut guest = rig.guest(0, acked);
+        let (before, begin) = (rig.report(0).received, Instant::now());
+        while begin.elapsed() < Duration::from_secs(1) {
+            // Too short for an Ethernet header.
+            while guest.add_frame(&[0; 8]) {}
+            guest.vrings[1].kick.write(1).unwrap();
+            thread::sleep(Duration::from_micros(200));
+        }
+        let (took, now) = (begin.elapsed().as_millis() as u64, rig.report(0).received);
+        let runts = now.runt - before.runt;
+        assert!((500..=took + 100).contains(&runts), "{runts} in {took} ms");
+        assert_eq!(now.frames, before.frames, "they are no frames");
+        // What is behind them is taken when they are paid for.
+        exchange(&mut guest, &mut others.0);
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use crate::{
     LAYOUTS,
     common::{request::*, *},
 };
-use ringroad_host::vhost_user::Connection;
+use ringroad_host::vhost_user::{Attach, AttachedPort, Connection};
 use ringroad_net::{Config, Features, bits, control::Command};
 use std::{
     io::Read,
@@ -114,6 +114,28 @@ fn a_driver_without_the_feature_is_not_asked() {
     }
     without.1.set_nonblocking(true).unwrap();
     assert!(without.1.read(&mut [0]).is_err(), "it does not announce itself");
+}
+
+#[test]
+fn a_port_that_drives_a_device_knows_its_link() {
+    let rig = Rig::new("link-attached");
+    rig.servers[0].set_link(false);
+    let attach = Attach { socket: rig.socket(0), ..Attach::default() };
+    let port = AttachedPort::connect(&attach).unwrap();
+    assert!(!port.link());
+    for up in [true, false, true] {
+        rig.servers[0].set_link(up);
+        assert!(within(PATIENCE, || port.link() == up));
+        assert!(!port.is_closed());
+    }
+    drop(port);
+    // Without the feature it is up, whatever the device says.
+    let features = attach.features - Features::STATUS;
+    let port = AttachedPort::connect(&Attach { features, ..attach }).unwrap();
+    rig.servers[0].set_link(false);
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert!(port.link());
+    assert_eq!(rig.faults(), 0);
 }
 
 #[test]

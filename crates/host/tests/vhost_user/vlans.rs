@@ -4,8 +4,12 @@
 use crate::{LAYOUTS, common::*};
 use ringroad_host::{PortSettings, vhost_user::Connection};
 use ringroad_net::{Features, control::Command};
-use ringroad_switch::{Vid, Vlans};
+use ringroad_switch::{Limits, Vid, Vlans};
 use ringroad_wire::ethernet::MacAddr;
+use std::{
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
+};
 
 fn vid(number: u16) -> Vid {
     Vid::new(number).unwrap()
@@ -76,6 +80,49 @@ fn guests_of_vlans() {
         assert_eq!((rig.report(1).received.vlan, rig.report(1).received.dropped(), rig.faults()), (3, 3, 0));
         logged(&format!("vlans{layout:x}-1"), &["WARN", "counted as `vlan`", "`trunk`"]);
     }
+}
+
+#[test]
+fn ports_that_swap_their_vlans_never_share_one() {
+    let rig = Rig::new("vlans-swap");
+    let (mut sender, mut other) = (rig.guest(0, SPLIT), rig.guest(1, PACKED));
+    let handles = [0, 1].map(|port| rig.servers[port].handle());
+    let set = |vlans: [u16; 2], isolated: [bool; 2]| {
+        let change = |port: usize| {
+            let settings = handles[port].port().settings();
+            let limits = Limits { isolated: isolated[port], storm: 0, ..settings.limits };
+            (handles[port], PortSettings { vlans: Some(Vlans::access(vid(vlans[port]))), limits, ..settings })
+        };
+        rig.worker.set_ports(&[0, 1].map(change));
+    };
+    set([10, 20], [false; 2]);
+    let stop = AtomicBool::new(false);
+    let sent = thread::scope(|scope| {
+        let sends = scope.spawn(|| {
+            let mut sent = 0;
+            while !stop.load(Relaxed) {
+                sent += u64::from(sender.add_frame(&frame(None, 1, 46)));
+                let _ = sender.vrings[1].kick.write(1);
+            }
+            sent
+        });
+        for _ in 0..500 {
+            set([20, 10], [false; 2]);
+            set([10, 20], [false; 2]);
+            // In one VLAN they are isolated from each other.
+            set([10, 10], [true; 2]);
+            set([20, 10], [false; 2]);
+        }
+        stop.store(true, Relaxed);
+        sends.join().unwrap()
+    });
+    assert!(sent > 2000, "{sent}");
+    assert!(within(PATIENCE, || rig.report(0).received.frames == sent));
+    assert_eq!(other.received(MacAddr::local(9)), [0; 0]);
+    assert_eq!(rig.report(1).sent.frames, 0);
+    set([10, 10], [false; 2]);
+    let sequence = sender.send_to(other.mac);
+    assert!(other.receives(sender.mac, sequence));
 }
 
 #[test]

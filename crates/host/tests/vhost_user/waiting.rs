@@ -89,6 +89,42 @@ fn they_wait_for_a_limited_time_and_no_other_guest_waits() {
     }
 }
 
+/// Round trips of a flow between two guests, the sender of which has frames for a third one in front of each.
+fn round_trips(from: &mut Guest, to: &mut Guest, full: MacAddr, count: usize) -> Vec<Duration> {
+    let trip = |_| {
+        let begun = Instant::now();
+        (0..4).for_each(|_| _ = from.send_to(full));
+        let sequence = from.send_to(to.mac);
+        assert!(to.receives(from.mac, sequence));
+        let sequence = to.send_to(from.mac);
+        assert!(from.receives(to.mac, sequence));
+        begun.elapsed()
+    };
+    (0..count).map(trip).collect()
+}
+
+#[test]
+fn a_receiver_that_never_refills_costs_other_flows_the_wait_once() {
+    const WAIT: Duration = Duration::from_millis(200);
+    let rig = Rig::new("waits-other");
+    for layout in LAYOUTS {
+        let (mut victim, mut a, mut b) = (rig.guest(0, layout), rig.guest(1, layout), rig.guest(2, layout));
+        exchange(&mut a, &mut b);
+        exchange(&mut a, &mut victim);
+        set_wait(&rig, 0, WAIT);
+        for _ in 0..2 {
+            fill(&rig, &mut a, victim.mac, 0, 0);
+            let mut trips = round_trips(&mut a, &mut b, victim.mac, 100);
+            trips.sort_unstable();
+            let [last, longest] = [trips[98], trips[99]];
+            // For a machine that is busy, half as much again.
+            assert!(longest >= WAIT && longest < WAIT * 3 / 2 && last < WAIT / 2, "{last:?}, {longest:?}");
+            // It takes frames again, and stops once more.
+            assert_eq!(receive_all(&mut victim, a.mac, 64).len(), 64);
+        }
+    }
+}
+
 #[test]
 fn they_do_not_wait_for_a_guest_that_stops() {
     let rig = Rig::new("waits-stop");

@@ -158,6 +158,7 @@ impl TxQueue {
         self.counters.frames.add(frames);
         self.counters.bytes.add(bytes);
         dropped.count(&self.counters, self.limit);
+        burst.refuse(dropped.total());
         self.counters.bursts.add(1);
         Ok(self.chains.list().len())
     }
@@ -360,6 +361,11 @@ impl Unsuitable {
             Why::NotAFrame(NotAFrame::Oversize) => self.oversize += 1,
             Why::Refused => self.offload += 1,
         }
+    }
+
+    #[inline]
+    fn total(&self) -> usize {
+        (self.runt + self.oversize + self.offload) as usize
     }
 
     #[inline]

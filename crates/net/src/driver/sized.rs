@@ -239,13 +239,18 @@ impl SizedRx {
             if self.pieces.room() < count && !self.taken.is_empty() {
                 break;
             }
-            match self.take_frame(burst, count) {
-                Ok(len) => bytes += len as u64,
-                Err(Dropped::Silently) => {}
-                Err(Dropped::Offload) => counters.offload.add(1),
-                Err(Dropped::NotAFrame(NotAFrame::Runt)) => counters.runt.add(1),
-                Err(Dropped::NotAFrame(NotAFrame::Oversize)) => counters.oversize.add(1),
-            }
+            let why = match self.take_frame(burst, count) {
+                Ok(len) => {
+                    bytes += len as u64;
+                    continue;
+                }
+                Err(Dropped::Silently) => continue,
+                Err(Dropped::Offload) => &counters.offload,
+                Err(Dropped::NotAFrame(NotAFrame::Runt)) => &counters.runt,
+                Err(Dropped::NotAFrame(NotAFrame::Oversize)) => &counters.oversize,
+            };
+            why.add(1);
+            burst.refuse(1);
         }
         burst.weigh(bytes);
         burst.exchange(&mut self.pieces);

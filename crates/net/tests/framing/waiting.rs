@@ -52,7 +52,7 @@ proptest! {
         let wanted = |seed: usize| !unicast_only || seed.is_multiple_of(2);
         let arrives = |(seed, len): &(usize, &usize)| fits(**len) && wanted(*seed);
         let mut expected = lens.iter().enumerate().filter(arrives).map(|(seed, &len)| frame(seed, len));
-        let (mut burst, mut offered, mut idle) = (Burst::default(), VecDeque::new(), 0);
+        let (mut burst, mut offered, mut idle, mut refused) = (Burst::default(), VecDeque::new(), 0, 0);
         for (count, size) in rooms.into_iter().chain([(3, 1000)]).cycle() {
             for _ in 0..count {
                 // Without mergeable buffers each must hold the longest frame.
@@ -68,6 +68,7 @@ proptest! {
             if taken == 0 {
                 break;
             }
+            refused += burst.refused();
             let which: Vec<u8> = (0..burst.frames().len() as u8).collect();
             let handled = if which.is_empty() { 0 } else { rx.offer(&burst, &which).unwrap() };
             idle = if handled == 0 && !which.is_empty() { idle + 1 } else { 0 };
@@ -95,7 +96,7 @@ proptest! {
         let (sent, got) = (sent.snapshot(), got.snapshot());
         let frames: Vec<usize> = lens.iter().copied().filter(|&len| len >= 14).collect();
         prop_assert_eq!((sent.frames, sent.bytes), (frames.len() as u64, frames.iter().sum::<usize>() as u64));
-        prop_assert_eq!(sent.runt, (lens.len() - frames.len()) as u64);
+        prop_assert_eq!((sent.runt, refused), ((lens.len() - frames.len()) as u64, lens.len() - frames.len()));
         let long = frames.iter().filter(|&&len| len > LIMIT).count();
         let unwanted = lens.iter().enumerate().filter(|&(seed, &len)| fits(len) && !wanted(seed)).count();
         let delivered = (frames.len() - long - unwanted) as u64;

@@ -37,6 +37,8 @@ pub struct Fake {
     /// Whether it keeps frames that were not delivered, and the frames of its last burst.
     pub retains: AtomicBool,
     pub sent: Mutex<Vec<Bytes>>,
+    /// How many buffers without a frame its next burst has.
+    pub refused: AtomicUsize,
     /// For how many frames it has room, and how many it has dropped for lack of it.
     pub room: AtomicUsize,
     pub full: AtomicUsize,
@@ -115,6 +117,7 @@ impl Fake {
             to_send: Mutex::default(),
             retains: AtomicBool::new(false),
             sent: Mutex::default(),
+            refused: AtomicUsize::new(0),
             room: AtomicUsize::new(usize::MAX),
             full: AtomicUsize::new(0),
             got: Mutex::default(),
@@ -191,7 +194,9 @@ impl Source for FakeSource<'_> {
             self.0.memory.regions()[0].span(index * BUFFER, BUFFER).unwrap().write(&bytes);
             assert_eq!(burst.push_at((index * BUFFER) as u64, bytes.len(), offload(frame)), Ok(frame.len()));
         }
-        let taken = frames.len();
+        let refused = self.0.refused.swap(0, Relaxed);
+        burst.refuse(refused);
+        let taken = frames.len() + refused;
         *self.0.sent.lock().unwrap() = frames;
         taken
     }
