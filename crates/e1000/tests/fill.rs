@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{BROADCAST, Board, GUEST, RX_RING, SIZE, board, frame, received};
+use common::{BROADCAST, Board, COMMAND, GUEST, RX_RING, SIZE, bare, board, frame, received};
 use proptest::{collection::vec, prelude::*};
 use ringroad_e1000::{
     DeviceConfig,
@@ -10,11 +10,12 @@ use ringroad_e1000::{
     registers::{self as reg, cause, ctrl, rctl, rxcsum, statistics},
 };
 use ringroad_frame::{HEADROOM, Offload, Poured, Sink};
-use ringroad_mem::Span;
+use ringroad_mem::{Region, Span, Table};
 use ringroad_wire::{
     ethernet::MacAddr,
     vnet_hdr::{F_DATA_VALID, F_NEEDS_CSUM, GSO_TCPV4},
 };
+use std::sync::Arc;
 
 const MAC: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
 
@@ -196,6 +197,15 @@ fn buffers_that_do_not_suit_are_left_to_the_other_way() {
     // In more pieces than a source takes.
     let mut board = started(128, 3 << rctl::BSIZE | rctl::SECRC | rctl::LPE);
     assert_eq!(fill(&mut board, 9018, &message), (Poured::Unable, 0));
+    // The second frame would be: one of its 31 buffers crosses into another region. No descriptor is lost for that.
+    let regions = [GUEST, GUEST + SIZE as u64].map(|at| Region::private(SIZE, at).unwrap());
+    let memory = regions.into_iter().fold(Table::default(), |table, region| table.with(region).unwrap());
+    let mut board = bare(DeviceConfig { mac: MacAddr(MAC), ..DeviceConfig::default() }, Some(Arc::new(memory)));
+    board.device.config_write(COMMAND, &7u16.to_le_bytes(), 0);
+    board.start(128, 3 << rctl::BSIZE | rctl::SECRC | rctl::LPE);
+    board.set_word(RX_RING + 16 * 31, GUEST + SIZE as u64 - 100);
+    assert_eq!(fill(&mut board, 31 * 256, &[&message[..], &message].concat()), (Poured::Frames(1), 1));
+    assert_eq!((board.read(reg::RDH), fill(&mut board, 31 * 256, &message)), (1, (Poured::Unable, 0)));
     // At the end of memory: enough for this frame.
     let mut board = started(16, rctl::SECRC);
     board.set_word(RX_RING, GUEST + SIZE as u64 - 60);

@@ -59,6 +59,7 @@ impl RxQueue {
                 }
                 // The other way, which looks only at the buffers that a frame needs.
                 _ => {
+                    (self.used, self.pending) = first;
                     refused = Some(Poured::Unable);
                     break;
                 }
