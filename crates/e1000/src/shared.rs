@@ -109,7 +109,12 @@ impl Bell {
     pub fn ring(&self) -> bool {
         // Pairs with `want`: either the worker sees the tail, or this thread that it wants to be woken.
         fence(Ordering::SeqCst);
-        self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed)
+        let wanted = self.wanted.load(Ordering::Relaxed);
+        if wanted {
+            // If the worker has asked again meanwhile: it is woken now.
+            self.wanted.store(false, Ordering::Relaxed);
+        }
+        wanted
     }
 
     /// For the worker, before it looks at the tail for the last time.

@@ -41,11 +41,18 @@ impl Queue {
     }
 }
 
+/// Explores all interleavings with up to so many preemptions.
+fn check(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(model);
+}
+
 /// The driver resets the device and sets up another ring while the queue works: no tail and no head is taken for those of the other
 /// ring, and a burst of the old one does not move the new one's head.
 #[test]
 fn tails_and_heads_belong_to_the_ring() {
-    loom::model(|| {
+    check(2, || {
         let shared = shared();
         start(&shared, OLD);
         shared.tx.set_head(3);
@@ -78,7 +85,7 @@ fn tails_and_heads_belong_to_the_ring() {
 /// The worker goes to sleep while the driver writes a tail, twice.
 #[test]
 fn a_tail_that_moves_is_seen_or_wakes_the_worker() {
-    loom::model(|| {
+    check(4, || {
         let (shared, bell) = (shared(), Arc::new(Bell::default()));
         let woken = Arc::new(AtomicU32::new(0));
         let registers = {
@@ -106,7 +113,7 @@ fn a_tail_that_moves_is_seen_or_wakes_the_worker() {
 /// A queue reports causes while the driver's handler reads ICR: each is read, or interrupts.
 #[test]
 fn no_cause_is_lost() {
-    loom::model(|| {
+    check(4, || {
         let shared = shared();
         shared.with_signals(0, |signals| signals.interrupts.unmask(cause::ALL));
         let worker = {
