@@ -154,7 +154,7 @@ impl From<LemTotals> for Run {
 pub fn run(args: &Args) -> Result<(), String> {
     let folder = Folder::new("lem")?;
     let bed = Bed::new(args, &folder)?;
-    let mut session = Session::new("lem", &args.common, 1, false);
+    let mut session = Session::new("lem", &args.common, 2, false);
     let variants: Vec<(AccessKind, Policy)> =
         args.accesses.iter().flat_map(|&accesses| POLICIES.map(|policy| (accesses, policy))).collect();
     let rounds = session.rounds("e1000", &variants, |&(accesses, policy)| bed.measure(policy, accesses))?;
