@@ -135,6 +135,19 @@ impl Machine<'_> {
         self.rx.has_room(input.byte().into());
     }
 
+    /// Frames that a source reads into the buffers.
+    fn fill(&mut self, input: &mut Input) {
+        let room = HEADROOM + input.number() as usize % 20_000;
+        let mut left = usize::from(input.byte()) % BURST;
+        self.rx.fill(room, &mut |spans| {
+            assert!(spans.iter().map(|span| span.len()).sum::<usize>() >= room);
+            left = left.checked_sub(1)?;
+            spans.iter().for_each(|span| _ = span.write(&input.take::<32>()));
+            Some(input.number() as usize % 20_000)
+        });
+        self.rx.has_room(input.byte().into());
+    }
+
     fn step(&mut self, input: &mut Input) {
         let mut data = [0; 16];
         let effects = match input.byte() % 14 {
@@ -191,6 +204,10 @@ impl Machine<'_> {
             }
             11 => {
                 self.put(input);
+                Effects::empty()
+            }
+            12 => {
+                self.fill(input);
                 Effects::empty()
             }
             _ => {

@@ -1,12 +1,15 @@
 //! An emulated e1000 and its driver (seed 002): what moderated interrupts are worth, and a driver that defers its doorbell. 64-byte
 //! frames, as fast as the driver can; each access to a register is a vfio-user message.
 
+mod latency;
+
 use crate::{
     figures::{RATIO, Spread, extend},
     options::Common,
     rig::{Device, on},
     session::{Rounds, Session},
 };
+use latency::Lone;
 use ringroad_text::table;
 use ringroad_traffic::{
     Lem, LemError, LemTotals, Settings,
@@ -89,24 +92,29 @@ struct Bed<'a> {
     args: &'a Args,
     standard: Device,
     mitigated: Device,
+    /// The same two, which send each frame back.
+    reflecting: [Device; 2],
 }
 
 impl<'a> Bed<'a> {
     fn new(args: &'a Args, folder: &Folder) -> Result<Bed<'a>, String> {
         let Common { driver_cpu, device_cpu, .. } = args.common;
-        let device = |name: &str, mitigation: bool| {
+        let device = |name: &str, mitigation: bool, mode: &str| {
             let socket = folder.file(&format!("{name}.sock"));
-            // The only port of its switch: the card transmits and counts every frame, and there is nowhere for it to go.
+            // The only port of its switch: the card transmits and counts every frame, and there is nowhere else for it to go.
             let config = format!(
                 "[workers]\ncpus = [{device_cpu}]\npoll = \"{}\"\n\
-                 [[port]]\nname = \"card\"\nkind = \"e1000\"\nsocket = \"{}\"\nmitigation = {mitigation}\n",
+                 [[port]]\nname = \"card\"\nkind = \"e1000\"\nsocket = \"{}\"\nmitigation = {mitigation}\n\
+                 mode = \"{mode}\"\n",
                 args.poll,
                 socket.display()
             );
             // The socket's thread inherits the driver's CPU, which is where a virtual machine's exits are handled.
             on("--driver-cpu", driver_cpu, || Device::ours(folder, name, &config, vec![socket]))
         };
-        Ok(Bed { args, standard: device("standard", false)?, mitigated: device("mitigated", true)? })
+        let (standard, mitigated) = (device("standard", false, "switch")?, device("mitigated", true, "switch")?);
+        let reflecting = [device("reflecting", false, "reflect")?, device("reflecting-mitigated", true, "reflect")?];
+        Ok(Bed { args, standard, mitigated, reflecting })
     }
 
     fn measure(&self, policy: Policy, accesses: AccessKind) -> Result<Run, String> {
@@ -146,7 +154,7 @@ impl From<LemTotals> for Run {
 pub fn run(args: &Args) -> Result<(), String> {
     let folder = Folder::new("lem")?;
     let bed = Bed::new(args, &folder)?;
-    let mut session = Session::new("lem", &args.common, 1, false);
+    let mut session = Session::new("lem", &args.common, 2, false);
     let variants: Vec<(AccessKind, Policy)> =
         args.accesses.iter().flat_map(|&accesses| POLICIES.map(|policy| (accesses, policy))).collect();
     let rounds = session.rounds("e1000", &variants, |&(accesses, policy)| bed.measure(policy, accesses))?;
@@ -162,6 +170,10 @@ pub fn run(args: &Args) -> Result<(), String> {
     );
     let header = ["", "tail writes", "Kpps", "", "ratio", "", "reads", "writes", "interrupts"];
     session.print(&title, &format!("{}{NOTE}", table(&header, &lines)));
+    let (devices, accesses) = (&bed.reflecting, args.accesses.first().copied().unwrap_or_default());
+    let (itr, queue_size, size) = (*itr, *queue_size, *size);
+    let lone = Lone { devices, accesses, itr, queue_size, size, poll, common: &args.common };
+    latency::run(&lone, &mut session)?;
     session.finish()
 }
 

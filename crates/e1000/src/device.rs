@@ -11,7 +11,7 @@ use crate::{
     phy::Phy,
     registers::{self as reg, BAR, cause, ctrl, ctrl_ext, mdic, rctl, rdtr, statistics, status, tctl},
     rx::RxQueue,
-    shared::{Setup, Shared, Signal},
+    shared::{Shared, Signal},
     statistics::Readings,
     tx::TxQueue,
 };
@@ -109,7 +109,7 @@ impl Device {
     /// [`MemoryError::Map`] if there is no memory for the headers of frames.
     pub fn new(config: DeviceConfig) -> Result<(Device, TxQueue, RxQueue), MemoryError> {
         let shared = Arc::new(Shared::new(config.mitigation));
-        let (tx, rx) = (TxQueue::new(shared.clone())?, RxQueue::new(shared.clone()));
+        let (tx, rx) = (TxQueue::new(shared.clone())?, RxQueue::new(shared.clone())?);
         let mut device = Device {
             shared,
             words: vec![0; layout::WORDS].into(),
@@ -265,19 +265,7 @@ impl Device {
         self.load_address();
         self.readings.clear(&self.shared.statistics);
         let (addresses, vet) = (self.addresses(), self.word(reg::VET) as u16);
-        // First the queues stop, then their cursors move: see `Ring::refresh`.
-        self.shared.configure(|setup| {
-            *setup = Setup { resets: setup.resets.wrapping_add(1), vet, ..Setup::default() };
-            setup.filter.set_addresses(&addresses);
-        });
-        for cursors in [&self.shared.tx, &self.shared.rx] {
-            cursors.set_tail(0);
-            cursors.set_head(0);
-        }
-        // Whoever saw the queues stop may have seen the old heads.
-        self.shared.configure(|_| ());
-        self.shared.reset_events();
-        self.shared.with_signals(0, |signals| signals.interrupts.reset());
+        self.shared.reset(vet, &addresses);
     }
 
     fn addresses(&self) -> [u32; 2 * ADDRESSES] {

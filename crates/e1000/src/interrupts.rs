@@ -70,6 +70,9 @@ pub struct Settled {
 
 /// Causes, mask and moderation of one device. Times are in nanoseconds since any fixed point. Calls without a time happen at that of
 /// the last call with one; [`Interrupts::post`] of nothing lets time pass.
+///
+/// Whoever has the clock may come late. The part would have interrupted in time, so intervals count from when an interrupt was due:
+/// one that is late does not delay those behind it.
 #[derive(Clone, Debug, Default)]
 pub struct Interrupts {
     mitigation: Mitigation,
@@ -78,7 +81,11 @@ pub struct Interrupts {
     itr: u16,
     transmit: Delay,
     receive: Delay,
-    /// When it was asserted last.
+    /// Time of the last call with one.
+    now: u64,
+    /// Since when a cause has been pending that is not masked, without the interrupt being asserted.
+    since: Option<u64>,
+    /// When the interrupt was due that was asserted last.
     last: Option<u64>,
     asserted: bool,
 }
@@ -97,7 +104,7 @@ impl Interrupts {
     /// Adds what has happened: bits of [`cause`] and [`event`].
     pub fn post(&mut self, events: u32, now: u64) {
         // What is due does not start again.
-        self.expire(now);
+        let now = self.expire(now);
         let mut causes = events & cause::ALL;
         if events & event::SENT != 0 {
             causes |= self.delayed(now, cause::TXDW, |interrupts| &mut interrupts.transmit);
@@ -105,7 +112,7 @@ impl Interrupts {
         if events & event::RECEIVED != 0 {
             causes |= self.delayed(now, cause::RXT0, |interrupts| &mut interrupts.receive);
         }
-        self.set(causes);
+        self.set(causes, now);
     }
 
     /// Starts the timers of a cause; returns the cause if there is no delay.
@@ -119,8 +126,8 @@ impl Interrupts {
         0
     }
 
-    /// Sets causes. Timers for the same cause stop: there is nothing left to delay.
-    fn set(&mut self, causes: u32) {
+    /// Sets causes, as of this time. Timers for the same cause stop: there is nothing left to delay.
+    fn set(&mut self, causes: u32, at: u64) {
         self.icr |= causes;
         if causes & cause::TXDW != 0 {
             self.transmit.since = None;
@@ -128,18 +135,31 @@ impl Interrupts {
         if causes & cause::RXT0 != 0 {
             self.receive.since = None;
         }
+        self.note(at);
     }
 
-    fn expire(&mut self, now: u64) {
-        let due = |delay: &Delay| delay.due().is_some_and(|due| due <= now);
-        let mut causes = 0;
-        if due(&self.transmit) {
-            causes |= cause::TXDW;
+    /// Causes, mask or line have changed at this time.
+    fn note(&mut self, at: u64) {
+        let waits = self.is_pending() && !self.asserted;
+        self.since = if waits { Some(self.since.map_or(at, |since| since.min(at))) } else { None };
+    }
+
+    /// Lets time pass: sets what has become due, as of when it was. Returns the time, which is that of a thread ahead of the caller's,
+    /// if there was one.
+    fn expire(&mut self, now: u64) -> u64 {
+        let before = self.now;
+        self.now = now.max(before);
+        let now = self.now;
+        // A delay that was made shorter meanwhile ended then at the earliest.
+        let due = |delay: &Delay| delay.due().filter(|&due| due <= now).map(|due| due.max(before));
+        let (transmit, receive) = (due(&self.transmit), due(&self.receive));
+        if let Some(due) = transmit {
+            self.set(cause::TXDW, due);
         }
-        if due(&self.receive) {
-            causes |= cause::RXT0;
+        if let Some(due) = receive {
+            self.set(cause::RXT0, due);
         }
-        self.set(causes);
+        now
     }
 
     /// Returns whether a cause is pending that is not masked.
@@ -150,27 +170,28 @@ impl Interrupts {
     /// Causes that are gone or masked no longer assert the interrupt.
     fn release(&mut self) {
         self.asserted &= self.is_pending();
+        self.note(self.now);
     }
 
     /// Asserts the interrupt if it is time.
     pub fn settle(&mut self, now: u64) -> Settled {
-        self.expire(now);
+        let now = self.expire(now);
         self.release();
         if self.asserted {
             return Settled { raised: false, at: None };
         }
-        if !self.is_pending() {
+        let Some(since) = self.since else {
             let due = |delay: &Delay, cause: u32| delay.due().filter(|_| self.ims & cause != 0);
             let (transmit, receive) = (due(&self.transmit, cause::TXDW), due(&self.receive, cause::RXT0));
             // Never before the interval is over: asked then, it would only say so.
             let at = transmit.into_iter().chain(receive).min().map(|due| due.max(self.earliest()));
             return Settled { raised: false, at };
+        };
+        let due = self.earliest().max(since);
+        if now < due {
+            return Settled { raised: false, at: Some(due) };
         }
-        let earliest = self.earliest();
-        if now < earliest {
-            return Settled { raised: false, at: Some(earliest) };
-        }
-        (self.asserted, self.last) = (true, Some(now));
+        (self.asserted, self.since, self.last) = (true, None, Some(due));
         Settled { raised: true, at: None }
     }
 
@@ -196,7 +217,7 @@ impl Interrupts {
     /// Reads ICR, which acknowledges all causes.
     pub fn read_icr(&mut self, now: u64) -> u32 {
         self.expire(now);
-        self.asserted = false;
+        (self.asserted, self.since) = (false, None);
         std::mem::take(&mut self.icr)
     }
 
@@ -221,6 +242,7 @@ impl Interrupts {
     /// Writes IMS: these causes interrupt.
     pub fn unmask(&mut self, causes: u32) {
         self.ims |= causes & cause::ALL;
+        self.note(self.now);
     }
 
     /// Writes IMC: these causes do not.
@@ -232,6 +254,8 @@ impl Interrupts {
     /// Writes ITR. It applies from the last interrupt on.
     pub fn set_itr(&mut self, itr: u16) {
         self.itr = itr;
+        // What is due by that is due now, not before.
+        self.since = self.since.map(|_| self.now);
     }
 
     /// Writes TIDV.
@@ -257,7 +281,7 @@ impl Interrupts {
     /// Ends the receive delay (RDTR.FPD).
     pub fn flush(&mut self) {
         if self.receive.since.is_some() {
-            self.set(cause::RXT0);
+            self.set(cause::RXT0, self.now);
         }
     }
 }

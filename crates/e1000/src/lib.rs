@@ -6,6 +6,7 @@
 //! [`RxQueue`] by a worker that moves frames; each queue under a lock that the worker tries and the other thread waits for when an
 //! access says so ([`Effects::QUIESCE`]). [`Interrupter`] is for both.
 #![forbid(unsafe_code)]
+#![cfg_attr(loom, allow(dead_code))]
 #![cfg_attr(
     not(test),
     deny(
@@ -20,6 +21,7 @@
 
 pub mod descriptor;
 mod device;
+#[cfg(not(loom))]
 pub mod driver;
 mod eeprom;
 mod fault;
@@ -32,6 +34,7 @@ mod ring;
 mod rx;
 mod shared;
 mod statistics;
+mod sync;
 mod tx;
 
 pub use device::{Device, DeviceConfig, Effects, Exits, Interrupter};
@@ -39,5 +42,5 @@ pub use fault::Fault;
 pub use interrupts::{DELAY_UNIT, ITR_UNIT, Interrupts, Mitigation, Settled, event};
 pub use pci::{CONFIG, DEVICE, IO_BAR, Message, VENDOR};
 pub use rx::RxQueue;
-pub use shared::{Signal, Vector};
+pub use shared::{Bell, Signal, Vector};
 pub use tx::TxQueue;

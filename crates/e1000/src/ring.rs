@@ -21,14 +21,25 @@ pub(crate) struct Ring {
     epoch: u32,
 }
 
+#[cfg(not(loom))]
+fn words(memory: &Table, base: u64, count: usize) -> Option<Words<AtomicU64>> {
+    memory.guest_words(base, count)
+}
+
+/// A model has no rings in memory.
+#[cfg(loom)]
+fn words(_: &Table, _: u64, _: usize) -> Option<Words<AtomicU64>> {
+    None
+}
+
 impl Ring {
     /// Applies a changed setup. A ring outside memory is a fault only when it is used; the device's own is none of the guest's.
     pub fn set(&mut self, setup: RingSetup, cursors: &Cursors, memory: Option<&Table>) {
         let count = if setup.runs { setup.len / SIZE } else { 0 };
         if (setup, count) != (self.setup, self.count) || self.words.is_none() {
             let inside = setup.base.checked_add(setup.len.into()).is_some_and(|end| end <= STAGING);
-            let words = memory.filter(|_| count > 0 && inside);
-            self.words = words.and_then(|memory| memory.guest_words(setup.base, 2 * count as usize));
+            let memory = memory.filter(|_| count > 0 && inside);
+            self.words = memory.and_then(|memory| words(memory, setup.base, 2 * count as usize));
         }
         (self.setup, self.count) = (setup, count);
         (self.head, self.epoch) = cursors.head();

@@ -1,6 +1,7 @@
 //! The receive queue (8254x Software Developer's Manual, 3.2): we put, the driver receives. Called by a worker, under a lock that
 //! the registers' thread waits for when memory or ring are about to change.
 
+mod fill;
 mod place;
 
 use crate::{
@@ -16,8 +17,8 @@ use crate::{
     shared::Shared,
     statistics::{FCS, Tally},
 };
-use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink, offload::Support};
-use ringroad_mem::{Hit, Pieces, Span, Table, sync::Ordering};
+use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Poured, Sink, offload::Support};
+use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table, sync::Ordering};
 use ringroad_wire::ethernet;
 use std::sync::Arc;
 
@@ -33,6 +34,10 @@ const FRAME_BUFFERS: usize = 128;
 const SPANS: usize = 512;
 /// Buffers whose first lines are prefetched, ahead of writing to them.
 const LOOK_AHEAD: usize = 8;
+
+/// Position of a VLAN tag, and its size.
+const TAG_AT: usize = 12;
+const TAG: usize = 4;
 
 /// Receive queue of a device.
 #[derive(Debug)]
@@ -59,6 +64,10 @@ pub struct RxQueue {
     limit: usize,
     fault: Option<Fault>,
     news: bool,
+    /// Where the virtio-net header of a frame is read to.
+    header: Arc<Region>,
+    /// The last frame for which there were too few descriptors needs so many, at least; 0: there was none.
+    short: u32,
     /// Descriptors used since the head was published, and the second words of those that were not yet written back.
     used: u32,
     words: [u64; WRITES],
@@ -90,8 +99,8 @@ struct Outcome {
 }
 
 impl RxQueue {
-    pub(crate) fn new(shared: Arc<Shared>) -> RxQueue {
-        RxQueue {
+    pub(crate) fn new(shared: Arc<Shared>) -> Result<RxQueue, MemoryError> {
+        Ok(RxQueue {
             shared,
             counters: Arc::default(),
             ring: Ring::default(),
@@ -112,10 +121,12 @@ impl RxQueue {
             limit: MAX_FRAME,
             fault: None,
             news: false,
+            header: Region::private(HEADROOM, 0)?,
+            short: 0,
             used: 0,
             words: [0; WRITES],
             pending: 0,
-        }
+        })
     }
 
     /// Returns the counters.
@@ -176,15 +187,12 @@ impl RxQueue {
     /// Returns how many descriptors there are.
     #[inline]
     fn available(&mut self) -> u32 {
-        if self.generation != self.shared.generation() {
-            self.refresh();
-        }
-        let mut tail = self.shared.rx.tail();
-        // A reset stops the queue before it moves the tail: only a tail of the setup that we know counts.
-        while self.generation != self.shared.generation() {
-            self.refresh();
-            tail = self.shared.rx.tail();
-        }
+        let tail = loop {
+            match self.shared.tail(&self.shared.rx, self.generation) {
+                Some(tail) => break tail,
+                None => self.refresh(),
+            }
+        };
         if !self.runs || self.fault.is_some() {
             return 0;
         }
@@ -215,7 +223,7 @@ impl RxQueue {
             self.counters.stopped.add(outcome.stopped);
             return outcome;
         }
-        (self.used, self.pending) = (0, 0);
+        (self.used, self.pending, self.short) = (0, 0, 0);
         let mut done = 0;
         while done < which.len() && self.used < available {
             let placed = self.place_plain(burst, which.get(done..).unwrap_or_default(), available, &mut outcome.tally);
@@ -371,9 +379,13 @@ impl Sink for RxQueue {
 
     fn has_room(&mut self, frames: usize) -> bool {
         let available = self.available();
-        let wanted = (frames as u32).min(self.ring.count() / 2).max(1);
+        let wanted = (frames as u32).min(self.ring.count() / 2).max(1).max(self.short);
         // A queue that has stopped drops what it is given.
         !self.runs || self.fault.is_some() || available >= wanted
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
+        self.pour(room, read)
     }
 }
 

@@ -2,14 +2,16 @@
 //! generations; a queue compares the generation once per burst and copies the setup when it has changed. Tails, heads and events
 //! are atomics. Nothing here waits for a copy of frames.
 
+#[cfg(all(test, loom))]
+mod model;
+
 use crate::{
-    filter::Filter,
+    filter::{ADDRESSES, Filter},
     interrupts::{Interrupts, Mitigation},
     statistics::Statistics,
+    sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, fence},
 };
-use parking_lot::Mutex;
 use ringroad_frame::Counter;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// Where the staging memory of the transmit queue lies among the guest's addresses. No descriptor and no ring may name it, and no
 /// guest has memory there: the queue refuses a table with such a region.
@@ -87,6 +89,46 @@ impl Cursors {
     }
 }
 
+/// Whether a worker is to be woken when a tail moves.
+#[derive(Debug)]
+pub struct Bell {
+    wanted: AtomicBool,
+}
+
+impl Default for Bell {
+    /// It is.
+    fn default() -> Bell {
+        Bell { wanted: AtomicBool::new(true) }
+    }
+}
+
+impl Bell {
+    /// For the registers' thread, after it has stored a tail. Returns whether to wake the worker: once, as many tails may move
+    /// before it runs.
+    #[inline]
+    pub fn ring(&self) -> bool {
+        // Pairs with `want`: either the worker sees the tail, or this thread that it wants to be woken.
+        fence(Ordering::SeqCst);
+        let wanted = self.wanted.load(Ordering::Relaxed);
+        if wanted {
+            // If the worker has asked again meanwhile: it is woken now.
+            self.wanted.store(false, Ordering::Relaxed);
+        }
+        wanted
+    }
+
+    /// For the worker, before it looks at the tail for the last time.
+    pub fn want(&self) {
+        self.wanted.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// For the worker, which looks at the tail by itself.
+    pub fn unwant(&self) {
+        self.wanted.store(false, Ordering::Relaxed);
+    }
+}
+
 /// Which way an interrupt takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vector {
@@ -150,7 +192,7 @@ impl Shared {
         let interrupts = Interrupts::new(mitigation);
         let signals = Signals { interrupts, line: true, message: false, level: false, raised: 0 };
         Shared {
-            setup: Mutex::default(),
+            setup: Mutex::new(Setup::default()),
             // No queue has seen it yet.
             generation: AtomicU32::new(1),
             tx: Cursors::default(),
@@ -170,9 +212,37 @@ impl Shared {
         self.generation.fetch_add(1, Ordering::Release);
     }
 
+    /// For the registers: stops the queues and forgets what they have reported. The registers have their initial values.
+    pub fn reset(&self, vet: u16, addresses: &[u32; 2 * ADDRESSES]) {
+        // First the queues stop, then their cursors move: see `tail`.
+        self.configure(|setup| {
+            *setup = Setup { resets: setup.resets.wrapping_add(1), vet, ..Setup::default() };
+            setup.filter.set_addresses(addresses);
+        });
+        for cursors in [&self.tx, &self.rx] {
+            cursors.set_tail(0);
+            cursors.set_head(0);
+        }
+        // Whoever saw the queues stop may have seen the old heads.
+        self.configure(|_| ());
+        self.reset_events();
+        self.with_signals(0, |signals| signals.interrupts.reset());
+    }
+
     #[inline(always)]
     pub fn generation(&self) -> u32 {
         self.generation.load(Ordering::Acquire)
+    }
+
+    /// For a queue that knows the setup of this generation: returns the tail that belongs to it, or `None` if the setup has changed.
+    #[inline(always)]
+    pub fn tail(&self, cursors: &Cursors, generation: u32) -> Option<u32> {
+        if generation != self.generation() {
+            return None;
+        }
+        let tail = cursors.tail();
+        // A reset stops the queue before it moves the tail.
+        (generation == self.generation()).then_some(tail)
     }
 
     /// Reports events of a queue; [`Shared::settle`] is to be called then.

@@ -227,15 +227,12 @@ impl TxQueue {
     /// Returns how many descriptors there are.
     #[inline]
     fn available(&mut self) -> u32 {
-        if self.generation != self.shared.generation() {
-            self.refresh();
-        }
-        self.tail = self.shared.tx.tail();
-        // A reset stops the queue before it moves the tail: only a tail of the setup that we know counts.
-        while self.generation != self.shared.generation() {
-            self.refresh();
-            self.tail = self.shared.tx.tail();
-        }
+        self.tail = loop {
+            match self.shared.tail(&self.shared.tx, self.generation) {
+                Some(tail) => break tail,
+                None => self.refresh(),
+            }
+        };
         if self.fault.is_some() {
             return 0;
         }

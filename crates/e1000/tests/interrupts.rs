@@ -188,6 +188,81 @@ fn itr() {
     assert_eq!(board.times().last(), Some(&board.now));
 }
 
+/// The worker comes late, and the driver takes a while, but the rate is what ITR says: intervals count from when an interrupt was due.
+#[test]
+fn late_interrupts_do_not_delay_those_behind_them() {
+    for (itr, late) in [(195, 0), (195, 20_000), (195, 49_000), (488, 70_000), (39, 9_000)] {
+        let mut interrupts = Interrupts::new(Mitigation::default());
+        interrupts.set_itr(itr);
+        interrupts.unmask(cause::RXT0);
+        let interval = u64::from(itr) * ITR_UNIT;
+        let (start, mut now) = (1_000_000, 1_000_000);
+        let mut times = Vec::new();
+        for n in 0..1000u64 {
+            // A frame, always before the next interrupt is due.
+            interrupts.post(event::RECEIVED, now);
+            let at = interrupts.settle(now).at;
+            now = at.unwrap_or(now) + n * 7919 % (late + 1);
+            assert_eq!(at.is_none(), n == 0, "only the first one is at once");
+            if n > 0 {
+                assert_eq!(interrupts.settle(now), Settled { raised: true, at: None });
+            }
+            times.push(now);
+            assert_eq!(interrupts.read_icr(now), cause::RXT0);
+        }
+        let passed = times.last().unwrap() - start;
+        assert!(passed.abs_diff(999 * interval) <= late, "{itr}: {passed} ns for 999 intervals");
+        assert!(times.windows(2).all(|pair| pair[1] - pair[0] + late >= interval));
+    }
+}
+
+/// What was missed for long is not made up for, but by one interrupt.
+#[test]
+fn a_stall_is_followed_by_one_interrupt_more() {
+    let mut board = started(Mitigation::default());
+    board.write(reg::ITR, 195);
+    let interval = 195 * ITR_UNIT;
+    board.receives();
+    board.read(reg::ICR);
+    board.receives();
+    // Nobody comes for twenty intervals.
+    board.now += 20 * interval;
+    board.settle();
+    let stalled = board.now;
+    for _ in 0..5 {
+        board.read(reg::ICR);
+        board.receives();
+        board.run(board.at.unwrap_or(board.now));
+    }
+    let times: Vec<_> = board.times()[1..].iter().map(|at| at - stalled).collect();
+    assert_eq!(times, [0, 0, interval, 2 * interval, 3 * interval, 4 * interval]);
+}
+
+/// A lone frame waits until the interval since the last interrupt is over, and not at all if it is: less than one interval.
+#[test]
+fn latency_at_low_load_is_within_an_interval() {
+    let mut board = started(Mitigation::default());
+    board.write(reg::ITR, 195);
+    let interval = 195 * ITR_UNIT;
+    let mut longest = 0;
+    for n in 1..500u64 {
+        // From well within the interval to far beyond.
+        board.run(board.now + n * n % (3 * interval) + 1000);
+        let arrived = board.now;
+        let before = board.interrupts.len();
+        board.receives();
+        board.run(board.at.unwrap_or(arrived));
+        assert_eq!((board.interrupts.len(), board.at), (before + 1, None));
+        longest = longest.max(board.now - arrived);
+        // The driver takes a microsecond.
+        board.now += 1000;
+        assert_ne!(board.read(reg::ICR) & cause::RXT0, 0);
+        let tail = (board.read(reg::RDH) + 63) % 64;
+        board.write(reg::RDT, tail);
+    }
+    assert!((interval / 2..interval).contains(&longest), "{longest}");
+}
+
 #[test]
 fn without_mitigation_registers_are_only_stored() {
     let mut board = started(STANDARD);
@@ -365,5 +440,44 @@ proptest! {
             prop_assert_eq!(&raised, &model.raised);
         }
         prop_assert_eq!(raised, model.raised);
+    }
+
+    /// Called late, it interrupts no earlier than when called in time, and not less often.
+    #[test]
+    fn late_by_less_than_an_interval(frames in vec(1..3000u64, 1..200), lates in vec(0..2560u64, 1..20), itr in 10..40u16) {
+        let count = |lates: &[u64]| {
+            let mut interrupts = Interrupts::new(Mitigation::default());
+            interrupts.set_itr(itr);
+            interrupts.unmask(cause::RXT0);
+            let (mut now, mut due, mut times) = (0, None::<u64>, Vec::new());
+            let mut lates = lates.iter().cycle();
+            let mut settle = |interrupts: &mut Interrupts, now: u64, due: &mut Option<u64>| {
+                let Settled { raised, at } = interrupts.settle(now);
+                if raised {
+                    interrupts.read_icr(now);
+                    times.push(now);
+                }
+                *due = at.map(|at| at + lates.next().unwrap());
+            };
+            for gap in &frames {
+                let arrives = now + gap;
+                while let Some(at) = due.filter(|&at| at <= arrives) {
+                    now = at;
+                    settle(&mut interrupts, now, &mut due);
+                }
+                now = arrives;
+                interrupts.post(event::RECEIVED, now);
+                if due.is_none() {
+                    settle(&mut interrupts, now, &mut due);
+                }
+            }
+            times
+        };
+        let (exact, late) = (count(&[0]), count(&lates));
+        let interval = u64::from(itr) * ITR_UNIT;
+        // A driver that acknowledges later takes more frames with one interrupt.
+        prop_assert!(late.len() <= exact.len());
+        let longest = lates.iter().max().unwrap();
+        prop_assert!(late.windows(2).all(|pair| pair[1] - pair[0] + longest >= interval));
     }
 }

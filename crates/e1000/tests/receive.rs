@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{BROADCAST, Board, GUEST, RX_RING, SIZE, board, frame};
+use common::{BROADCAST, Board, GUEST, RX_RING, SIZE, board, frame, received};
 use proptest::{collection::vec, prelude::*};
 use ringroad_e1000::{
     DeviceConfig, Effects,
@@ -23,28 +23,6 @@ fn started(count: u32, bits: u32) -> Board {
 
 fn plain(frames: &[Vec<u8>]) -> Vec<(Vec<u8>, Offload)> {
     frames.iter().map(|frame| (frame.clone(), Offload::NONE)).collect()
-}
-
-/// The frames in the ring from a descriptor on, each with its last second word; and the next descriptor.
-fn received(board: &Board, mut index: u32, count: u32, size: usize) -> (Vec<(Vec<u8>, u64)>, u32) {
-    let (mut frames, mut bytes) = (Vec::new(), Vec::new());
-    loop {
-        let word = board.rx_status(index);
-        if word & DD == 0 {
-            assert!(bytes.is_empty(), "a frame without end");
-            return (frames, index);
-        }
-        let len = (word & 0xffff) as usize;
-        assert!(len <= size);
-        bytes.extend(board.get(board.rx_buffer(index), len));
-        board.set_word(RX_RING + u64::from(16 * index) + 8, 0);
-        if word & EOP != 0 {
-            frames.push((std::mem::take(&mut bytes), word & !0xffff));
-        } else {
-            assert_eq!(word & !0xffff, DD);
-        }
-        index = (index + 1) % count;
-    }
 }
 
 #[test]

@@ -223,6 +223,27 @@ mod tests {
         assert_eq!((list.count, list.tokens().count()), (1, 0), "the mailbox");
     }
 
+    /// With the default slack, waits of 50 µs take 100 and more.
+    #[test]
+    fn waits_of_a_timed_port_have_no_slack() {
+        let (events, mut list) = (EventLoop::<()>::new().unwrap(), Events::default());
+        let time = Duration::from_micros(50);
+        let mut quartile = || {
+            let mut waits = [time; 200].map(|time| {
+                let start = Instant::now();
+                events.wait(Some(time), &mut list);
+                start.elapsed()
+            });
+            waits.sort();
+            waits[50]
+        };
+        let usual = quartile();
+        sys::set_exact_timers(true);
+        let exact = quartile();
+        sys::set_exact_timers(false);
+        assert!(exact >= time && exact + Duration::from_micros(20) < usual, "{exact:?} against {usual:?}");
+    }
+
     #[test]
     fn a_command_wakes_the_thread_and_one_to_an_ended_thread_fails() {
         let events = Arc::new(EventLoop::<mpsc::Sender<u32>>::new().unwrap());

@@ -79,6 +79,12 @@ pub trait PortKind: Send + Sync + 'static {
         None
     }
 
+    /// Returns whether a driver has set the times that `settle` returns: then the worker keeps them exactly, busy or asleep, and calls
+    /// `settle` after each burst. Always the same.
+    fn is_timed(&self) -> bool {
+        false
+    }
+
     /// Returns what a frame costs, in units of a copy between two guests.
     #[inline]
     fn weight(&self) -> usize {
@@ -301,6 +307,10 @@ impl<K: PortKind> ringroad_switch::Port for Port<K> {
 
     fn settle(&self, now: Duration) -> Option<Duration> {
         self.kind.settle(now)
+    }
+
+    fn is_timed(&self) -> bool {
+        self.kind.is_timed()
     }
 
     #[inline]
@@ -549,6 +559,9 @@ macro_rules! ports {
                 }
                 fn settle(&self, now: Duration) -> Option<Duration> {
                     match self { $($name::$variant(kind) => kind.settle(now)),+ }
+                }
+                fn is_timed(&self) -> bool {
+                    match self { $($name::$variant(kind) => kind.is_timed()),+ }
                 }
                 #[inline]
                 fn weight(&self) -> usize {

@@ -5,7 +5,7 @@ use crate::{
     capture::Capture,
     event_loop::{EventLoop, Events, pin},
     port::{Port, PortKind, PortSettings},
-    sandbox,
+    sandbox, sys,
 };
 use ringroad_frame::offload::Support;
 use ringroad_switch::{Direction, Fdb, Gather, Mirror, Poll, Port as _, Schedule, Switch, Wait, panic_message};
@@ -377,7 +377,8 @@ impl<'a, K: PortKind> Loop<'a, K> {
             rounds = (rounds + 1) % limit;
             let any = self.round(looked);
             if !any || rounds == 0 {
-                again = self.switch.settle(looked);
+                let now = if self.switch.is_timed() { self.start.elapsed() } else { looked };
+                again = self.switch.settle(now);
                 std::hint::spin_loop();
             }
         }
@@ -386,13 +387,14 @@ impl<'a, K: PortKind> Loop<'a, K> {
     /// Gives each polled queue its turn; returns whether any work was done.
     #[inline(always)]
     fn round(&mut self, now: Duration) -> bool {
-        let Loop { switch, schedule, ports, blocked, .. } = self;
+        let Loop { switch, schedule, ports, blocked, start, .. } = self;
         let port = |number: u32| ports.get(number as usize).and_then(Option::as_ref);
         let blocked = RefCell::new(blocked);
         schedule.round(
             Instant::now,
             |key| {
                 let work = switch.carry(key.port, key.queue.into(), now);
+                switch.settle_timed(|| start.elapsed());
                 let waiting = switch.take_waiting();
                 if waiting.is_some() || !blocked.borrow().is_empty() {
                     blocked.borrow_mut().set(key, waiting);
@@ -473,6 +475,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                         *place = Some(Served { port, poll });
                     }
                     self.tell_offloads();
+                    sys::set_exact_timers(self.switch.is_timed());
                     let _ = reply.send(number);
                 }
                 Command::Remove(number, reply) => {
@@ -527,6 +530,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
         self.schedule.forget(|key| key.port == number);
         self.known.retain(|key| key.port != number);
         self.tell_offloads();
+        sys::set_exact_timers(self.switch.is_timed());
     }
 
     /// Tells each port which offloads at least one other port takes.

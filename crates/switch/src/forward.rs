@@ -33,6 +33,8 @@ pub struct Switch<P: Port> {
     special: bool,
     /// What the queue waits for that was carried last.
     waiting: Option<Wait>,
+    /// Some port is timed.
+    timed: bool,
 }
 
 impl<P: Port> std::fmt::Debug for Switch<P> {
@@ -56,6 +58,7 @@ impl<P: Port> Switch<P> {
             vlans: false,
             special: false,
             waiting: None,
+            timed: false,
         }
     }
 
@@ -75,6 +78,7 @@ impl<P: Port> Switch<P> {
         }
         self.limit(number as u32, limits);
         self.set_vlans(number as u32, vlans);
+        self.note_timed();
         number as u32
     }
 
@@ -141,7 +145,12 @@ impl<P: Port> Switch<P> {
             other.mirror.port = None;
         }
         self.note_mirrors();
+        self.note_timed();
         member.map(|member| member.port)
+    }
+
+    fn note_timed(&mut self) {
+        self.timed = self.ports.iter().flatten().any(|member| member.timed);
     }
 
     /// Releases the memory of the last burst and all leases.
@@ -205,6 +214,25 @@ impl<P: Port> Switch<P> {
         self.release_leases();
         let members = self.ports.iter().flatten();
         members.filter_map(|member| self.settle_port(member, now)).min()
+    }
+
+    /// Returns whether some port is timed ([`Port::is_timed`]): then the `now` of [`Switch::settle`] should be exact.
+    pub fn is_timed(&self) -> bool {
+        self.timed
+    }
+
+    /// Sends those pending notifications whose time a driver has set, if it has come. To be called after each burst; without such a
+    /// port it does nothing. `now` is called only if some are pending.
+    #[inline]
+    pub fn settle_timed(&self, now: impl FnOnce() -> Duration) {
+        if self.timed && self.timed_members().any(|member| member.open.get().is_some()) {
+            let now = now();
+            self.timed_members().for_each(|member| _ = self.settle_port(member, now));
+        }
+    }
+
+    fn timed_members(&self) -> impl Iterator<Item = &Member<P>> {
+        self.ports.iter().flatten().filter(|member| member.timed)
     }
 
     /// The next [`Switch::settle`] asks this port, whether its notifications are due or not.

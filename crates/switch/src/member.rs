@@ -84,6 +84,8 @@ pub(crate) struct Member<P: Port> {
     pub broken: Cell<bool>,
     /// Notifications may be pending: when to look; see [`Port::settle`].
     pub open: Cell<Option<Duration>>,
+    /// [`Port::is_timed`].
+    pub timed: bool,
     /// Of the first queue that frames go to, or of all together if flows do not choose between them.
     room: Room,
     /// Of the others that flows choose from.
@@ -97,6 +99,7 @@ pub(crate) struct Member<P: Port> {
 impl<P: Port> Member<P> {
     pub fn new(port: Arc<P>, limits: Limits) -> Member<P> {
         Member {
+            timed: port.is_timed(),
             port,
             limits,
             vlans: None,

@@ -51,6 +51,12 @@ pub trait Port: Send + Sync {
         None
     }
 
+    /// Returns whether a driver has set the times that `settle` returns, so that they are kept while there are bursts to carry, too.
+    /// Always the same.
+    fn is_timed(&self) -> bool {
+        false
+    }
+
     /// Returns whether flooded frames go here: broadcast, multicast, and those to unknown addresses.
     #[inline]
     fn is_flooded(&self) -> bool {

@@ -227,6 +227,39 @@ fn notifications_wait_until_they_are_due_and_longer_ones_do_not_keep_shorter_one
     assert_eq!(net.switch.settle(at(21)), None);
 }
 
+/// A guest's timer does not wait until the worker has nothing to do, and looks at no clock when none runs.
+#[test]
+fn timed_ports_are_settled_after_each_burst_and_when_they_are_due() {
+    let mut net = Net::new(3);
+    let settled = |net: &Net| net.ports.iter().map(|port| port.settled.load(Relaxed)).collect::<Vec<_>>();
+    let never = || -> Duration { panic!("no timer runs") };
+    let at = |millis| move || Duration::from_millis(millis);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    assert!(!net.switch.is_timed());
+    net.switch.settle_timed(never);
+    assert_eq!((net.switch.settle(Duration::ZERO), settled(&net)), (None, vec![1; 3]));
+    net.ports[1].timed.store(true, Relaxed);
+    net.switch.remove(1);
+    assert_eq!(net.switch.add(net.ports[1].clone()), 1);
+    assert!(net.switch.is_timed());
+    net.switch.settle_timed(never);
+    net.ports[1].due.store(10, Relaxed);
+    net.send_one(1, MacAddr::BROADCAST, mac(1));
+    (1..10).for_each(|millis| net.switch.settle_timed(at(millis)));
+    assert_eq!(settled(&net), [1, 2, 1], "once after the burst");
+    // Bursts of others do not put it off.
+    net.send_one(2, mac(0), mac(2));
+    net.switch.settle_timed(at(10));
+    assert_eq!(settled(&net), [1, 3, 1]);
+    net.switch.settle_timed(never);
+    // A change from outside.
+    net.switch.reopen(1);
+    net.switch.settle_timed(at(11));
+    assert_eq!(settled(&net), [1, 4, 1]);
+    net.switch.remove(1);
+    assert!(!net.switch.is_timed());
+}
+
 #[test]
 fn a_port_that_cannot_take_frames_keeps_nobody_else_from_them() {
     let mut net = Net::new(4);

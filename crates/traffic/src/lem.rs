@@ -90,7 +90,7 @@ impl std::fmt::Debug for State {
 }
 
 impl Lem {
-    /// Connects to a card and starts it. Of the settings, sizes, rate, flows, addresses, touch, and the modes without reflection
+    /// Connects to a card and starts it. Of the settings, sizes, rate, window, flows, addresses, touch, and the modes without reflection
     /// count. `ring`: number of descriptors each way, a multiple of 8.
     ///
     /// # Errors
@@ -155,11 +155,14 @@ impl Lem {
 
     /// Returns how many frames may be sent now, and how long it is until the next one.
     fn due(&self, elapsed: Duration) -> (u32, Duration) {
+        let window = self.settings.window.map(|window| window.saturating_sub(self.traffic.totals.in_flight()));
+        let open = window.map_or(BURST, |open| open.min(BURST.into()) as u32);
         match (self.settings.mode, self.settings.rate) {
-            (Mode::Tx, None) => (BURST, WATCHDOG),
+            (Mode::Tx, _) if open == 0 => (0, WATCHDOG),
+            (Mode::Tx, None) => (open, WATCHDOG),
             (Mode::Tx, Some(rate)) => {
                 let (sent, now) = (self.traffic.totals.sent as f64, elapsed.as_secs_f64());
-                let due = (now * rate - sent).clamp(0.0, BURST.into()) as u32;
+                let due = (now * rate - sent).clamp(0.0, open.into()) as u32;
                 (due, Duration::from_secs_f64(((sent + 1.0) / rate - now).clamp(0.0, 1.0)))
             }
             _ => (0, WATCHDOG),

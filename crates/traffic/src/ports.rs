@@ -225,12 +225,18 @@ impl<K: PortKind> PortKind for Measured<K> {
     fn settle(&self, now: Duration) -> Option<Duration> {
         self.kind.settle(now)
     }
+    fn is_timed(&self) -> bool {
+        self.kind.is_timed()
+    }
     #[inline]
     fn weight(&self) -> usize {
         self.kind.weight()
     }
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         self.kind.descriptors()
+    }
+    fn room_descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.kind.room_descriptors()
     }
     fn enable_notification(&self, queue: usize) -> bool {
         self.kind.enable_notification(queue)
@@ -372,6 +378,21 @@ mod tests {
         assert_eq!(port.takes(), Support::TCP6);
         port.others_take(Support::UDP4);
         assert_eq!(port.kind().others_take.load(Ordering::Relaxed), Support::UDP4.bits());
+    }
+
+    /// What is forgotten here has the trait's default, and no port of the program has it.
+    #[test]
+    fn every_method_is_forwarded() {
+        let declared = include_str!("../../host/src/port.rs").split_once("pub trait PortKind").unwrap().1;
+        let declared = declared.split_once("\n}\n").unwrap().0;
+        let names = |code: &'static str| {
+            let lines = code.lines().filter_map(|line| line.strip_prefix("    fn "));
+            lines.map(|line| line.split(['(', '<']).next().unwrap()).collect::<Vec<_>>()
+        };
+        let here = include_str!("ports.rs").split_once("PortKind for Measured<K> {").unwrap().1;
+        let here = names(here.split_once("\n}\n").unwrap().0);
+        let missing: Vec<_> = names(declared).into_iter().filter(|name| !here.contains(name)).collect();
+        assert!(here.len() > 20 && missing.is_empty(), "{missing:?}");
     }
 
     #[test]

@@ -76,6 +76,20 @@ fn a_deferring_driver_writes_few_registers() {
     serve.stop("TERM");
 }
 
+/// Frames come faster than interrupts may. How much fewer there are is a question of who else needs the processor.
+#[test]
+fn interrupts_keep_the_interval_that_the_driver_has_set() {
+    let folder = Folder::new("lem-interval");
+    let (mut serve, [card]) = serve(&folder, [("a", "mode = \"reflect\"")]);
+    for itr in [488, 2000, 20_000] {
+        let result = blast(&card, &["--itr", &itr.to_string(), "--rate", "40k"]);
+        let (interrupts, seconds) = (number(&result, "interrupts"), number(&result, "seconds"));
+        let most = seconds / (f64::from(itr) * 256e-9) + 2.0;
+        assert!(0.0 < interrupts && interrupts < most, "{itr}: {interrupts} in {seconds} s, expected up to {most}");
+    }
+    serve.stop("TERM");
+}
+
 #[test]
 fn what_this_driver_does_not_have() {
     let folder = Folder::new("lem-options");

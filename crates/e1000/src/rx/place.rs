@@ -1,6 +1,6 @@
 //! Normal path of reception: frames in several pieces or buffers, short ones, with VLAN tags, with checksums that were verified.
 
-use super::{FRAME_BUFFERS, Refusal, RxQueue, WRITES};
+use super::{FRAME_BUFFERS, Refusal, RxQueue, TAG, TAG_AT, WRITES};
 use crate::{
     descriptor::rx::{DD, EOP, IPCS, IXSM, PIF, SPECIAL, TCPCS, VP},
     fault::Fault,
@@ -15,27 +15,21 @@ use ringroad_wire::{
     ip::{ETHERTYPE_V4, Ipv4},
 };
 
-/// Position of a VLAN tag, and its size.
-const TAG_AT: usize = 12;
-const TAG: usize = 4;
-
 impl RxQueue {
     /// Copies one frame into as many buffers as it needs. Returns the first word of the frame, and its length in bytes.
     pub(super) fn place(&mut self, burst: &Burst, index: u8, available: u32) -> Result<(u64, usize), Refusal> {
         let Some(frame) = burst.frames().get(usize::from(index)) else { return Err(Refusal::Filtered) };
         let (head, head_len) = frame.head();
         let head = head.get(HEADROOM..head_len).unwrap_or_default();
-        let word = |at: usize| {
-            head.get(at..).and_then(|bytes| bytes.first_chunk()).map_or(0, |&word| u16::from_be_bytes(word))
-        };
         let destination = head.first_chunk().map_or(0, |&word| u64::from_le_bytes(word));
-        let mut status = EOP | self.checksums(burst, index);
+        let checksum = burst.offload(index.into()).checksum();
+        let mut status = EOP | self.checksums(checksum, |head| burst.copy(index.into(), 0, head));
         match self.filter.find(destination) {
             Match::No => return Err(Refusal::Filtered),
             Match::Inexact => status |= PIF,
             Match::Exact => {}
         }
-        let tag = (word(TAG_AT) == self.vet && frame.len() >= TAG_AT + TAG).then(|| word(TAG_AT + 2));
+        let tag = self.tag(head);
         if tag.is_some_and(|tag| !self.filter.passes_vlan(tag)) {
             return Err(Refusal::Filtered);
         }
@@ -59,8 +53,14 @@ impl RxQueue {
         Ok((destination, frame.len()))
     }
 
+    /// Returns the tag of the frame that begins so.
+    pub(super) fn tag(&self, head: &[u8]) -> Option<u16> {
+        let &[a, b, c, d] = head.get(TAG_AT..)?.first_chunk()?;
+        (u16::from_be_bytes([a, b]) == self.vet).then_some(u16::from_be_bytes([c, d]))
+    }
+
     /// Resolves the buffers of a frame of `len` bytes, and prepares the words to be written back.
-    fn reserve(&mut self, len: usize, available: u32) -> Result<(), Refusal> {
+    pub(super) fn reserve(&mut self, len: usize, available: u32) -> Result<(), Refusal> {
         if self.pending + FRAME_BUFFERS > WRITES {
             self.write_back();
         }
@@ -71,6 +71,8 @@ impl RxQueue {
         let (mut used, mut pending) = (self.used, self.pending);
         while total > 0 {
             if used == available || pending - self.pending == FRAME_BUFFERS {
+                // Those that there are do not suffice.
+                self.short = available - self.used + 1;
                 return Err(Refusal::Full);
             }
             let Some([address, _]) = self.ring.read(used) else { return Err(Refusal::Full) };
@@ -98,21 +100,22 @@ impl RxQueue {
         Ok(())
     }
 
-    /// Returns the checksum status bits of a frame: set only if its checksums are known to be valid.
-    fn checksums(&self, burst: &Burst, index: u8) -> u64 {
-        if burst.offload(index.into()).checksum() != Checksum::Valid {
+    /// Returns the checksum status bits of a frame: set only if its checksums are known to be valid. `copy` copies its
+    /// first bytes and returns how many.
+    pub(super) fn checksums(&self, checksum: Checksum, copy: impl FnOnce(&mut [u8]) -> usize) -> u64 {
+        if checksum != Checksum::Valid {
             return IXSM;
         }
         let transport = if self.rxcsum & rxcsum::TUOFL != 0 { TCPCS } else { 0 };
-        let network = if self.rxcsum & rxcsum::IPOFL != 0 && has_valid_ipv4(burst, index) { IPCS } else { 0 };
+        let network = if self.rxcsum & rxcsum::IPOFL != 0 && has_valid_ipv4(copy) { IPCS } else { 0 };
         if transport | network == 0 { IXSM } else { transport | network }
     }
 }
 
 /// Returns whether a frame has an IPv4 header with a valid checksum.
-fn has_valid_ipv4(burst: &Burst, index: u8) -> bool {
+fn has_valid_ipv4(copy: impl FnOnce(&mut [u8]) -> usize) -> bool {
     let mut head = [0; ethernet::HEADER + ethernet::TAGS + 60];
-    let len = burst.copy(index.into(), 0, &mut head);
+    let len = copy(&mut head);
     let head = head.get(..len).unwrap_or_default();
     let Some((ETHERTYPE_V4, network)) = ethernet::payload(head) else { return false };
     let header = head.get(network..).unwrap_or_default();

@@ -3,6 +3,7 @@
 
 use ringroad_e1000::{
     Device, DeviceConfig, Effects, Interrupter, RxQueue, TxQueue, Vector,
+    descriptor::rx::{DD, EOP},
     driver::Bus,
     registers::{self as reg, ctrl, rctl, tctl},
 };
@@ -237,6 +238,28 @@ pub fn contents(burst: &Burst) -> Vec<(Vec<u8>, Offload)> {
         (bytes, burst.offload(index))
     };
     (0..burst.frames().len()).map(read).collect()
+}
+
+/// The frames in the ring from a descriptor on, each with its last second word; and the next descriptor.
+pub fn received(board: &Board, mut index: u32, count: u32, size: usize) -> (Vec<(Vec<u8>, u64)>, u32) {
+    let (mut frames, mut bytes) = (Vec::new(), Vec::new());
+    loop {
+        let word = board.rx_status(index);
+        if word & DD == 0 {
+            assert!(bytes.is_empty(), "a frame without end");
+            return (frames, index);
+        }
+        let len = (word & 0xffff) as usize;
+        assert!(len <= size);
+        bytes.extend(board.get(board.rx_buffer(index), len));
+        board.set_word(RX_RING + u64::from(16 * index) + 8, 0);
+        if word & EOP != 0 {
+            frames.push((std::mem::take(&mut bytes), word & !0xffff));
+        } else {
+            assert_eq!(word & !0xffff, DD);
+        }
+        index = (index + 1) % count;
+    }
 }
 
 /// A frame of this length to a destination, with contents that tell frames apart.

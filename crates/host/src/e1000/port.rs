@@ -7,15 +7,15 @@ use crate::{
     vfio_user::{InterruptKind, Interrupts},
 };
 use parking_lot::{Mutex, MutexGuard};
-use ringroad_e1000::{Device, Effects, Exits, Interrupter, RxQueue, TxQueue, Vector};
-use ringroad_frame::{Burst, Counters, Sink, Source, offload::Support};
-use ringroad_mem::Table;
+use ringroad_e1000::{Bell, Device, Effects, Exits, Interrupter, RxQueue, TxQueue, Vector};
+use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
+use ringroad_mem::{Span, Table};
 use std::{
     io,
     os::fd::BorrowedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering, fence},
+        atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -25,33 +25,20 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 #[derive(Debug)]
 struct Kick {
     eventfd: EventFd,
-    wanted: AtomicBool,
+    bell: Bell,
 }
 
 impl Kick {
     fn new() -> io::Result<Kick> {
-        Ok(Kick { eventfd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?, wanted: AtomicBool::new(true) })
+        Ok(Kick { eventfd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?, bell: Bell::default() })
     }
 
     /// For the registers' thread, after it has stored a tail.
     #[inline]
     fn tail_moved(&self) {
-        // Pairs with `want`: either the worker sees the tail, or this thread that it wants to be woken.
-        fence(Ordering::SeqCst);
-        // Once: many tails may move before the worker runs.
-        if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
+        if self.bell.ring() {
             let _ = self.eventfd.write(1);
         }
-    }
-
-    /// For the worker, before it looks at the tail for the last time.
-    fn want(&self) {
-        self.wanted.store(true, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-    }
-
-    fn unwant(&self) {
-        self.wanted.store(false, Ordering::Relaxed);
     }
 }
 
@@ -257,29 +244,34 @@ impl PortKind for E1000Port {
         self.0.settle().map(|after| now + after)
     }
 
+    /// The driver's: ITR and the delays.
+    fn is_timed(&self) -> bool {
+        true
+    }
+
     fn enable_room(&self) -> bool {
         let card = &*self.0;
         if !card.short.load(Ordering::Relaxed) {
             return false;
         }
-        card.room.want();
+        card.room.bell.want();
         // Control holds the queue: to be tried again.
         let Some(mut queue) = card.rx.try_enter() else { return false };
         !queue.has_room(1)
     }
 
     fn disable_room(&self) {
-        self.0.room.unwant();
+        self.0.room.bell.unwant();
     }
 
     fn enable_notification(&self, _queue: usize) -> bool {
-        self.0.transmit.want();
+        self.0.transmit.bell.want();
         // Control holds the queue. It wakes the worker when it has changed something, but may not have done so yet.
         self.0.tx.try_enter().is_some_and(|mut queue| queue.is_idle())
     }
 
     fn disable_notification(&self, _queue: usize) {
-        self.0.transmit.unwant();
+        self.0.transmit.bell.unwant();
     }
 
     fn takes(&self) -> Support {
@@ -349,7 +341,6 @@ impl Source for E1000Source<'_> {
 
     fn done(&mut self, burst: &mut Burst) {
         self.queue.done(burst);
-        self.card.settle();
     }
 
     fn retains(&self) -> bool {
@@ -359,7 +350,6 @@ impl Source for E1000Source<'_> {
     #[cold]
     fn retain(&mut self, burst: &mut Burst, first: usize) {
         self.queue.retain(burst, first);
-        self.card.settle();
     }
 }
 
@@ -381,7 +371,6 @@ impl E1000Sink<'_> {
         if let Some(fault) = self.queue.take_fault() {
             self.card.tell("receive", fault);
         }
-        self.card.settle();
     }
 }
 
@@ -406,5 +395,11 @@ impl Sink for E1000Sink<'_> {
         let room = self.queue.has_room(frames);
         self.card.short.store(!room, Ordering::Relaxed);
         room
+    }
+
+    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
+        let poured = self.queue.fill(room, read);
+        self.end(poured == Poured::Full);
+        poured
     }
 }

@@ -248,8 +248,8 @@ fn base() -> Rules {
     rules
 }
 
-/// Names of threads, and of the C library's memory areas.
-const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
+/// Names of threads, and of the C library's memory areas; how exact a thread's timers are.
+const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA, libc::PR_SET_TIMERSLACK];
 
 /// Requests to TAP interfaces and sockets; the last two are how the standard library sets flags.
 const IOCTL: &[u64] = &[

@@ -16,12 +16,13 @@ use rustix::{
     io::Errno,
     net::{self, RecvFlags},
     process::{self, Pid, Resource, Rlimit},
-    thread::{CpuSet, sched_getaffinity, sched_setaffinity},
+    thread::{CpuSet, sched_getaffinity, sched_setaffinity, set_current_timer_slack},
     time::{ClockId, clock_gettime},
 };
 use std::{
     ffi::CString,
     io,
+    num::NonZeroU64,
     os::{
         fd::{AsRawFd, BorrowedFd},
         unix::ffi::OsStrExt,
@@ -72,6 +73,14 @@ pub(crate) fn epoll_wait(epoll: &Epoll, timeout: Option<Duration>, events: &mut 
     // Rounded up: otherwise it would wake just before a deadline, repeatedly.
     let milliseconds = |left: Duration| left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
     epoll.wait(timeout.map_or(-1, milliseconds), events).unwrap_or(0)
+}
+
+/// Lets the calling thread's waits end when they are over, or again up to 50 µs later, by default, so that the kernel wakes several threads
+/// together.
+pub(crate) fn set_exact_timers(exact: bool) {
+    let slack = exact.then_some(NonZeroU64::MIN);
+    // Without it they end later, which is no fault.
+    let _ = set_current_timer_slack(slack);
 }
 
 /// Pins the calling thread to a CPU.

@@ -257,7 +257,7 @@ impl<D: VfioDevice> Thread<D> {
         }
     }
 
-    /// Reads a command, carries it out and replies. Returns `false` if there is none.
+    /// Reads a command, carries it out and replies. Returns `false` if the next one is to be waited for.
     fn serve_one(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<bool, End> {
         let Some(header) = connection.take()? else { return Ok(false) };
         self.hold_back(connection, header.command)?;
@@ -272,7 +272,8 @@ impl<D: VfioDevice> Thread<D> {
                 return Err(removed());
             }
         }
-        Ok(true)
+        // A client that gets a reply has waited for it: nothing more is there yet.
+        Ok(header.flags & NO_REPLY != 0 || connection.has_more())
     }
 
     /// Waits until the client may send another command, unless it is a register access.

@@ -54,8 +54,9 @@ pub struct Fake {
     pub done: AtomicUsize,
     /// How often it was asked for notifications that were left open; it has to be asked again while it is not `running`.
     pub settled: AtomicUsize,
-    /// Until when its notifications wait, in milliseconds.
+    /// Until when its notifications wait, in milliseconds, and whether its driver has said so.
     pub due: AtomicU64,
+    pub timed: AtomicBool,
     /// Whether its queue is leased, how often it has been, and whether somebody else wants it.
     pub leased: Arc<AtomicBool>,
     pub leases: AtomicUsize,
@@ -129,6 +130,7 @@ impl Fake {
             done: AtomicUsize::new(0),
             settled: AtomicUsize::new(0),
             due: AtomicU64::new(0),
+            timed: AtomicBool::new(false),
             leased: Arc::default(),
             leases: AtomicUsize::new(0),
             wanted: AtomicBool::new(false),
@@ -348,6 +350,10 @@ impl Port for Fake {
         let again = (!self.running.load(Relaxed)).then_some(Duration::ZERO);
         let due = self.due.load(Relaxed);
         again.or((now < Duration::from_millis(due)).then(|| Duration::from_millis(due)))
+    }
+
+    fn is_timed(&self) -> bool {
+        self.timed.load(Relaxed)
     }
 
     fn is_flooded(&self) -> bool {

@@ -174,9 +174,14 @@ impl RawConnection {
         changed
     }
 
+    /// Returns whether the device shows its configuration space.
+    pub(crate) fn has_config(&self) -> bool {
+        self.protocol.contains(Protocol::CONFIG)
+    }
+
     /// Returns the first `len` bytes of the configuration space, or `None` if the device did not offer CONFIG.
     pub(crate) fn config(&mut self, len: usize) -> Result<Option<Vec<u8>>, ConnectError> {
-        if !self.protocol.contains(Protocol::CONFIG) {
+        if !self.has_config() {
             return Ok(None);
         }
         let flags = VhostUserConfigFlags::empty();
