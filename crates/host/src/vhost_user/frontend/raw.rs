@@ -163,7 +163,7 @@ impl RawConnection {
     }
 
     /// Returns whether the device has reported a change of its configuration space since the last call.
-    pub(super) fn config_changed(&mut self) -> bool {
+    pub(crate) fn config_changed(&mut self) -> bool {
         const CONFIG_CHANGE: u32 = 2;
         let Some(notices) = &mut self.notices else { return false };
         let (mut changed, mut header) = (false, [[0; 4]; 3]);
