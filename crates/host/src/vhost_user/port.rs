@@ -15,7 +15,7 @@ use ringroad_ring::Fault;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU8, AtomicUsize, Ordering},
+        atomic::{AtomicU16, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -64,7 +64,7 @@ pub(super) struct Guest {
     /// Which of them frames go to, if the driver says that.
     pub rss: Mutex<Option<Arc<Rss>>>,
     /// The offloads that the running receive queues take, as the bits of [`Support`].
-    pub takes: AtomicU8,
+    pub takes: AtomicU16,
     /// Length in bytes of the longest frame to and from it; 0 while its link is down.
     longest: AtomicUsize,
     /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
@@ -93,7 +93,7 @@ impl VhostPort {
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             pairs: AtomicUsize::new(0),
             rss: Mutex::default(),
-            takes: AtomicU8::new(0),
+            takes: AtomicU16::new(0),
             longest: AtomicUsize::new(0),
             attention,
             lines,
