@@ -238,6 +238,7 @@ impl PortKind for TapPort {
     }
 
     fn others_take(&self, support: Support) {
+        let support = support & described(self.header);
         if self.offloads.swap(support.bits(), Ordering::Relaxed) == support.bits() {
             return;
         }

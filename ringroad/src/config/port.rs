@@ -76,8 +76,8 @@ pub struct Port {
 pub enum Kind {
     /// A guest, over vhost-user.
     VhostUser(VhostUser),
-    /// The host's network stack, through a TAP interface of this name, unique among the ports.
-    Tap(String),
+    /// The host's network stack, through a TAP interface.
+    Tap(Tap),
     /// A guest with an emulated network card, over vfio-user.
     E1000(E1000Card),
 }
@@ -307,11 +307,15 @@ struct Neighbours {
     burst: Option<Duration>,
 }
 
-#[derive(Default, Deserialize)]
+/// Settings of a TAP interface.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(default)]
-struct Tap {
+pub struct Tap {
+    /// Its name, unique among the ports.
     #[serde(deserialize_with = "interface")]
-    interface: String,
+    pub interface: String,
+    /// Whether frames in UDP tunnels pass uncut.
+    pub tunnels: bool,
 }
 
 #[derive(Deserialize)]
@@ -364,10 +368,10 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
     table.only_of_kind(&kind, &kinds)?;
     let default = if kind == TAP {
         table.only(Some("limits"), &neighbours)?;
-        let Tap { interface } = table.read()?;
+        let tap: Tap = table.read()?;
         table.require("interface", INTERFACE)?;
-        table.unique(&mut taken.uses, "interface", "interface", &interface)?;
-        port.kind = Kind::Tap(interface);
+        table.unique(&mut taken.uses, "interface", "interface", &tap.interface)?;
+        port.kind = Kind::Tap(tap);
         Limits::NETWORK
     } else {
         table.only(Some("limits"), &[neighbours, keys(LimitKeys::deserialize)].concat())?;

@@ -53,7 +53,7 @@ impl Layers {
         }
         let v6 = ethernet::payload(head).is_some_and(|(ethertype, _)| ethertype == ETHERTYPE_V6);
         let outer = Headers::read(if v6 { Kind::Udp6 } else { Kind::Udp4 }, head, len)?;
-        let TunnelClaim { outer_transport, inner_network, checksum } = claim;
+        let TunnelClaim { outer_transport, inner_network, checksum } = claim.behind_tag(&outer);
         if usize::from(outer_transport) != outer.transport {
             return Err(Refused::OuterTransport { expected: outer.transport, found: outer_transport });
         }
@@ -78,6 +78,22 @@ impl Layers {
         // Both positions are within a head of 256 bytes.
         let (outer_transport, inner_network) = (outer.transport as u8, inner.network as u8);
         Tunnel { outer: outer.ip.version, outer_transport, inner_network, checksum }
+    }
+}
+
+impl TunnelClaim {
+    /// Linux does not count the VLAN tag that it puts into a frame for a TAP interface (`tun_vnet.h`, 6.17).
+    fn behind_tag(self, outer: &Headers) -> TunnelClaim {
+        const TAG: u16 = ethernet::TAG as u16;
+        let TunnelClaim { outer_transport, inner_network, checksum } = self;
+        match (outer_transport.checked_add(TAG), inner_network.checked_add(TAG)) {
+            (Some(transport), Some(inner_network))
+                if outer.network > ethernet::HEADER && usize::from(transport) == outer.transport =>
+            {
+                TunnelClaim { outer_transport: transport, inner_network, checksum }
+            }
+            _ => self,
+        }
     }
 }
 

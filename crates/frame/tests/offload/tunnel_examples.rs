@@ -26,7 +26,7 @@ fn spec(kind: Kind, len: usize) -> Spec {
         df: true,
         flow: 7,
         size: 1000,
-        payload: (0..len).map(|index| (index * 7 >> 3) as u8).collect(),
+        payload: (0..len).map(|index| ((index * 7) >> 3) as u8).collect(),
     }
 }
 
@@ -135,6 +135,21 @@ fn tunnels_that_are_refused() {
         refused(claim, none).to_string(),
         format!("expected no outer checksum, or one to be completed, found {found:#06x}")
     );
+}
+
+/// Linux does not count a tag that it puts into a frame.
+#[test]
+fn positions_without_the_tag() {
+    let mut tunneled = vxlan(Kind::Udp4, Kind::Tcp4, true);
+    for tags in 0..=2 {
+        tunneled.outer.tags = tags;
+        let TunnelClaim { outer_transport, inner_network, checksum } = tunneled.tunnel();
+        let claim = TunnelClaim { outer_transport: outer_transport - 4, inner_network: inner_network - 4, checksum };
+        let taken = offload(&tunneled, tunneled.claim(), claim);
+        assert_eq!(taken.ok(), (tags > 0).then(|| right(&tunneled)), "{tags} tags");
+        // Of both or of none.
+        assert!(offload(&tunneled, tunneled.claim(), TunnelClaim { inner_network, ..claim }).is_err());
+    }
 }
 
 #[test]
