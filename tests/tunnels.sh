@@ -138,11 +138,11 @@ errors() { # port: checksum errors of TCP and UDP, over IPv4 and IPv6
     END { print sum + 0 }' /proc/net/snmp /proc/net/snmp6
 }
 
-transfer() { # from port, to port, its address, "whole" or "cut": how frames are to arrive
-  local from=$1 to=$2 listener packets bytes length wrong
+transfer() { # from port, to port, its address; how frames are to arrive: "whole", "cut" by the switch, or as they were "sent"
+  local from=$1 to=$2 listener sent packets bytes length wrong
   # What came before the other end was there counts, if it has no checksum over IPv6.
   wrong=$(errors "$to")
-  packets=$(count "$to" rx_packets) bytes=$(count "$to" rx_bytes)
+  sent=$(count "$from" tx_packets) packets=$(count "$to" rx_packets) bytes=$(count "$to" rx_bytes)
   ip netns exec "${names[to]}" busybox nc -l -p 5000 <>"$state/never" >"$state/came" &
   listener=$!
   sleep 0.2
@@ -150,20 +150,25 @@ transfer() { # from port, to port, its address, "whole" or "cut": how frames are
   wait $listener || return
   cmp "$state/data" "$state/came" || return
   packets=$(($(count "$to" rx_packets) - packets)) bytes=$(($(count "$to" rx_bytes) - bytes))
-  length=$((bytes / packets))
-  figure="$packets frames of $length bytes"
+  sent=$(($(count "$from" tx_packets) - sent)) length=$((bytes / packets))
+  figure="$sent frames became $packets of $length bytes"
   wrong=$(($(errors "$to") - wrong))
   echo "$figure, $wrong checksum errors"
   [ $wrong = 0 ] || return
-  if [ "$4" = whole ]; then [ $length -ge 4000 ]; else [ $length -le 1514 ]; fi
+  # How long they are on average depends on who runs when; cut, none is longer than an Ethernet frame.
+  case $4 in
+    whole) [ $length -ge 2000 ] && [ "$sent" -le $((packets + 10)) ] && [ "$sent" -ge $((packets - 10)) ] ;;
+    cut) [ $length -le 1514 ] && [ "$sent" -lt $((packets / 2)) ] ;;
+    sent) [ $length -le 1514 ] && [ "$sent" -ge $((packets - 10)) ] ;;
+  esac
 }
 
 nothing_refused() {
   kill -TERM "$daemon"
   wait "$daemon" || return
   daemon=''
-  grep -o '"offload":[0-9]*' "$state/counters.json" | sort | uniq -c
-  ! grep -q '"offload":[1-9]' "$state/counters.json"
+  grep -E '"offload": *[0-9]' "$state/counters.json" || return
+  ! grep -qE '"offload": *[1-9]' "$state/counters.json"
 }
 
 # A listener whose input ends would end the connection.
@@ -179,7 +184,7 @@ if check "start" start; then
       check "$outside: tunnel to a driver" connect $family $checksum 1 3 "" || continue
       check "$outside: IPv4 cut" transfer 1 3 10.90.0.3 cut || true
       check "$outside: IPv6 cut" transfer 1 3 fd90::3 cut || true
-      check "$outside: IPv4 from a driver" transfer 3 1 10.90.0.1 cut || true
+      check "$outside: IPv4 from a driver" transfer 3 1 10.90.0.1 sent || true
     done
   done
   # The kernel puts the tag into the frame.

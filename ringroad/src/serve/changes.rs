@@ -162,8 +162,7 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", InPlace, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
         }
-        (Kind::Tap(tap), Kind::Tap(other)) => {
-            let Tap { interface, tunnels } = tap;
+        (Kind::Tap(Tap { interface, tunnels }), Kind::Tap(other)) => {
             diff.key("port.interface", Recreates, interface, &other.interface);
             diff.key("port.tunnels", Recreates, tunnels, &other.tunnels);
             diff.key("port.queues", Recreates, queues, &after.queues);
