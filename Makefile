@@ -21,6 +21,7 @@ interop: ## the real peers at full length: DPDK 22.11 and 25.11, OVS-DPDK, Linux
 	tests/guests.sh
 	tests/readme.sh
 	tests/attach.sh
+	tests/tunnels.sh
 	tests/examples.sh
 	tests/crash.sh
 	tests/reload.sh

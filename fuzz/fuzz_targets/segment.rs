@@ -6,15 +6,18 @@
 mod input;
 #[path = "../../crates/frame/tests/offload/reference.rs"]
 mod reference;
+#[path = "../../crates/frame/tests/offload/tunnels.rs"]
+mod tunnels;
 
 use input::Input;
 use reference::{Spec, check, coalesced, segments, survive};
 use ringroad_frame::{
     BURST, Offload,
-    offload::{Claim, HEADERS, Kind, Support, checksum, segment::Checksums},
+    offload::{Claim, HEADERS, Kind, Support, TunnelClaim, checksum, segment::Checksums},
 };
-use ringroad_net::offload::{read, write};
-use ringroad_wire::vnet_hdr::VnetHdr;
+use ringroad_net::offload::{read_tunneled, write, write_tunnel};
+use ringroad_wire::vnet_hdr::{TunnelHdr, VnetHdr};
+use tunnels::Tunneled;
 
 const KINDS: [Kind; 6] = [Kind::Tcp4, Kind::Tcp6, Kind::Udp4, Kind::Udp6, Kind::Fragments4, Kind::Fragments6];
 
@@ -26,6 +29,22 @@ impl Input<'_> {
     /// A correct frame, of at most 128 segments.
     fn spec(&mut self) -> Spec {
         let kind = self.kind();
+        self.spec_of(kind)
+    }
+
+    /// A correct frame in a tunnel, if its headers fit.
+    fn tunneled(&mut self) -> Option<Tunneled> {
+        let shape = self.byte();
+        let outer = self.spec_of([Kind::Udp4, Kind::Udp6][usize::from(shape & 1)]);
+        let inner = self.spec_of(KINDS[usize::from(shape >> 1 & 3)]);
+        let shim = (0..shape >> 3).map(|_| self.byte()).collect();
+        let mut tunneled = Tunneled { outer, shim, inner, checksum: self.byte() & 1 == 1 };
+        let most = 65535usize.checked_sub(tunneled.end())?;
+        tunneled.inner.payload.truncate(most);
+        (tunneled.end() <= HEADERS).then_some(tunneled)
+    }
+
+    fn spec_of(&mut self, kind: Kind) -> Spec {
         let shape = self.byte();
         let (tags, ip_options) = (usize::from(shape % 3), usize::from(shape / 3 % 11));
         let extensions = [(); 4].map(|()| self.byte()).map(|byte| (byte & 1 == 1).then_some(byte >> 1 & 1));
@@ -72,8 +91,30 @@ impl Input<'_> {
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
-    match input.byte() % 4 {
+    match input.byte() % 6 {
         0 => check(&input.spec()),
+        4 => input.tunneled().iter().for_each(tunnels::check),
+        5 => {
+            let Some(tunneled) = input.tunneled() else { return };
+            let (mut frame, mut claim, mut tunnel) = (tunneled.frame(), tunneled.claim(), tunneled.tunnel());
+            for _ in 0..input.byte() % 4 {
+                let (at, value) = (usize::from(input.byte()), input.byte());
+                tunnels::change(&tunneled, at, value);
+                if let Some(byte) = frame.get_mut(at) {
+                    *byte = value;
+                }
+            }
+            match input.byte() % 8 {
+                0 => frame.truncate(input.number() as usize),
+                1 => tunnel.outer_transport = input.byte().into(),
+                2 => tunnel.inner_network = input.byte().into(),
+                3 => tunnel = TunnelClaim { checksum: !tunnel.checksum, ..tunnel },
+                4 => claim.checksum = (input.word(), input.word()),
+                5 => (claim.kind, claim.size) = (input.kind(), input.word()),
+                _ => {}
+            }
+            tunnels::survive(&frame, claim, tunnel);
+        }
         1 => {
             let (frame, spec) = input.damaged();
             let right = spec.claim();
@@ -98,15 +139,21 @@ fn headers(input: &mut Input) {
         csum_offset: input.word().into(),
         num_buffers: input.word().into(),
     };
-    let support = Support::from_bits_retain(input.byte());
-    let frame = if input.byte() & 1 == 1 { input.0.to_vec() } else { input.damaged().0 };
+    let tunnel = TunnelHdr { outer_th_offset: input.word().into(), inner_nh_offset: input.word().into() };
+    let support = Support::from_bits_truncate(input.word());
+    let frame = match input.byte() % 3 {
+        0 => input.0.to_vec(),
+        1 => input.damaged().0,
+        _ => input.tunneled().map_or_else(Vec::new, |tunneled| tunneled.frame()),
+    };
     let head = &frame[..frame.len().min(HEADERS)];
-    let Ok(offload) = read(&header, head, frame.len(), support) else { return };
+    let Ok(offload) = read_tunneled(&header, tunnel, head, frame.len(), support) else { return };
     let needs = offload.needs();
     // Congestion may be in the TCP header only.
     assert!((support | Support::ECN).contains(needs));
     let again = write(offload, support | needs, 1);
-    assert_eq!(read(&again, head, frame.len(), support | needs), Ok(offload));
+    let tunnel = write_tunnel(offload);
+    assert_eq!(read_tunneled(&again, tunnel, head, frame.len(), support | needs), Ok(offload));
     if let Some(gso) = offload.gso() {
         segments(&frame, gso, Checksums::Complete);
     }
@@ -114,7 +161,7 @@ fn headers(input: &mut Input) {
 
 /// Frames of some flows, some damaged: what is coalesced becomes the same frames again.
 fn burst(input: &mut Input) {
-    let support = Support::from_bits_retain(input.byte());
+    let support = Support::from_bits_truncate(input.word());
     let mut frames = Vec::new();
     while !input.is_empty() && frames.len() < BURST {
         let (frame, spec) = input.damaged();

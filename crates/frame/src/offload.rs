@@ -11,13 +11,16 @@ mod headers;
 mod kind;
 mod refused;
 pub mod segment;
+mod tunnel;
 
 pub use kind::{HEADERS, Kind, Support, UDP_SEGMENTS};
 pub use refused::Refused;
+pub use tunnel::{Tunnel, TunnelClaim};
 
 use headers::Headers;
 use ringroad_wire::{ethernet, ip, l4};
 use std::num::NonZeroU16;
+use tunnel::Layers;
 
 /// The checksum of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,8 +48,10 @@ pub struct Gso {
     pub ecn: bool,
     /// Payload of each segment but the last, in bytes; of a fragment: without IP headers.
     pub size: NonZeroU16,
-    /// Length of all headers in bytes, with that of TCP or UDP.
+    /// Length of all headers in bytes, with that of TCP or UDP; in a tunnel, with the inner ones.
     pub header_len: u16,
+    /// The tunnel that it is in; `kind` and all else is of the packet inside.
+    pub tunnel: Option<Tunnel>,
 }
 
 /// What is left to do to a frame.
@@ -57,7 +62,7 @@ pub struct Offload {
     gso: Option<Gso>,
 }
 
-const _: () = assert!(size_of::<Offload>() == 12);
+const _: () = assert!(size_of::<Offload>() == 16);
 
 /// A segmentation as its sender describes it, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,24 +126,43 @@ impl Offload {
     /// # Errors
     /// [`Refused`] if the claim and the frame's own headers do not agree, or these are damaged.
     pub fn segmented(claim: Claim, head: &[u8], len: usize) -> Result<Offload, Refused> {
+        Offload::cut(claim, None, head, len)
+    }
+
+    /// The same for a packet in a UDP tunnel: the claim is of the inner one. With an outer checksum there is something left to do even
+    /// if the payload fits into one segment.
+    ///
+    /// # Errors
+    /// [`Refused`] also if the outer headers do not agree with the tunnel, or are damaged.
+    pub fn tunneled(claim: Claim, tunnel: TunnelClaim, head: &[u8], len: usize) -> Result<Offload, Refused> {
+        Offload::cut(claim, Some(tunnel), head, len)
+    }
+
+    fn cut(claim: Claim, tunnel: Option<TunnelClaim>, head: &[u8], len: usize) -> Result<Offload, Refused> {
         let Claim { kind, size, checksum: (start, offset), .. } = claim;
         let partial = Offload::partial(start, offset, len)?;
         let size = NonZeroU16::new(kind.whole(size)).filter(|_| size >= kind.least());
         let Some(size) = size else { return Err(Refused::Size { found: claim.size, least: kind.least() }) };
-        let headers = Headers::read(kind, head, len)?;
+        let (headers, tunnel) = match tunnel {
+            Some(claim) => {
+                let layers = Layers::read(kind, claim, head, len)?;
+                (layers.inner, Some(layers.tunnel(claim.checksum)))
+            }
+            None => (Headers::read(kind, head, len)?, None),
+        };
         let expected = (headers.transport, if kind.is_tcp() { l4::Tcp::CHECKSUM } else { l4::Udp::CHECKSUM });
         if (usize::from(start), offset) != expected {
             return Err(Refused::ChecksumElsewhere { expected, found: (start, offset) });
         }
         let segments = (len - headers.data(kind)).div_ceil(size.get().into());
-        if segments <= 1 {
+        if segments <= 1 && !tunnel.is_some_and(|tunnel| tunnel.checksum) {
             return Ok(partial);
         }
         if segments > UDP_SEGMENTS && matches!(kind, Kind::Udp4 | Kind::Udp6) {
             return Err(Refused::Segments { found: segments });
         }
         let ecn = kind.is_tcp() && (claim.ecn || headers.tcp_flags & l4::flags::CWR != 0);
-        Ok(Offload { gso: Some(Gso { kind, ecn, size, header_len: headers.end as u16 }), ..partial })
+        Ok(Offload { gso: Some(Gso { kind, ecn, size, header_len: headers.end as u16, tunnel }), ..partial })
     }
 
     /// Returns the offload of the frame with `tag` more bytes (or fewer, if it is negative) behind its addresses; `None` if what
@@ -147,7 +171,13 @@ impl Offload {
         let Checksum::Partial { start, offset } = self.checksum else { return Some(self) };
         let start = start.checked_add_signed(tag).filter(|&start| usize::from(start) >= ethernet::HEADER)?;
         let gso = match self.gso {
-            Some(gso) => Some(Gso { header_len: gso.header_len.checked_add_signed(tag)?, ..gso }),
+            Some(gso) => {
+                let tunnel = match gso.tunnel {
+                    Some(tunnel) => Some(tunnel.moved(tag)?),
+                    None => None,
+                };
+                Some(Gso { header_len: gso.header_len.checked_add_signed(tag)?, tunnel, ..gso })
+            }
             None => None,
         };
         Some(Offload { checksum: Checksum::Partial { start, offset }, gso })
@@ -158,8 +188,13 @@ impl Offload {
         match (self.checksum, self.gso) {
             (Checksum::Partial { .. }, None) => Support::CHECKSUM,
             (_, None) => Support::empty(),
-            (_, Some(Gso { kind, ecn: false, .. })) => kind.support(),
-            (_, Some(Gso { kind, ecn: true, .. })) => kind.support().union(Support::ECN),
+            (_, Some(Gso { kind, ecn, tunnel, .. })) => {
+                let kind = if ecn { kind.support().union(Support::ECN) } else { kind.support() };
+                match tunnel {
+                    Some(tunnel) => kind.union(tunnel.support()),
+                    None => kind,
+                }
+            }
         }
     }
 
@@ -193,7 +228,7 @@ mod tests {
     use super::*;
 
     fn offload(kind: Kind, ecn: bool) -> Offload {
-        let gso = Gso { kind, ecn, size: NonZeroU16::new(1000).unwrap(), header_len: 54 };
+        let gso = Gso { kind, ecn, size: NonZeroU16::new(1000).unwrap(), header_len: 54, tunnel: None };
         Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, gso: Some(gso) }
     }
 

@@ -6,14 +6,19 @@ mod examples;
 mod reference;
 #[path = "offload/tags.rs"]
 mod tags;
+#[path = "offload/tunnel_examples.rs"]
+mod tunnel_examples;
+#[path = "offload/tunnels.rs"]
+mod tunnels;
 
 use proptest::{collection::vec, option, prelude::*, sample::select};
 use reference::{Spec, check, coalesced, segments, survive};
 use ringroad_frame::{
     BURST, Offload,
-    offload::{Claim, HEADERS, Kind, Support, checksum, segment::Checksums},
+    offload::{Claim, HEADERS, Kind, Support, TunnelClaim, checksum, segment::Checksums},
 };
 use ringroad_wire::ethernet;
+use tunnels::Tunneled;
 
 const KINDS: [Kind; 6] = [Kind::Tcp4, Kind::Tcp6, Kind::Udp4, Kind::Udp6, Kind::Fragments4, Kind::Fragments6];
 const ACK: u8 = 16;
@@ -41,8 +46,59 @@ fn any_spec(longest: usize) -> impl Strategy<Value = Spec> {
     select(&KINDS[..]).prop_flat_map(move |kind| spec(kind, longest))
 }
 
+/// Frames in UDP tunnels whose headers fit into the private copy, with up to so many bytes of payload.
+fn tunneled(longest: usize) -> impl Strategy<Value = Tunneled> {
+    let outer = select(&[Kind::Udp4, Kind::Udp6][..]).prop_flat_map(|kind| spec(kind, 1));
+    let inner = select(&KINDS[..4]).prop_flat_map(move |kind| spec(kind, longest));
+    let shim = prop_oneof![Just(8), (2..=18usize).prop_map(|words| 4 * words), 0..60usize];
+    (outer, shim, inner, any::<bool>(), any::<u8>()).prop_map(|(mut outer, shim, mut inner, checksum, seed)| {
+        let shim: Vec<_> = (0..shim as u8).map(|index| index.wrapping_mul(seed)).collect();
+        // Most frames would not fit with all that is possible.
+        let options = outer.extensions.iter_mut().chain(&mut inner.extensions);
+        options.enumerate().filter(|(index, _)| seed as usize % 8 != *index).for_each(|(_, option)| *option = None);
+        (outer.ip_options, inner.tags) = (outer.ip_options % 4, inner.tags % 2);
+        Tunneled { outer, shim, inner, checksum }
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Each segment of a tunneled frame is the frame that its sender would have sent.
+    #[test]
+    fn tunneled_segments(tunneled in tunneled(5000)) {
+        prop_assume!(tunneled.end() <= HEADERS);
+        tunnels::check(&tunneled);
+    }
+
+    /// Tunnels with anything changed, or cut anywhere.
+    #[test]
+    fn damaged_tunnels(
+        tunneled in tunneled(600),
+        changes in vec((0..260usize, any::<u8>()), 0..4),
+        cut in option::of(0..300usize),
+        other in select(&KINDS[..]),
+        claim in (any::<u16>(), any::<u16>(), any::<u16>(), 0..300u16, 0..300u16, any::<u8>()),
+    ) {
+        let mut frame = tunneled.frame();
+        for &(at, value) in &changes {
+            if let Some(byte) = frame.get_mut(at) {
+                *byte = value;
+            }
+            tunnels::change(&tunneled, at, value);
+        }
+        frame.truncate(cut.unwrap_or(frame.len()));
+        let (right, tunnel) = (tunneled.claim(), tunneled.tunnel());
+        // Mostly right.
+        let pick = |bit: u8, right: u16, wrong: u16| if claim.5 == bit { wrong } else { right };
+        let checksum = (pick(0, right.checksum.0, claim.0), pick(1, right.checksum.1, claim.1));
+        let kind = if claim.5 == 3 { other } else { right.kind };
+        let claimed = Claim { kind, ecn: false, size: pick(2, right.size, claim.2), checksum };
+        let outer_transport = pick(4, tunnel.outer_transport, claim.3);
+        let inner_network = pick(5, tunnel.inner_network, claim.4);
+        let checksum = tunnel.checksum != (claim.5 == 6);
+        tunnels::survive(&frame, claimed, TunnelClaim { outer_transport, inner_network, checksum });
+    }
 
     /// Each segment is the frame that its sender would have sent, and all of them are the frame that was cut.
     #[test]
@@ -52,8 +108,8 @@ proptest! {
 
     /// A VLAN tag is pushed onto a frame that is to be cut, or popped.
     #[test]
-    fn with_a_tag_more_or_less(spec in any_spec(3000), support in any::<u8>()) {
-        tags::check(&spec, Support::from_bits_retain(support));
+    fn with_a_tag_more_or_less(spec in any_spec(3000), support in any::<u16>()) {
+        tags::check(&spec, Support::from_bits_truncate(support));
     }
 
     /// Headers of any kind with anything changed, or cut anywhere.
@@ -89,7 +145,7 @@ proptest! {
         specs in vec(prop_oneof![spec(Kind::Tcp4, 2000), spec(Kind::Tcp6, 2000), spec(Kind::Udp4, 400)], 1..12),
         order in vec(any::<u8>(), BURST),
         odd in vec((0..BURST, 0..80usize, any::<u8>()), 0..3),
-        support in any::<u8>(),
+        support in any::<u16>(),
     ) {
         let mut flows: Vec<_> = specs
             .iter()
@@ -115,7 +171,7 @@ proptest! {
             repair(frame);
             *offload = checksum::verify(frame);
         }
-        let support = Support::from_bits_retain(support | 1);
+        let support = Support::from_bits_truncate(support | 1);
         let groups = coalesced(&burst, support);
         let mut seen: Vec<_> = groups.iter().flat_map(|(_, _, members)| members.clone()).collect();
         let flow = |index: usize| flow_of(&burst[index].0);
@@ -148,6 +204,14 @@ proptest! {
         // Not longer than an IP packet can be.
         let spec = Spec { payload: spec.payload[..spec.payload.len().min(65535 - (spec.end() - 14))].to_vec(), ..spec };
         check(&spec);
+    }
+
+    #[test]
+    fn long_tunneled_frames(tunneled in tunneled(65000)) {
+        prop_assume!(tunneled.end() <= HEADERS);
+        let mut tunneled = tunneled;
+        tunneled.inner.payload.truncate(65535 - (tunneled.end() - 14));
+        tunnels::check(&tunneled);
     }
 }
 

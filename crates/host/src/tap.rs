@@ -1,11 +1,15 @@
 //! TAP ports: interfaces of the host.
 
+mod header;
+mod longest;
+
 use crate::{
     gate::{Gate, Lease},
     port::{PortKind, PortSettings},
-    quota::Quota,
     sys,
 };
+use header::{LONG_HEAD, begin, described};
+use longest::Longest;
 use parking_lot::MutexGuard;
 use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Poured, Sink, Source, offload::Support};
 use ringroad_mem::{Region, Span, Table};
@@ -21,7 +25,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU16, Ordering},
     },
 };
 
@@ -62,42 +66,14 @@ pub enum TapError {
     },
 }
 
-// The header that the kernel puts before each frame takes the place of the headroom.
-const _: () = assert!(vnet_hdr::SIZE == HEADROOM);
+// The header that the kernel puts before each frame takes the place of the headroom, or what is behind it in a longer one.
+const _: () = assert!(vnet_hdr::SIZE == HEADROOM && vnet_hdr::TUNNELED >= 2 * HEADROOM);
 
 /// Where the kernel's driver is.
 const DEVICE: &str = "/dev/net/tun";
 
 /// Room for one frame.
-const BUFFER: usize = (vnet_hdr::SIZE + MAX_FRAME).next_multiple_of(4096);
-
-/// The longest frame that an interface has. Its MTU may change at any time: we ask again when a frame is longer than it says.
-#[derive(Debug)]
-struct Longest {
-    interface: String,
-    bytes: AtomicUsize,
-    /// Each time it is asked is a system call; longer frames can come all the time.
-    asks: Quota,
-}
-
-impl Longest {
-    fn new(interface: &str) -> Longest {
-        let bytes = AtomicUsize::new(ethernet::longest_frame(1500));
-        Longest { interface: interface.to_owned(), bytes, asks: Quota::new(2, 1) }
-    }
-
-    fn get(&self) -> usize {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    #[cold]
-    fn ask(&self) {
-        if self.asks.take().is_some() {
-            let mtu = sys::mtu(&self.interface).ok().and_then(|mtu| u16::try_from(mtu).ok());
-            self.bytes.store(ethernet::longest_frame(mtu.unwrap_or(1500)), Ordering::Relaxed);
-        }
-    }
-}
+const BUFFER: usize = (vnet_hdr::TUNNELED + MAX_FRAME).next_multiple_of(4096);
 
 /// Where frames of one queue come from.
 #[derive(Debug)]
@@ -121,10 +97,12 @@ pub struct TapPort {
     /// Descriptors of the queues, to wait for frames.
     files: Vec<File>,
     longest: Longest,
+    /// Length in bytes of the header before each frame: [`vnet_hdr::SIZE`], or [`vnet_hdr::TUNNELED`].
+    header: usize,
     /// Whether frames to link-local addresses are read; else they are dropped.
     link_local: AtomicBool,
     /// The offloads that frames from the interface may have, as the bits of [`Support`].
-    offloads: AtomicU8,
+    offloads: AtomicU16,
     received: Vec<Arc<Counters>>,
     sent: Vec<Arc<Counters>>,
 }
@@ -154,8 +132,9 @@ impl TapPort {
             sinks: Vec::new(),
             files: Vec::new(),
             longest: Longest::new(interface),
+            header: vnet_hdr::SIZE,
             link_local: AtomicBool::new(false),
-            offloads: AtomicU8::new(0),
+            offloads: AtomicU16::new(0),
             received: Vec::new(),
             sent: Vec::new(),
         };
@@ -181,6 +160,24 @@ impl TapPort {
         }
         tap.longest.ask();
         Ok(tap)
+    }
+
+    /// Lets frames in UDP tunnels pass uncut between this interface and other ports that take them, before it becomes a port. All
+    /// frames have longer headers then, and none are read straight into a guest's buffers. Returns whether the kernel knows them
+    /// (Linux 6.17).
+    ///
+    /// # Errors
+    /// [`TapError`]: the kernel refuses the headers.
+    pub fn use_tunnels(&mut self) -> Result<bool, TapError> {
+        // One descriptor stands for the interface.
+        let Some(file) = self.files.first() else { return Ok(false) };
+        let set = |len| sys::set_tap_header(file, len).map_err(|error| explain(&self.interface, error, true));
+        let knows = set(vnet_hdr::TUNNELED)?;
+        if !knows {
+            set(vnet_hdr::SIZE)?;
+        }
+        self.header = if knows { vnet_hdr::TUNNELED } else { vnet_hdr::SIZE };
+        Ok(knows)
     }
 
     /// Changes the interface's MTU. Its queues notice at the first frame that is longer than before.
@@ -228,14 +225,15 @@ impl PortKind for TapPort {
     fn source<'a>(&'a self, index: usize, TapLease(queue): &'a mut TapLease) -> Option<TapSource<'a>> {
         let link_local = self.link_local.load(Ordering::Relaxed);
         let cuts = Support::from_bits_truncate(self.offloads.load(Ordering::Relaxed)).intersects(CUT);
-        Some(TapSource { queue, counters: self.received.get(index)?, longest: &self.longest, link_local, cuts })
+        let (counters, header) = (self.received.get(index)?, self.header);
+        Some(TapSource { queue, counters, longest: &self.longest, header, link_local, cuts })
     }
 
     fn sink(&self, hint: usize, frames: usize) -> Option<TapSink<'_>> {
         let index = hint % self.sinks.len().max(1);
         let counters = self.sent.get(index)?;
         match self.sinks.get(index)?.try_enter() {
-            Some(file) => Some(TapSink { file, counters, longest: &self.longest }),
+            Some(file) => Some(TapSink { file, counters, longest: &self.longest, header: self.header }),
             None => {
                 counters.busy.add(frames as u64);
                 None
@@ -244,10 +242,11 @@ impl PortKind for TapPort {
     }
 
     fn takes(&self) -> Support {
-        Support::all()
+        described(self.header)
     }
 
     fn others_take(&self, support: Support) {
+        let support = support & described(self.header);
         if self.offloads.swap(support.bits(), Ordering::Relaxed) == support.bits() {
             return;
         }
@@ -298,6 +297,7 @@ pub struct TapSource<'a> {
     queue: &'a mut Queue,
     counters: &'a Counters,
     longest: &'a Longest,
+    header: usize,
     link_local: bool,
     /// Frames may be as long as the longest packet, to be cut.
     cuts: bool,
@@ -322,14 +322,18 @@ const CUT: Support = Support::all().difference(Support::CHECKSUM.union(Support::
 
 impl Source for TapSource<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
+        let header = self.header;
         let Queue { file, pool, frames, retained } = &mut *self.queue;
         burst.start_in(pool);
+        // The end of a longer header is a frame's headroom.
+        let before = header - HEADROOM;
         if std::mem::take(retained) {
             for &(address, len) in &*frames {
                 let buffer = pool.regions().first().and_then(|region| region.span(address as usize, BUFFER));
                 // They were valid before, and nobody else writes to them.
-                let offload = buffer.and_then(|buffer| offload::read_pieces(&[buffer], len, Support::all()).ok());
-                let _ = burst.push_at(address, len, offload.unwrap_or_default());
+                let read = |buffer| offload::read_behind(&[buffer], header, len, described(header)).ok();
+                let offload = buffer.and_then(read).unwrap_or_default();
+                let _ = burst.push_at(address + before as u64, len - before, offload);
             }
             return burst.frames().len();
         }
@@ -342,14 +346,15 @@ impl Source for TapSource<'_> {
             let Ok(len) = sys::read_message(file.as_fd(), &[buffer], &[]) else { break };
             taken += 1;
             let address = (index * BUFFER) as u64;
-            let offload = match offload::read_pieces(&[buffer], len.max(vnet_hdr::SIZE), Support::all()) {
+            let len = len.max(header);
+            let offload = match offload::read_behind(&[buffer], header, len, described(header)) {
                 Ok(offload) => offload,
                 Err(_) => {
                     self.counters.offload.add(1);
                     continue;
                 }
             };
-            match burst.push_at(address, len, offload) {
+            match burst.push_at(address + before as u64, len - before, offload) {
                 Ok(_) => frames.push((address, len)),
                 Err(NotAFrame::Runt) => self.counters.runt.add(1),
                 Err(NotAFrame::Oversize) => self.counters.oversize.add(1),
@@ -381,7 +386,8 @@ impl Source for TapSource<'_> {
     }
 
     fn pours(&self) -> bool {
-        !self.queue.retained
+        // A guest's header is the shorter one.
+        !self.queue.retained && self.header == vnet_hdr::SIZE
     }
 
     fn pour(&mut self, sink: &mut impl Sink) -> Poured {
@@ -433,12 +439,13 @@ pub struct TapSink<'a> {
     file: MutexGuard<'a, File>,
     counters: &'a Counters,
     longest: &'a Longest,
+    header: usize,
 }
 
 impl Sink for TapSink<'_> {
     /// The kernel takes all of them from any program, whatever it offers to others.
     fn support(&self) -> Support {
-        Support::all()
+        described(self.header)
     }
 
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
@@ -456,12 +463,10 @@ impl Sink for TapSink<'_> {
                     continue;
                 }
             }
-            // num_buffers means nothing to the kernel.
             let (mut head, head_len) = frame.head();
-            if let Some(headroom) = head.first_chunk_mut::<HEADROOM>() {
-                *headroom = offload::bytes(burst.offload(index.into()), Support::all(), 0);
-            }
-            match sys::write_message(file, head.get(..head_len).unwrap_or_default(), burst.rest(index.into())) {
+            let mut long = [0; LONG_HEAD];
+            let head = begin(&mut head, head_len, burst.offload(index.into()), self.header, &mut long);
+            match sys::write_message(file, head, burst.rest(index.into())) {
                 Ok(_) => {
                     frames += 1;
                     bytes += frame.len();

@@ -71,6 +71,8 @@ const GUEST_OFFLOAD_BITS: u64 = bits::NET_F_GUEST_CSUM
     | bits::NET_F_GUEST_TSO6
     | bits::NET_F_GUEST_ECN
     | bits::NET_F_GUEST_UFO
+    | bits::NET_F_GUEST_UDP_TUNNEL_GSO
+    | bits::NET_F_GUEST_UDP_TUNNEL_GSO_CSUM
     | bits::NET_F_GUEST_USO4
     | bits::NET_F_GUEST_USO6;
 

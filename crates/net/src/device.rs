@@ -1,7 +1,6 @@
 //! Device end of virtio-net (virtio 1.3, 5.1.6): transmit queues, which frames come from, and receive queues, which frames go to.
 //! Called by `host`, which provides memory, sockets and notifications.
 
-use crate::features::bits;
 use ringroad_frame::{
     Counters, HEADROOM,
     offload::{Checksum, Offload, Support},
@@ -55,11 +54,6 @@ macro_rules! queue_calls {
             self.ring.tune(tuning);
         }
     };
-}
-
-/// Returns the length of the header of frames, in bytes, for a driver that acknowledged these features (5.1.6).
-fn header_len(acked: u64) -> usize {
-    if acked & bits::NET_F_HASH_REPORT == 0 { vnet_hdr::SIZE } else { vnet_hdr::HASHED }
 }
 
 /// Counts what is left to do to a frame of `len` bytes. `support`: what its receiver takes.

@@ -19,6 +19,7 @@ use ringroad_mem::{Error as MemoryError, Region, Span, Table};
 use ringroad_ring::{Addresses, BURST, DriverFault, DriverRing, Features as RingFeatures, SetupError, Used};
 use ringroad_wire::vnet_hdr;
 use std::{fs::File, sync::Arc};
+use zerocopy::IntoBytes;
 
 /// Configuration of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,7 +86,7 @@ impl Driver {
         let packed = features.packed;
         let size = config.queue_size;
         check_size(size, packed)?;
-        let header = if config.acked & bits::NET_F_HASH_REPORT == 0 { vnet_hdr::SIZE } else { vnet_hdr::HASHED };
+        let header = offload::header_len(config.acked);
         let lens = [header, config.frame];
         let queue = Queue::bytes(features, size, lens);
         let queues = 2 * queue * config.queue_pairs as usize;
@@ -227,24 +228,28 @@ impl DriverTx {
     /// Adds these frames of a burst, with what is left to do to them, which `support` must contain; returns how many there was room
     /// for. The device sees them after `publish`.
     pub fn put(&mut self, burst: &Burst, which: &[u8], support: Support) -> usize {
-        let Queue { ring, buffers, .. } = &mut self.queue;
+        let Queue { ring, buffers, header: header_len, .. } = &mut self.queue;
         let mut added = 0;
         for &index in which {
             let Some(frame) = burst.frames().get(usize::from(index)) else { break };
             let Some(&id) = ring.next_ids(0, 1).first() else { break };
             let Some(span) = buffers.span(id) else { break };
             let (mut head, len) = frame.head();
+            let offload = burst.offload(index.into());
             if let Some(headroom) = head.first_chunk_mut::<{ vnet_hdr::SIZE }>() {
-                *headroom = offload::bytes(burst.offload(index.into()), support, 0);
+                *headroom = offload::bytes(offload, support, 0);
             }
             let mut head = head.get(..len).unwrap_or_default();
             let mut place = span;
             if let Some(lead) = buffers.lead(id) {
-                // The rest of the header is zeros, between what the head begins with and the frame.
+                // The rest of the header, a hash of zeros and the tunnel, is between what the head begins with and the frame.
                 let (header, frame) = head.split_at_checked(vnet_hdr::SIZE).unwrap_or_default();
                 let written = lead.write(header);
                 place = place.skip(place.write(header.get(written..).unwrap_or_default()));
                 place = place.skip(place.write(&[0; HashReport::LEN]));
+                if *header_len == vnet_hdr::TUNNELED {
+                    place = place.skip(place.write(offload::write_tunnel(offload).as_bytes()));
+                }
                 head = frame;
             }
             place = place.skip(place.write(head));
@@ -288,7 +293,7 @@ impl DriverTx {
 
     /// Adds up to `count` frames; returns how many there was room for. `fill` is called with a buffer's id and its space for the
     /// frame, which still has its last contents, and returns the frame's length in bytes. The device sees the frames after
-    /// `publish`. Not with VIRTIO_NET_F_HASH_REPORT, whose headers are longer: then
+    /// `publish`. Not with VIRTIO_NET_F_HASH_REPORT or UDP tunnels, with which headers are longer: then
     /// [`DriverTx::add_behind`] is to be used.
     #[inline]
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
@@ -405,7 +410,8 @@ impl DriverRx {
     pub fn receive(&mut self, read: bool, mut frame: impl FnMut(&[Span<'_>])) -> Result<usize, DriverFault> {
         match self.queue.header {
             vnet_hdr::SIZE => self.receive_behind::<{ vnet_hdr::SIZE }>(read, |_, parts| frame(parts)),
-            _ => self.receive_behind::<{ vnet_hdr::HASHED }>(read, |_, parts| frame(parts)),
+            vnet_hdr::HASHED => self.receive_behind::<{ vnet_hdr::HASHED }>(read, |_, parts| frame(parts)),
+            _ => self.receive_behind::<{ vnet_hdr::TUNNELED }>(read, |_, parts| frame(parts)),
         }
     }
 
@@ -414,13 +420,14 @@ impl DriverRx {
     /// # Errors
     /// As for `receive`.
     pub fn receive_hashed(&mut self, mut frame: impl FnMut(HashReport, &[Span<'_>])) -> Result<usize, DriverFault> {
-        if self.queue.header == vnet_hdr::SIZE {
-            return self.receive(true, |parts| frame(HashReport::NONE, parts));
+        let report = |first: Span<'_>| first.array(vnet_hdr::SIZE).map_or(HashReport::NONE, HashReport::from_bytes);
+        match self.queue.header {
+            vnet_hdr::SIZE => self.receive(true, |parts| frame(HashReport::NONE, parts)),
+            vnet_hdr::HASHED => {
+                self.receive_behind::<{ vnet_hdr::HASHED }>(true, |first, parts| frame(report(first), parts))
+            }
+            _ => self.receive_behind::<{ vnet_hdr::TUNNELED }>(true, |first, parts| frame(report(first), parts)),
         }
-        self.receive_behind::<{ vnet_hdr::HASHED }>(true, |first, parts| {
-            let report = first.array(vnet_hdr::SIZE).map_or(HashReport::NONE, HashReport::from_bytes);
-            frame(report, parts);
-        })
     }
 
     /// `HEADER`: the length of the header. `frame` gets the first span with it, and all spans without.

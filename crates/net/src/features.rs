@@ -52,6 +52,15 @@ pub mod bits {
     pub const NET_F_MQ: u64 = 1 << 22;
     /// The driver may change its address.
     pub const NET_F_CTRL_MAC_ADDR: u64 = 1 << 23;
+    /// The driver takes packets in UDP tunnels to be segmented: bit 65. Those above 63 are kept in the unused bits from 46 on, as the
+    /// specification does among the guest offloads (virtio 1.4, 5.1.6.5.8); vhost-user cannot negotiate them.
+    pub const NET_F_GUEST_UDP_TUNNEL_GSO: u64 = 1 << 46;
+    /// The driver takes them with an outer checksum to be completed: bit 66.
+    pub const NET_F_GUEST_UDP_TUNNEL_GSO_CSUM: u64 = 1 << 47;
+    /// The driver may send packets in UDP tunnels to be segmented: bit 67.
+    pub const NET_F_HOST_UDP_TUNNEL_GSO: u64 = 1 << 48;
+    /// The driver may send them with an outer checksum to be completed: bit 68.
+    pub const NET_F_HOST_UDP_TUNNEL_GSO_CSUM: u64 = 1 << 49;
     /// The driver reads the device's statistics.
     pub const NET_F_DEVICE_STATS: u64 = 1 << 50;
     /// The driver sets for how long interrupts of one queue may wait.

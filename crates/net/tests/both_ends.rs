@@ -31,7 +31,11 @@ impl End {
     }
 
     fn header(&self) -> usize {
-        if self.acked & bits::NET_F_HASH_REPORT == 0 { vnet_hdr::SIZE } else { vnet_hdr::HASHED }
+        match (self.acked & bits::NET_F_HOST_UDP_TUNNEL_GSO != 0, self.acked & bits::NET_F_HASH_REPORT != 0) {
+            (true, _) => vnet_hdr::TUNNELED,
+            (false, true) => vnet_hdr::HASHED,
+            (false, false) => vnet_hdr::SIZE,
+        }
     }
 }
 
@@ -61,8 +65,9 @@ enum Op {
 
 /// Queue size and frame.
 fn end(shape: impl Strategy<Value = (u32, usize)>) -> impl Strategy<Value = End> {
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), prop::bool::weighted(0.25));
-    (flags, shape).prop_map(|((packed, in_order, merge, event, indirect, hash), (size, frame))| End {
+    let long = [0.25, 0.25].map(prop::bool::weighted);
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), long);
+    (flags, shape).prop_map(|((packed, in_order, merge, event, indirect, [hash, tunnels]), (size, frame))| End {
         acked: common::acked(&[
             (packed, bits::RING_PACKED),
             (in_order, bits::IN_ORDER),
@@ -70,6 +75,7 @@ fn end(shape: impl Strategy<Value = (u32, usize)>) -> impl Strategy<Value = End>
             (event, bits::EVENT_IDX),
             (indirect, bits::INDIRECT_DESC),
             (hash, bits::NET_F_HASH_REPORT),
+            (tunnels, bits::NET_F_HOST_UDP_TUNNEL_GSO),
         ]),
         size: if packed { size } else { 1 << size.ilog2() },
         frame,

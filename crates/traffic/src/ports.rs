@@ -273,7 +273,7 @@ mod tests {
     use ringroad_frame::BURST;
     use ringroad_host::Port;
     use ringroad_switch::{Fdb, Switch};
-    use std::time::Duration;
+    use std::{sync::atomic::AtomicU16, time::Duration};
 
     /// A port that sends one burst of frames and keeps what it gets.
     struct Fake {
@@ -281,7 +281,7 @@ mod tests {
         sends: Mutex<usize>,
         done: AtomicU8,
         got: Mutex<Vec<Vec<u8>>>,
-        others_take: AtomicU8,
+        others_take: AtomicU16,
     }
 
     impl Fake {
@@ -289,7 +289,7 @@ mod tests {
             let memory = Arc::new(Table::default().with(Region::private(4096, 0).unwrap()).unwrap());
             let header: Vec<u8> = (0..HEADROOM as u8 + 60).collect();
             memory.regions()[0].span(0, header.len()).unwrap().write(&header);
-            let (sends, others_take) = (Mutex::new(sends), AtomicU8::new(0));
+            let (sends, others_take) = (Mutex::new(sends), AtomicU16::new(0));
             Fake { memory, sends, done: AtomicU8::new(0), got: Mutex::default(), others_take }
         }
     }

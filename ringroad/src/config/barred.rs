@@ -1,6 +1,6 @@
 //! What a configuration needs but the confined process has given up.
 
-use super::{Config, Finding, Kind, Port, Vsock, check, vsock_owner};
+use super::{Config, Finding, Kind, Port, Tap, Vsock, check, vsock_owner};
 use ringroad_host::{
     sandbox::{InForce, Privilege},
     vhost_user::Access,
@@ -41,7 +41,7 @@ pub fn barred(config: &Config, in_force: &InForce) -> Vec<Finding> {
             may_use(socket, in_force).unwrap_or_else(|message| find("socket", message));
             may_give(frontend.access(), in_force).unwrap_or_else(|(key, why)| find(key, why));
         }
-        if let Kind::Tap(interface) = &port.kind {
+        if let Kind::Tap(Tap { interface, .. }) = &port.kind {
             let there = Path::new("/sys/class/net").join(interface).exists();
             if !there && in_force.has_dropped(Privilege::NetAdmin) {
                 find("interface", dropped(&format!("create interface {interface}"), &[Privilege::NetAdmin]));

@@ -2,7 +2,7 @@
 //! calls it before it starts or reloads anything, `serve --check` does only this. Each finding has the line in the file, what was
 //! expected, what was found, and what to do.
 
-use super::{Config, Kind, mirror};
+use super::{Config, Kind, Tap, mirror};
 use ringroad_host::vhost_user::Role;
 use std::{
     collections::HashMap,
@@ -68,7 +68,7 @@ pub fn check(config: &Config) -> Vec<Finding> {
                 );
             }
         }
-        if let Kind::Tap(interface) = &port.kind {
+        if let Kind::Tap(Tap { interface, .. }) = &port.kind {
             interface_is_tap(interface, port.queues).unwrap_or_else(|(key, message)| find(&owner, key, message));
         }
     }

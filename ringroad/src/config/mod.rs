@@ -25,7 +25,7 @@ pub use check::{Finding, check, vsock_owner};
 pub use error::{ConfigError, Places};
 pub use file::{Config, Log, SwitchConfig, Workers};
 pub use frontend::Frontend;
-pub use port::{E1000Card, Kind, Port, VhostUser};
+pub use port::{E1000Card, Kind, Port, Tap, VhostUser};
 pub use sandbox::Sandbox;
 pub use vsock::Vsock;
 

@@ -72,8 +72,8 @@ pub struct Port {
 pub enum Kind {
     /// A guest, over vhost-user.
     VhostUser(VhostUser),
-    /// The host's network stack, through a TAP interface of this name, unique among the ports.
-    Tap(String),
+    /// The host's network stack, through a TAP interface.
+    Tap(Tap),
     /// A guest with an emulated network card, over vfio-user.
     E1000(E1000Card),
 }
@@ -303,11 +303,15 @@ struct Neighbours {
     burst: Option<Duration>,
 }
 
-#[derive(Default, Deserialize)]
+/// Settings of a TAP interface.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(default)]
-struct Tap {
+pub struct Tap {
+    /// Its name, unique among the ports.
     #[serde(deserialize_with = "values::interface")]
-    interface: String,
+    pub interface: String,
+    /// Whether frames in UDP tunnels pass uncut.
+    pub tunnels: bool,
 }
 
 #[derive(Deserialize)]
@@ -380,10 +384,10 @@ fn port(table: &Table, taken: &mut Taken) -> Result<Port, ConfigError> {
 
 /// Reads what a tap has beside the keys of all ports. Returns its default limits, too.
 fn tap(table: &Table, taken: &mut Taken) -> Result<(Kind, Limits), ConfigError> {
-    let Tap { interface } = table.read()?;
+    let tap: Tap = table.read()?;
     table.require("interface", INTERFACE)?;
-    table.unique(&mut taken.uses, "interface", "interface", &interface)?;
-    Ok((Kind::Tap(interface), Limits::NETWORK))
+    table.unique(&mut taken.uses, "interface", "interface", &tap.interface)?;
+    Ok((Kind::Tap(tap), Limits::NETWORK))
 }
 
 /// The same for a guest's port.

@@ -131,9 +131,17 @@ fn example() {
         vlans: Some(Vlans::trunk([10, 20].map(vid), Some(vid(1)))),
         mirror: None,
         queues: 1,
-        kind: Kind::Tap("rr0".into()),
+        kind: Kind::Tap(Tap { interface: "rr0".into(), tunnels: false }),
     };
     assert_eq!(config.ports, [vm1, uplink]);
+}
+
+#[test]
+fn tunnels_of_an_interface() {
+    for (rest, tunnels) in [("", false), ("tunnels = false", false), ("tunnels = true", true)] {
+        let tap = Tap { interface: "rr0".into(), tunnels };
+        assert_eq!(parse(&rr0(rest)).ports[0].kind, Kind::Tap(tap));
+    }
 }
 
 #[test]
@@ -416,6 +424,7 @@ fn broken_files() {
             vm1("\ninterface = \"x\""),
             "6: port \"vm1\": key `interface`: only valid for kind \"tap\", but this port is of",
         ),
+        (vm1("tunnels = true"), "5: port \"vm1\": key `tunnels`: only valid for kind \"tap\", but this port is of"),
         (vm1("role = \"master\""), "5: port \"vm1\": key `role`: expected \"server\" or \"client\", found \"master\""),
         (vm1("mac = \"52:54:00:12:34\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero address su"),
         (vm1("mac = \"01:00:5e:00:00:01\""), "5: port \"vm1\": key `mac`: expected a unicast, non-zero addres"),

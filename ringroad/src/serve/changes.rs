@@ -1,7 +1,9 @@
 //! Compares two configurations key by key and classifies what applying each change disrupts. Used by `serve --check --against`,
 //! SIGUSR2 (preview) and SIGHUP (logged before the reload; state.rs and vsock.rs decide by it what to restart).
 
-use crate::config::{Config, E1000Card, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, VhostUser, Vsock, Workers};
+use crate::config::{
+    Config, E1000Card, Frontend, Kind, Log, Port, Sandbox, SwitchConfig, Tap, VhostUser, Vsock, Workers,
+};
 use ringroad_switch::Limits;
 use std::fmt;
 
@@ -160,8 +162,9 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", InPlace, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
         }
-        (Kind::Tap(interface), Kind::Tap(other)) => {
-            diff.key("port.interface", Recreates, interface, other);
+        (Kind::Tap(Tap { interface, tunnels }), Kind::Tap(other)) => {
+            diff.key("port.interface", Recreates, interface, &other.interface);
+            diff.key("port.tunnels", Recreates, tunnels, &other.tunnels);
             diff.key("port.queues", Recreates, queues, &after.queues);
             diff.key("port.mtu", InPlace, mtu, &after.mtu);
         }
@@ -338,6 +341,7 @@ socket = "/run/v"
             ),
             ("\"rr0\"", "\"rr1\"", "port host: key `port.interface`: recreates the interface"),
             ("\"rr0\"", "\"rr0\"\nqueues = 2", "port host: key `port.queues`: recreates the interface"),
+            ("\"rr0\"", "\"rr0\"\ntunnels = true", "port host: key `port.tunnels`: recreates the interface"),
             ("\"rr0\"", "\"rr0\"\nmtu = 9000", "port host: key `port.mtu`: in place"),
             ("\"rr0\"", "\"rr0\"\npoll = \"1ms\"", "port host: key `port.poll`: in place"),
             ("\"tap\"\ninterface", "\"vhost-user\"\nsocket", "port host: key `port.kind`: recreates the interface"),

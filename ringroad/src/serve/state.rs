@@ -348,8 +348,14 @@ impl Running {
                 progress.made(&card.socket);
                 Kind::E1000(server)
             }
-            config::Kind::Tap(interface) => {
-                let tap = TapPort::open(&port.name, interface, port.queues, port.mtu)?;
+            config::Kind::Tap(config::Tap { interface, tunnels }) => {
+                let mut tap = TapPort::open(&port.name, interface, port.queues, port.mtu)?;
+                if *tunnels && !tap.use_tunnels()? {
+                    let name = &port.name;
+                    log::warn!(
+                        "port {name}: key `tunnels` needs Linux 6.17; the kernel here cuts frames in UDP tunnels itself"
+                    );
+                }
                 Kind::Tap(worker.add(Port::new(Measured::new(Ports::Tap(tap), mode), settings))?)
             }
         };

@@ -20,12 +20,15 @@ pub fn complete(frame: &mut [u8], offload: Offload) {
 pub(super) fn finish(frame: &mut [u8], start: usize, offset: usize) {
     let mut sum = Sum::default();
     sum.add(frame.get(start..).unwrap_or_default());
-    // 0xffff and 0 are the same number, but 0 would mean that a UDP datagram has no checksum (RFC 768). TCP takes either, so the
-    // protocol does not matter (Linux' skb_checksum_help does the same).
-    let checksum = if sum.checksum() == 0 { 0xffff } else { sum.checksum() };
     if let Some(field) = frame.get_mut(start + offset..).and_then(<[u8]>::first_chunk_mut) {
-        *field = checksum.to_be_bytes();
+        *field = field_of(sum).to_be_bytes();
     }
+}
+
+/// Returns the checksum of what was summed, as it is written. 0xffff and 0 are the same number, but 0 would mean that a UDP datagram
+/// has no checksum (RFC 768). TCP takes either, so the protocol does not matter (Linux' skb_checksum_help does the same).
+pub(super) fn field_of(sum: Sum) -> u16 {
+    if sum.checksum() == 0 { 0xffff } else { sum.checksum() }
 }
 
 /// Verifies the checksum of a TCP or UDP frame. Returns [`Offload::VALID`], or [`Offload::NONE`] if the checksum is wrong or

@@ -32,9 +32,17 @@ impl Headers {
         let head = head.get(..len.min(HEADERS)).unwrap_or(head);
         let beyond = |needed| Refused::Headers { needed, found: head.len() };
         let (ethertype, network) = ethernet::payload(head).ok_or(beyond(ethernet::HEADER))?;
-        let version = version(ethertype).filter(|&version| version == kind.version());
-        let version = version.ok_or(Refused::EtherType { expected: kind, found: ethertype })?;
-        let ip = Packet::read(version, head.get(network..).unwrap_or_default())?;
+        if version(ethertype) != Some(kind.version()) {
+            return Err(Refused::EtherType { expected: kind, found: ethertype });
+        }
+        Headers::read_at(kind, network, head, len)
+    }
+
+    /// The same, of the IP packet that begins at `network` and ends with the frame.
+    pub fn read_at(kind: Kind, network: usize, head: &[u8], len: usize) -> Result<Headers, Refused> {
+        let head = head.get(..len.min(HEADERS)).unwrap_or(head);
+        let beyond = |needed| Refused::Headers { needed, found: head.len() };
+        let ip = Packet::read(kind.version(), head.get(network..).unwrap_or_default())?;
         if ip.protocol != if kind.is_tcp() { protocol::TCP } else { protocol::UDP } {
             return Err(Refused::Protocol { expected: kind, found: ip.protocol });
         }

@@ -16,7 +16,7 @@ const TCP_LEAST: u16 = 8;
 bitflags! {
     /// The offloads that a port takes frames with, or sends frames with.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Support: u8 {
+    pub struct Support: u16 {
         /// [`Checksum::Partial`]; all that follow require it.
         const CHECKSUM = 1;
         /// [`Kind::Tcp4`].
@@ -33,7 +33,16 @@ bitflags! {
         const FRAGMENTS = 1 << 6;
         /// [`Checksum::Valid`]: which may be withheld from a port, and ignored from one.
         const VALID = 1 << 7;
+        /// [`Gso::tunnel`](super::Gso::tunnel), around whichever kinds of TCP and UDP are there, too.
+        const TUNNEL = 1 << 8;
+        /// Tunnels whose outer checksum is to be completed; requires TUNNEL.
+        const TUNNEL_CHECKSUM = 1 << 9;
     }
+}
+
+impl Support {
+    /// Tunnels with and without outer checksums.
+    pub const TUNNELS: Support = Support::TUNNEL.union(Support::TUNNEL_CHECKSUM);
 }
 
 /// How a frame is to be cut.

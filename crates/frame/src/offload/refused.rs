@@ -125,6 +125,45 @@ pub enum Refused {
         /// In the header.
         found: u8,
     },
+    /// IP fragments in a tunnel: there is no such segmentation.
+    #[error("expected TCP segments or UDP datagrams in the tunnel, found {found:?}")]
+    Tunneled {
+        /// As claimed.
+        found: Kind,
+    },
+    /// What is said of a tunnel does not fit the segmentation: of two versions, or with a checksum that is complete or verified, or an
+    /// outer checksum without a tunnel.
+    #[error(
+        "expected the flags of a segmentation in at most one tunnel, found type {gso_type:#04x} and flags {flags:#04x}"
+    )]
+    TunnelFlags {
+        /// As claimed.
+        gso_type: u8,
+        /// As claimed.
+        flags: u8,
+    },
+    /// The outer UDP header is elsewhere.
+    #[error("expected the outer UDP header at {expected}, found {found}")]
+    OuterTransport {
+        /// By the frame's headers.
+        expected: usize,
+        /// As claimed.
+        found: u16,
+    },
+    /// The inner IP header overlaps the outer headers.
+    #[error("expected the inner IP header at {least} or later, found {found}")]
+    InnerNetwork {
+        /// Behind the outer headers.
+        least: usize,
+        /// As claimed.
+        found: u16,
+    },
+    /// An outer UDP checksum that no segment would have.
+    #[error("expected no outer checksum, or one to be completed, found {found:#06x}")]
+    OuterChecksum {
+        /// In the header.
+        found: u16,
+    },
     /// The length in the UDP header is not that of the packet's payload.
     #[error("expected a UDP datagram of {actual} bytes, found a length of {found}")]
     UdpLen {

@@ -6,6 +6,7 @@
 use super::{
     Checksum, Gso, HEADERS, Offload, Refused, checksum,
     headers::{Headers, change_v4, header_mut},
+    tunnel::Layers,
 };
 use ringroad_wire::{
     checksum::{Sum, add},
@@ -37,6 +38,8 @@ pub struct Segmenter {
     /// The headers of the frame.
     head: [u8; HEADERS],
     headers: Headers,
+    /// Those of a tunnel.
+    outer: Option<Headers>,
     gso: Gso,
     checksums: Checksums,
     /// Identification of IPv6 fragments.
@@ -56,11 +59,17 @@ impl Segmenter {
     /// # Errors
     /// [`Refused`] if `gso` is not of this frame.
     pub fn new(gso: Gso, head: &[u8], len: usize, checksums: Checksums, ident: u32) -> Result<Segmenter, Refused> {
-        let headers = Headers::read(gso.kind, head, len)?;
+        let (headers, outer) = match gso.tunnel {
+            Some(tunnel) => {
+                let Layers { outer, inner } = Layers::read(gso.kind, tunnel.claim(), head, len)?;
+                (inner, Some(outer))
+            }
+            None => (Headers::read(gso.kind, head, len)?, None),
+        };
         let data = headers.data(gso.kind);
         let mut copy = [0; HEADERS];
         copy.iter_mut().zip(head).for_each(|(place, byte)| *place = *byte);
-        Ok(Segmenter { head: copy, headers, gso, checksums, ident, data, at: data, len })
+        Ok(Segmenter { head: copy, headers, outer, gso, checksums, ident, data, at: data, len })
     }
 
     /// Returns the length of the longest segment in bytes: the room that [`Segmenter::next`] needs.
@@ -108,11 +117,11 @@ impl Segmenter {
         self.read(0, out.get_mut(..self.data)?, copy);
         copy(self.at, out.get_mut(self.data..)?);
         let index = (self.at - self.data) / self.size();
-        self.write_ip(out, |ip| ip.id.set(ip.id.get().wrapping_add(index as u16)))?;
+        write_ip(&self.headers, out, |ip| ip.id.set(ip.id.get().wrapping_add(index as u16)))?;
         // The field holds the sum of the pseudo header with the length of the whole: only the length changes.
         let (old, new) = ((self.len - transport) as u16, (len - transport) as u16);
         let partial = |field: u16| add(add(field, !old), new);
-        let offset = if self.gso.kind.is_tcp() {
+        let (offset, inner) = if self.gso.kind.is_tcp() {
             let tcp: &mut Tcp = header_mut(out, transport)?;
             tcp.seq.set(tcp.seq.get().wrapping_add((self.at - self.data) as u32));
             if self.at + count < self.len {
@@ -122,13 +131,16 @@ impl Segmenter {
                 tcp.flags &= !flags::CWR;
             }
             tcp.checksum.set(partial(tcp.checksum.get()));
-            Tcp::CHECKSUM
+            (Tcp::CHECKSUM, tcp.checksum.get())
         } else {
             let udp: &mut Udp = header_mut(out, transport)?;
             udp.length.set(new);
             udp.checksum.set(partial(udp.checksum.get()));
-            Udp::CHECKSUM
+            (Udp::CHECKSUM, udp.checksum.get())
         };
+        if let Some(outer) = &self.outer {
+            self.write_outer(outer, out, index, inner)?;
+        }
         let checksum = match self.checksums {
             Checksums::Complete => {
                 checksum::finish(out, transport, offset.into());
@@ -137,6 +149,25 @@ impl Segmenter {
             Checksums::Partial => Checksum::Partial { start: transport as u16, offset },
         };
         Some(Segment { len, offload: Offload { checksum, gso: None } })
+    }
+
+    /// Writes the outer headers of segment number `index`. `inner`: what the field of its inner checksum holds while that is partial.
+    fn write_outer(&self, outer: &Headers, out: &mut [u8], index: usize, inner: u16) -> Option<()> {
+        write_ip(outer, out, |ip| ip.id.set(ip.id.get().wrapping_add(index as u16)))?;
+        let (old, new) = ((self.len - outer.transport) as u16, (out.len() - outer.transport) as u16);
+        let udp: &mut Udp = header_mut(out, outer.transport)?;
+        udp.length.set(new);
+        if !self.gso.tunnel?.checksum {
+            return Some(());
+        }
+        udp.checksum.set(add(add(udp.checksum.get(), !old), new));
+        // What the inner checksum covers sums to the complement of its pseudo header once it is complete: the data is not read again
+        // (Linux calls it local checksum offload).
+        let mut sum = Sum::default();
+        sum.add(out.get(outer.transport..self.headers.transport)?);
+        sum.add(&(!inner).to_be_bytes());
+        header_mut::<Udp>(out, outer.transport)?.checksum.set(checksum::field_of(sum));
+        Some(())
     }
 
     /// Writes an IP fragment with `count` bytes of the datagram. IPv4 options are repeated in each, as Linux does.
@@ -148,7 +179,7 @@ impl Segmenter {
         self.read(0, out.get_mut(..self.data)?, copy);
         self.read(self.at, out.get_mut(self.data + extra..)?, copy);
         let mf = if more { Ipv4::MF } else { 0 };
-        self.write_ip(out, |ip| ip.fragment.set((done / 8) as u16 | mf))?;
+        write_ip(&self.headers, out, |ip| ip.fragment.set((done / 8) as u16 | mf))?;
         if extra > 0 {
             let next = out.get_mut(self.headers.network + self.headers.ip.next_header_at)?;
             let next_header = std::mem::replace(next, protocol::FRAGMENT);
@@ -169,7 +200,7 @@ impl Segmenter {
             at += part.len();
         }
         let udp: &mut Udp = header_mut(&mut self.head, self.headers.transport)?;
-        udp.checksum.set(if sum.checksum() == 0 { 0xffff } else { sum.checksum() });
+        udp.checksum.set(checksum::field_of(sum));
         Some(())
     }
 
@@ -184,21 +215,21 @@ impl Segmenter {
             }
         }
     }
+}
 
-    /// Sets the length of the IP packet in `out`; for IPv4 also makes this change, and the checksum.
-    fn write_ip(&self, out: &mut [u8], change: impl FnOnce(&mut Ipv4)) -> Option<()> {
-        let network = self.headers.network;
-        let len = out.len() - network;
-        match self.headers.ip.version {
-            Version::V4 => change_v4(out.get_mut(network..network + self.headers.ip.header_len)?, |ip| {
-                ip.total_len.set(len as u16);
-                change(ip);
-            }),
-            Version::V6 => {
-                let ip: &mut Ipv6 = header_mut(out, network)?;
-                ip.payload_len.set((len - Ipv6::LEN) as u16);
-                Some(())
-            }
+/// Sets the length of the IP packet with these headers in `out`; for IPv4 also makes this change, and the checksum.
+fn write_ip(headers: &Headers, out: &mut [u8], change: impl FnOnce(&mut Ipv4)) -> Option<()> {
+    let Headers { network, ip, .. } = headers;
+    let len = out.len() - network;
+    match ip.version {
+        Version::V4 => change_v4(out.get_mut(*network..network + ip.header_len)?, |ip| {
+            ip.total_len.set(len as u16);
+            change(ip);
+        }),
+        Version::V6 => {
+            let ip: &mut Ipv6 = header_mut(out, *network)?;
+            ip.payload_len.set((len - Ipv6::LEN) as u16);
+            Some(())
         }
     }
 }

@@ -41,7 +41,7 @@ impl Spec {
         matches!(self.kind, Kind::Tcp4 | Kind::Udp4 | Kind::Fragments4)
     }
 
-    fn network(&self) -> usize {
+    pub fn network(&self) -> usize {
         14 + 4 * self.tags
     }
 
@@ -127,7 +127,7 @@ impl Spec {
     }
 
     /// The frame with its checksum.
-    fn complete(&self) -> Vec<u8> {
+    pub fn complete(&self) -> Vec<u8> {
         let mut frame = self.frame();
         let checksum = checksum_of(&frame, self.transport(), self.kind.is_tcp());
         let at = self.transport() + usize::from(self.claim().checksum.1);

@@ -9,9 +9,9 @@ use ringroad_mem::{Region, Table};
 use std::sync::Arc;
 
 /// A receiver that keeps what it gets.
-struct Recorder {
-    support: Support,
-    got: Vec<(Vec<u8>, Offload)>,
+pub struct Recorder {
+    pub support: Support,
+    pub got: Vec<(Vec<u8>, Offload)>,
 }
 
 impl Sink for Recorder {

@@ -1,15 +1,18 @@
 //! TAP interfaces (Linux, Documentation/networking/tuntap.rst), for `tap.rs`.
 
 use ringroad_frame::offload::Support;
+use ringroad_wire::vnet_hdr;
 use std::{
     fs::{File, OpenOptions},
     io,
     os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
 };
 
-const HEADER: libc::c_int = 12;
 /// TUN_F_USO4 and TUN_F_USO6 (linux/if_tun.h), which must be set together.
 const TUN_F_USO: libc::c_uint = 0x60;
+/// TUN_F_UDP_TUNNEL_GSO, and with TUN_F_UDP_TUNNEL_GSO_CSUM.
+const TUN_F_TUNNEL: libc::c_uint = 0x80;
+const TUN_F_TUNNELS: libc::c_uint = 0x180;
 
 fn request(name: &str) -> io::Result<libc::ifreq> {
     let bytes = name.as_bytes();
@@ -38,14 +41,13 @@ pub(crate) fn set_tap_offloads(file: &File, offloads: Support) -> io::Result<()>
         (Support::ECN, libc::TUN_F_TSO_ECN),
         (Support::FRAGMENTS, libc::TUN_F_UFO),
         (both, TUN_F_USO),
+        (Support::TUNNEL, TUN_F_TUNNEL),
+        (Support::TUNNELS, TUN_F_TUNNELS),
     ];
     // All others require the checksum.
     let offloads = if offloads.contains(Support::CHECKSUM) { offloads } else { Support::empty() };
     let flags = all.iter().filter(|(support, _)| offloads.contains(*support)).fold(0, |flags, (_, flag)| flags | flag);
-    // SAFETY: the request takes a number.
-    let set = |flags: libc::c_uint| unsafe {
-        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(flags)))
-    };
+    let set = |flags| set_offloads(file, flags);
     set(flags).or_else(|error| if flags & TUN_F_USO != 0 { set(flags & !TUN_F_USO) } else { Err(error) })
 }
 
@@ -56,6 +58,22 @@ pub(crate) fn set_carrier(file: &File, up: bool) -> io::Result<()> {
     unsafe { check(libc::ioctl(file.as_raw_fd(), libc::TUNSETCARRIER, &carrier)) }
 }
 
+fn set_offloads(file: &File, flags: libc::c_uint) -> io::Result<()> {
+    // SAFETY: the request takes a number.
+    unsafe { check(libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(flags))) }
+}
+
+/// Sets the length in bytes of the header of frames on all queues of an interface, 12 or 24. Returns whether the kernel knows of UDP
+/// tunnels (6.17), which are described in the longer one.
+pub(crate) fn set_tap_header(file: &File, len: usize) -> io::Result<bool> {
+    let size = len as libc::c_int;
+    // SAFETY: the request reads an int.
+    unsafe { check(libc::ioctl(file.as_raw_fd(), libc::TUNSETVNETHDRSZ, &size))? };
+    let knows = set_offloads(file, libc::TUN_F_CSUM | libc::TUN_F_TSO4 | TUN_F_TUNNELS).is_ok();
+    set_offloads(file, 0)?;
+    Ok(knows)
+}
+
 /// Opens a TAP interface, and creates it if there is none of that name: frames with a 12-byte virtio-net header, without
 /// packet information and offloads, in non-blocking mode. With `multiqueue`, each further call opens another queue.
 pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {
@@ -63,12 +81,9 @@ pub(crate) fn open_tap(name: &str, multiqueue: bool) -> io::Result<File> {
     let mut request = request(name)?;
     let queues = if multiqueue { libc::IFF_MULTI_QUEUE } else { 0 };
     request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | queues) as libc::c_short;
-    // SAFETY: each request reads (TUNSETIFF also writes) an argument of the type that it is defined with.
-    unsafe {
-        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &mut request))?;
-        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETVNETHDRSZ, &HEADER))?;
-        check(libc::ioctl(file.as_raw_fd(), libc::TUNSETOFFLOAD, 0 as libc::c_ulong))?;
-    }
+    // SAFETY: the request reads and writes an ifreq.
+    unsafe { check(libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &mut request))? };
+    set_tap_header(&file, vnet_hdr::SIZE)?;
     Ok(file)
 }
 

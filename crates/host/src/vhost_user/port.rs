@@ -20,7 +20,7 @@ use ringroad_net::{Coalesce, Notice};
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU8, AtomicUsize, Ordering},
+        atomic::{AtomicU16, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -43,7 +43,7 @@ impl VhostPort {
             tx_counters: (0..queue_pairs).map(|_| Arc::default()).collect(),
             pairs: AtomicUsize::new(0),
             rss: Mutex::default(),
-            takes: AtomicU8::new(0),
+            takes: AtomicU16::new(0),
             longest: AtomicUsize::new(0),
             attention,
             lines,

@@ -3,7 +3,7 @@
 mod fill;
 mod room;
 
-use super::{FETCH, count_offload, header_len};
+use super::{FETCH, count_offload};
 use crate::{
     control::Interrupts,
     features::bits,
@@ -20,6 +20,7 @@ use ringroad_ring::{
 };
 use ringroad_wire::vnet_hdr;
 use std::{ops::Range, sync::Arc, time::Duration};
+use zerocopy::IntoBytes;
 
 /// Returns a virtio-net header without offloads (5.1.6).
 const fn header(num_buffers: u16) -> [u8; vnet_hdr::SIZE] {
@@ -105,6 +106,8 @@ pub struct RxQueue {
     mergeable: bool,
     /// Length of the header in bytes.
     header: usize,
+    /// Whether hashes are reported in it.
+    hashes: bool,
     /// How hashes are computed for it, if it has them; `None`: there are none.
     hash: Option<Arc<Rss>>,
     /// The offloads that the driver takes.
@@ -144,7 +147,7 @@ impl RxQueue {
         ring.disable_notification();
         let mergeable = acked & bits::NET_F_MRG_RXBUF != 0;
         let chains = Chains::new(RX_CHAINS, RX_PIECES);
-        let (header, limit) = (header_len(acked), MAX_FRAME);
+        let (header, limit) = (offload::header_len(acked), MAX_FRAME);
         let tuning = Tuning { fast_path: header == vnet_hdr::SIZE, ..Tuning::default() };
         let support = offload::driver_takes(acked);
         let queue = RxQueue {
@@ -158,6 +161,7 @@ impl RxQueue {
             limit,
             mergeable,
             header,
+            hashes: acked & bits::NET_F_HASH_REPORT != 0,
             hash: None,
             support,
             filter: None,
@@ -175,7 +179,7 @@ impl RxQueue {
 
     /// Sets how the hashes are computed that frames are reported with, if the driver has negotiated that.
     pub fn report(&mut self, hash: Option<&Arc<Rss>>) {
-        self.hash = hash.filter(|_| self.header != vnet_hdr::SIZE).cloned();
+        self.hash = hash.filter(|_| self.hashes).cloned();
     }
 
     /// Applies what the driver has asked for on the control queue: which frames it receives, and the offloads it takes.
@@ -481,18 +485,22 @@ impl RxQueue {
         // Reserve first, then copy: buffers that are not returned must stay untouched.
         let count = self.reserve(first, frame.extent() + self.header - HEADROOM)?;
         let (mut head, head_len) = frame.head();
+        let offload = burst.offload(index.into());
         if let Some(headroom) = head.first_chunk_mut::<HEADROOM>() {
-            *headroom = offload::bytes(burst.offload(index.into()), self.support, count as u16);
+            *headroom = offload::bytes(offload, self.support, count as u16);
         }
         let mut long;
         let head = if self.header == vnet_hdr::SIZE {
             head.get(..head_len).unwrap_or_default()
         } else {
-            long = [0; HEAD + HashReport::LEN];
+            long = [0; HEAD + vnet_hdr::TUNNELED - HEADROOM];
             let (start, rest) = head.split_at(HEADROOM);
-            let bytes = start.iter().copied().chain(self.reported(burst, index)).chain(rest.iter().copied());
-            long.iter_mut().zip(bytes).for_each(|(place, byte)| *place = byte);
-            long.get(..head_len + HashReport::LEN).unwrap_or_default()
+            let hash = self.reported(burst, index);
+            let end = offload::write_tunnel(offload);
+            let tunnel = if self.header == vnet_hdr::TUNNELED { end.as_bytes() } else { &[] };
+            let bytes = start.iter().chain(&hash).chain(tunnel).chain(rest);
+            long.iter_mut().zip(bytes).for_each(|(place, &byte)| *place = byte);
+            long.get(..head_len + self.header - HEADROOM).unwrap_or_default()
         };
         let mut source = Pieces { head, rest: burst.rest(index.into()), current: None };
         for index in first..first + count {

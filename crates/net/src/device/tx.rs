@@ -1,6 +1,6 @@
 //! Transmit queues: the driver sends, we take.
 
-use super::{FETCH, count_offload, header_len};
+use super::{FETCH, count_offload};
 use crate::{
     control::Interrupts,
     moderation::{Coalesce, Moderation, Notice},
@@ -34,7 +34,7 @@ pub struct TxQueue {
     batch: usize,
     /// Length in bytes of the longest frame that the driver may send.
     limit: usize,
-    /// Length of the header in bytes. What follows the first part of it means nothing here.
+    /// Length of the header in bytes.
     header: usize,
     /// The offloads that the driver may use.
     support: Support,
@@ -70,7 +70,7 @@ impl TxQueue {
         let (ring, resumed) =
             DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
         let (chains, ahead) = (Chains::new(BURST, PIECES), Chains::new(BURST, PIECES));
-        let (batch, limit, header) = (BURST, MAX_FRAME, header_len(acked));
+        let (batch, limit, header) = (BURST, MAX_FRAME, offload::header_len(acked));
         let tuning = Tuning { fast_path: header == vnet_hdr::SIZE, ..Tuning::default() };
         let support = offload::driver_sends(acked);
         let moderation = Moderation::new(size);

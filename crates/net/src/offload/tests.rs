@@ -89,6 +89,120 @@ fn headers_both_ways() {
     }
 }
 
+/// TCP over IPv4 in a tunnel over IPv6: UDP at byte 54, 8 bytes of VXLAN, the inner headers at 70, 84 and 104.
+fn vxlan(payload: usize) -> Vec<u8> {
+    let inner = [&[0; 12][..], &tcp4(payload)[16..]].concat();
+    let udp = 16 + inner.len() as u16;
+    let mut frame = vec![0; 12];
+    frame.extend([0x86, 0xdd, 0x60, 0, 0, 0]);
+    frame.extend(udp.to_be_bytes());
+    frame.extend([17, 64]);
+    frame.extend([1; 32]);
+    frame.extend([0, 80, 0x12, 0xb5]);
+    frame.extend(udp.to_be_bytes());
+    frame.extend([0, 0, 8, 0, 0, 0, 0, 0, 1, 0]);
+    frame.extend(inner);
+    frame
+}
+
+fn tunnel(outer: u16, inner: u16) -> TunnelHdr {
+    TunnelHdr { outer_th_offset: outer.into(), inner_nh_offset: inner.into() }
+}
+
+const TUNNELS: [u8; 2] = [GSO_TUNNEL_IPV4, GSO_TUNNEL_IPV6];
+
+/// Reads the header of this frame, with a tunnel.
+fn read_vxlan(header: VnetHdr, frame: &[u8], support: Support) -> Result<Offload, Refused> {
+    read_tunneled(&header, tunnel(54, 84), frame, frame.len(), support)
+}
+
+#[test]
+fn tunnels_both_ways() {
+    let frame = vxlan(3000);
+    let needs = Support::CHECKSUM | Support::TCP4 | Support::TUNNEL;
+    for checksum in [0, F_UDP_TUNNEL_CSUM] {
+        let needs = if checksum == 0 { needs } else { needs | Support::TUNNEL_CHECKSUM };
+        // Either version: the frame says both.
+        for version in TUNNELS {
+            let right = header(GSO_TCPV4 | version, 1000, 104, 16);
+            let right = VnetHdr { flags: right.flags | checksum, ..right };
+            let offload = read_vxlan(right, &frame, needs).unwrap();
+            assert_eq!(offload.needs(), needs);
+            let gso_type = GSO_TCPV4 | GSO_TUNNEL_IPV6;
+            let expected = VnetHdr { gso_type, hdr_len: 124.into(), num_buffers: 3.into(), ..right };
+            assert_eq!(write(offload, needs, 3), expected, "the outer version is written, as by Linux");
+            assert_eq!(write_tunnel(offload), tunnel(54, 84));
+            for missing in needs.iter() {
+                let error = read_vxlan(right, &frame, ALL - missing).unwrap_err();
+                assert!(matches!(error, Refused::NotNegotiated { negotiated, .. } if negotiated == ALL - missing));
+            }
+        }
+    }
+    assert_eq!(write_tunnel(Offload::NONE), TunnelHdr::default());
+    let plain = Offload::segmented(
+        Claim { kind: Kind::Tcp4, ecn: false, size: 8, checksum: (38, 16) },
+        &tcp4(100)[..],
+        58 + 100,
+    );
+    assert_eq!(write_tunnel(plain.unwrap()), TunnelHdr::default());
+}
+
+#[test]
+fn tunnels_of_udp() {
+    // What is inside says which version.
+    let mut frame = vxlan(3000);
+    frame[84 + 9] = 17;
+    let len = frame.len() - 104;
+    frame[108..110].copy_from_slice(&(len as u16).to_be_bytes());
+    let offload = read_vxlan(header(GSO_UDP_L4 | GSO_TUNNEL_IPV6, 1000, 104, 6), &frame, ALL).unwrap();
+    assert_eq!(offload.gso().map(|gso| gso.kind), Some(Kind::Udp4));
+}
+
+#[test]
+fn flags_that_contradict_a_tunnel() {
+    let frame = vxlan(3000);
+    let refused = |header: VnetHdr| read_vxlan(header, &frame, ALL).unwrap_err();
+    let right = header(GSO_TCPV4 | GSO_TUNNEL_IPV6, 1000, 104, 16);
+    for (flags, gso_type) in [
+        (F_NEEDS_CSUM, GSO_TCPV4 | GSO_TUNNEL_IPV4 | GSO_TUNNEL_IPV6),
+        (F_NEEDS_CSUM | F_DATA_VALID, right.gso_type),
+        (F_DATA_VALID, right.gso_type),
+        (F_NEEDS_CSUM | F_UDP_TUNNEL_CSUM, GSO_TCPV4),
+        (F_NEEDS_CSUM | F_UDP_TUNNEL_CSUM, GSO_NONE),
+        (F_UDP_TUNNEL_CSUM, GSO_NONE),
+    ] {
+        assert_eq!(refused(VnetHdr { flags, gso_type, ..right }), Refused::TunnelFlags { gso_type, flags });
+    }
+    assert_eq!(refused(VnetHdr { flags: 0, ..right }), Refused::ChecksumMissing);
+    for gso_type in [GSO_NONE, 2, 6].map(|gso_type| gso_type | GSO_TUNNEL_IPV4) {
+        assert_eq!(refused(VnetHdr { gso_type, ..right }), Refused::Type { found: gso_type });
+    }
+    let fragments = VnetHdr { gso_type: GSO_UDP | GSO_TUNNEL_IPV6, ..right };
+    assert_eq!(refused(fragments), Refused::Tunneled { found: Kind::Fragments4 });
+    // A header without room for it.
+    assert_eq!(read(&right, &frame, frame.len(), ALL), Err(Refused::Type { found: right.gso_type }));
+    // Both checksums were verified.
+    let verified = VnetHdr { flags: F_DATA_VALID | F_UDP_TUNNEL_CSUM, ..VnetHdr::default() };
+    assert_eq!(read_vxlan(verified, &frame, ALL), Ok(Offload::VALID));
+    // To who has not negotiated tunnels the flag means nothing.
+    let plain = VnetHdr { flags: F_UDP_TUNNEL_CSUM, ..VnetHdr::default() };
+    assert_eq!(read(&plain, &frame, frame.len(), ALL - Support::TUNNELS), Ok(Offload::NONE));
+}
+
+#[test]
+fn tunnels_of_features() {
+    let (gso, csum) = (bits::NET_F_HOST_UDP_TUNNEL_GSO, bits::NET_F_HOST_UDP_TUNNEL_GSO_CSUM);
+    let [guest_gso, guest_csum] = [bits::NET_F_GUEST_UDP_TUNNEL_GSO, bits::NET_F_GUEST_UDP_TUNNEL_GSO_CSUM];
+    let (sends, takes) = (bits::NET_F_CSUM, bits::NET_F_GUEST_CSUM);
+    assert_eq!(driver_sends(sends | gso), Support::CHECKSUM | Support::TUNNEL);
+    assert_eq!(driver_sends(sends | gso | csum), Support::CHECKSUM | Support::TUNNELS);
+    assert_eq!(driver_sends(sends | csum | guest_gso | guest_csum), Support::CHECKSUM, "requires the other");
+    assert_eq!(driver_sends(gso | csum), Support::empty());
+    let valid = Support::CHECKSUM | Support::VALID;
+    assert_eq!(driver_takes(takes | guest_gso | guest_csum), valid | Support::TUNNELS);
+    assert_eq!(driver_takes(takes | guest_csum | gso | csum), valid);
+}
+
 #[test]
 fn nothing_to_do() {
     // Fields without their flags mean nothing, as do unknown flags.
@@ -275,15 +389,18 @@ fn features_of_a_driver() {
 
 #[test]
 fn any_header_is_answered() {
-    let frame = tcp4(200);
+    let (frame, tunneled) = (tcp4(200), vxlan(200));
     for word in 0..=u16::MAX {
         let [flags, gso_type] = word.to_le_bytes();
         let mut bytes = [0; SIZE];
         bytes[..2].copy_from_slice(&[flags, gso_type]);
         let plain = VnetHdr::read_from_bytes(&bytes).unwrap();
-        let result = read(&plain, &frame, frame.len(), ALL);
+        let result = read(&plain, &frame, frame.len(), ALL - Support::TUNNELS);
         // Nothing but flags: no segment size, no checksum in the frame.
         let expected = flags & F_NEEDS_CSUM == 0 && gso_type == 0;
         assert_eq!(result.is_ok(), expected, "{plain:?}: {result:?}");
+        let result = read_vxlan(plain, &tunneled, ALL);
+        let both = flags & F_UDP_TUNNEL_CSUM == 0 || flags & F_DATA_VALID != 0;
+        assert_eq!(result.is_ok(), expected && both, "{plain:?}: {result:?}");
     }
 }

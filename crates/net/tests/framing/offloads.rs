@@ -1,9 +1,16 @@
 //! Frames with work left to do, between queues that have negotiated offloads and queues that have not, and headers that are wrong.
 
 use super::*;
-use ringroad_frame::offload::{Checksum, Kind, Support};
+use ringroad_frame::{
+    HEADROOM,
+    offload::{Checksum, Claim, Kind, Offload, Support, TunnelClaim},
+};
 use ringroad_mem::Span;
-use ringroad_wire::vnet_hdr::{F_DATA_VALID, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_UDP, GSO_UDP_L4, VnetHdr};
+use ringroad_net::{Driver, DriverConfig};
+use ringroad_wire::vnet_hdr::{
+    F_DATA_VALID, F_UDP_TUNNEL_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_TUNNEL_IPV4, GSO_UDP, GSO_UDP_L4,
+    VnetHdr,
+};
 use zerocopy::IntoBytes;
 
 const SENDS: u64 = bits::NET_F_CSUM
@@ -143,6 +150,91 @@ fn frames_arrive_with_what_is_left_to_do() {
                 }
             }
         }
+    }
+}
+
+const SENDS_TUNNELS: u64 = bits::NET_F_HOST_UDP_TUNNEL_GSO | bits::NET_F_HOST_UDP_TUNNEL_GSO_CSUM;
+const TAKES_TUNNELS: u64 = bits::NET_F_GUEST_UDP_TUNNEL_GSO | bits::NET_F_GUEST_UDP_TUNNEL_GSO_CSUM;
+
+/// VXLAN over IPv4: UDP at byte 34, the inner IP and TCP headers at 64 and 84.
+fn vxlan(payload: usize) -> Vec<u8> {
+    let inner = tcp(false, 1, payload);
+    let len = 16 + inner.len() as u16;
+    let mut bytes = vec![2; 12];
+    bytes.extend([0x08, 0x00, 0x45, 0]);
+    bytes.extend((20 + len).to_be_bytes());
+    bytes.extend([0, 1, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0, 80, 0x12, 0xb5]);
+    bytes.extend(len.to_be_bytes());
+    bytes.extend([0, 0, 8, 0, 0, 0, 0, 0, 1, 0]);
+    bytes.extend(inner);
+    bytes
+}
+
+/// A header of 24 bytes.
+fn long(header: VnetHdr, hash: u8, outer: u16, inner: u16) -> Vec<u8> {
+    [header.as_bytes(), &[hash; 8], &outer.to_le_bytes(), &inner.to_le_bytes()].concat()
+}
+
+#[test]
+fn tunnels_arrive_whole() {
+    let sent = VnetHdr { flags: F_NEEDS_CSUM | F_UDP_TUNNEL_CSUM, ..header(GSO_TCPV4 | GSO_TUNNEL_IPV4, 1448, 84) };
+    let got = VnetHdr { hdr_len: 104.into(), num_buffers: 1.into(), ..sent };
+    let none = VnetHdr { num_buffers: 1.into(), ..VnetHdr::default() };
+    let mut burst = Burst::default();
+    for layout in all_layouts() {
+        // One way is enough for both to have the longer header.
+        for (hash, other) in [(0, 0), (bits::NET_F_HASH_REPORT, 0), (0, SENDS_TUNNELS)] {
+            let mut from = Guest::plain(layout | hash | SENDS | SENDS_TUNNELS);
+            let mut to = Guest::plain(layout | hash | TAKES | TAKES_TUNNELS | other);
+            let ((mut tx, sends), (mut rx, takes)) = (from.tx(), to.rx());
+            let mut offered: VecDeque<_> = (0..3).map(|_| to.offer(&[10, 30_000], 0)).collect();
+            let (tunneled, plain) = (vxlan(20_000), frame(2, 60));
+            // What a driver writes into the hash means nothing, as do positions without a tunnel.
+            from.send(&[long(sent, 7, 34, 64), tunneled.clone()].concat());
+            from.send(&[long(VnetHdr::default(), 7, 1, 2), plain.clone()].concat());
+            from.send(&[long(sent, 7, 34, 62), tunneled.clone()].concat());
+            assert_eq!(tx.take(&mut burst), Ok(3));
+            assert_eq!((burst.frames().len(), sends.snapshot().offload), (2, 1));
+            assert!(rx.support().contains(burst.offload(0).needs()));
+            assert_eq!(rx.put(&burst, &[0, 1]), Ok(2));
+            tx.done(&mut burst);
+            assert!(take_frame(&mut to, &mut offered) == [long(got, 0, 34, 64), tunneled.clone()].concat());
+            assert!(take_frame(&mut to, &mut offered) == [long(none, 0, 0, 0), plain].concat());
+            assert_eq!((takes.snapshot().gso, takes.snapshot().gso_bytes), (1, tunneled.len() as u64));
+        }
+        // Without the feature the header is the shorter one, and what it says of a tunnel was not negotiated.
+        refused(layout | SENDS, &[(sent, vxlan(3000)), (VnetHdr { flags: F_NEEDS_CSUM, ..sent }, vxlan(3000))]);
+    }
+}
+
+#[test]
+fn a_driver_sends_tunnels() {
+    let memory = Arc::new(Table::default().with(Region::private(64 << 10, 0).unwrap()).unwrap());
+    let bytes = vxlan(20_000);
+    memory.regions()[0].span(HEADROOM, bytes.len()).unwrap().write(&bytes);
+    let claim = Claim { kind: Kind::Tcp4, ecn: false, size: 1000, checksum: (84, 16) };
+    let tunnel = TunnelClaim { outer_transport: 34, inner_network: 64, checksum: true };
+    let offload = Offload::tunneled(claim, tunnel, &bytes, bytes.len()).unwrap();
+    for layout in all_layouts() {
+        let acked = layout | SENDS | SENDS_TUNNELS;
+        let config = DriverConfig { acked, frame: 30_000, queue_size: 16, ..DriverConfig::default() };
+        let mut driver = Driver::new(config).unwrap();
+        let device = Arc::new(Table::default().with(driver.region.clone()).unwrap());
+        let at = driver.tx[0].addresses();
+        let mut queue = TxQueue::start(device, acked, 16, at, common::base(acked), Arc::default()).unwrap();
+        let mut burst = Burst::default();
+        burst.start_in(&memory);
+        burst.push_at(0, HEADROOM + bytes.len(), offload).unwrap();
+        burst.push_at(0, HEADROOM + 60, Offload::NONE).unwrap();
+        assert_eq!(driver.tx[0].put(&burst, &[0, 1], Support::all()), 2);
+        driver.tx[0].publish();
+        let mut taken = Burst::default();
+        assert_eq!(queue.take(&mut taken), Ok(2));
+        assert_eq!((taken.offload(0), taken.offload(1)), (offload, Offload::NONE));
+        let mut copy = vec![0; bytes.len()];
+        assert_eq!(taken.copy(0, 0, &mut copy), bytes.len());
+        assert!(copy == bytes);
+        queue.done(&mut taken);
     }
 }
 

@@ -12,7 +12,7 @@ use ringroad_net::{RxQueue, TxQueue, rss::Rss};
 use ringroad_ring::Fault;
 use std::sync::{
     Arc,
-    atomic::{AtomicU8, AtomicUsize},
+    atomic::{AtomicU16, AtomicUsize},
 };
 use vmm_sys_util::eventfd::EventFd;
 
@@ -55,7 +55,7 @@ pub(in crate::vhost_user) struct Guest {
     /// How frames are distributed among them, if the driver has set that (VIRTIO_NET_F_RSS).
     pub rss: Mutex<Option<Arc<Rss>>>,
     /// The offloads that the running receive queues take, as the bits of [`Support`](ringroad_frame::offload::Support).
-    pub takes: AtomicU8,
+    pub takes: AtomicU16,
     /// Length in bytes of the longest frame to and from it; 0 while its link is down.
     pub longest: AtomicUsize,
     /// Wakes the thread of the socket: the worker has found that the guest's memory is lost.
