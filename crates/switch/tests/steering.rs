@@ -92,9 +92,9 @@ fn flows_return_to_the_queue_that_they_came_from() {
             // The ports of these tests have one lease.
             net.switch.settle(Duration::ZERO);
             assert_eq!(net.carry(1, queue), 1);
+            // At once: another flow may have the same place in the table.
+            assert_eq!(chosen(&mut net, flow..flow + 1), [queue]);
         }
-        let expected: Vec<_> = before.iter().map(|queue| (queue + turn) % 4).collect();
-        assert_eq!(chosen(&mut net, 0..20), expected);
     }
 }
 
