@@ -106,6 +106,8 @@ TOML
 
 connect() { # FAMILY, CHECKSUM (on or off), two ports, "" or ".5" for VLAN 5: an interface rrvx in each of their namespaces
   local family=$1 checksum=$2 from=$3 to=$4 vlan=$5 port peer local_peer options
+  # In all of them: the third one would go on to send what the others now take for faulty.
+  for port in 1 2 3; do ip -n "${names[port]}" link del rrvx 2>"$state/gone" || true; done
   for port in "$from" "$to"; do
     peer=$((from + to - port))
     if [ "$family" = 4 ]; then
@@ -117,7 +119,6 @@ connect() { # FAMILY, CHECKSUM (on or off), two ports, "" or ".5" for VLAN 5: an
       options="udp6zerocsumtx udp6zerocsumrx"
       [ "$checksum" = off ] || options="noudp6zerocsumtx noudp6zerocsumrx"
     fi
-    ip -n "${names[port]}" link del rrvx 2>"$state/gone" || true
     # shellcheck disable=SC2086 # lists of words
     ip -n "${names[port]}" link add rrvx type vxlan id 42 dstport 4789 $local_peer $options dev rr$port$vlan || return
     ip -n "${names[port]}" addr add 10.90.0.$port/24 dev rrvx || return
@@ -146,7 +147,8 @@ transfer() { # from port, to port, its address; how frames are to arrive: "whole
   ip netns exec "${names[to]}" busybox nc -l -p 5000 <>"$state/never" >"$state/came" &
   listener=$!
   sleep 0.2
-  ip netns exec "${names[from]}" busybox nc "$3" 5000 <"$state/data" || return
+  # In long writes: of short ones, a sender that never has to wait makes short frames.
+  ip netns exec "${names[from]}" bash -c "cat '$state/data' >/dev/tcp/$3/5000" || return
   wait $listener || return
   cmp "$state/data" "$state/came" || return
   packets=$(($(count "$to" rx_packets) - packets)) bytes=$(($(count "$to" rx_bytes) - bytes))
