@@ -16,7 +16,7 @@
 # stream       writes of 64 KiB for S seconds, five times each way, between a program in a UML guest and one on the host (the guest
 #              on one CPU, the device and that program on the other), and from a second guest (on the device's CPU) to the first
 # sending      round trips of 64 bytes between a program on the host and one in a UML guest (placed as for stream), five pairs of S
-#              seconds (--quick: 0.2) each way: `send = "queued"` against "direct", changed in place by a reload
+#              seconds (--quick: one pair) each way: `send = "queued"` against "direct", changed in place by a reload
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 #
 # ringroad is $RINGROAD, default target/release/ringroad. Known limitations of a device are not tested (see `lacks`).
@@ -587,10 +587,10 @@ sending_part() {
   on_cpu=()
 }
 
-both_ways_of_sending() { # host|guest: five pairs; sets p50 queued, direct, and the ratio: median (minimum–maximum)
-  local pair way p50 before time=$seconds pairs=()
-  [ -z "$quick" ] || time=0.2
-  for pair in 1 2 3 4 5; do
+both_ways_of_sending() { # host|guest: sets p50 queued, direct, and the ratio: median (minimum–maximum)
+  local pair way p50 before count=5 pairs=()
+  [ -z "$quick" ] || count=1
+  for pair in $(seq $count); do
     local -A of=()
     for way in $([ $((pair % 2)) = 1 ] && echo queued direct || echo direct queued); do
       sed -i '/^send = /d' "$state/ringroad.toml"
@@ -598,17 +598,17 @@ both_ways_of_sending() { # host|guest: five pairs; sets p50 queued, direct, and 
       before=$(grep -c reloaded "$state/device.log" || true)
       kill -HUP "$daemon"
       until [ "$(grep -c reloaded "$state/device.log")" -gt "$before" ]; do sleep 0.05; done
-      connect "$1" uml 1001 ping 64 "$time" || return
+      connect "$1" uml 1001 ping 64 "$seconds" || return
       p50=$(sed 's/.* p50 \([0-9.]*\) .*/\1/' <<<"$figure")
       of[$way]=$p50
     done
     pairs+=("$(awk -v q="${of[queued]}" -v d="${of[direct]}" 'BEGIN { printf "%.3f %.1f %.1f", q / d, q, d }')")
   done
-  figure="p50 queued $(middle 2) us, direct $(middle 3) us; queued/direct $(middle 1) ($(middle 1 1)–$(middle 1 5))"
+  figure="p50 queued $(middle 2) us, direct $(middle 3) us; queued/direct $(middle 1) ($(middle 1 1)–$(middle 1 $count))"
 }
 
-middle() { # COLUMN of the five $pairs, [WHICH of them in order: 3, the median]
-  printf '%s\n' "${pairs[@]}" | sort -n -k "$1,$1" | awk -v which="${2:-3}" -v column="$1" 'NR == which { print $column }'
+middle() { # COLUMN of the $pairs, [WHICH of them in order, or the median]
+  printf '%s\n' "${pairs[@]}" | sort -n -k "$1,$1" | awk -v which="${2:-$((${#pairs[@]} / 2 + 1))}" -v column="$1" 'NR == which { print $column }'
 }
 
 end_part() { # cleans up after a part
