@@ -192,7 +192,7 @@ fn control(attackers: &mut [NetPort], watchers: &mut [NetPort], seen: &mut Seen)
     }
 }
 
-/// Says what must hold of what the watchers saw.
+/// Asserts what the watchers may have seen.
 fn judge(scene: &mut Scene, seen: &Seen) {
     println!("{:?}", seen.allowed);
     scene.check(seen.hopped.is_empty(), format!("frames in VLANs of others: {:#?}", seen.hopped));

@@ -161,7 +161,7 @@ fn nothing_to_read_leaves_no_trace() {
     assert_eq!((board.read(reg::RDH), causes, board.rx.counters().snapshot().bursts), (0, 0, 0));
 }
 
-/// Nothing is read for which there may be no room, and who waits is not told of room that does not suffice.
+/// Nothing is read that might not fit, and no waiting sender is notified of room that is too small.
 #[test]
 fn back_pressure() {
     let mut board = started(16, 3 << rctl::BSIZE | rctl::SECRC);

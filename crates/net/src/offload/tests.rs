@@ -184,7 +184,7 @@ fn flags_that_contradict_a_tunnel() {
     // Both checksums were verified.
     let verified = VnetHdr { flags: F_DATA_VALID | F_UDP_TUNNEL_CSUM, ..VnetHdr::default() };
     assert_eq!(read_vxlan(verified, &frame, ALL), Ok(Offload::VALID));
-    // To who has not negotiated tunnels the flag means nothing.
+    // Without tunnels negotiated, the flag has no meaning.
     let plain = VnetHdr { flags: F_UDP_TUNNEL_CSUM, ..VnetHdr::default() };
     assert_eq!(read(&plain, &frame, frame.len(), ALL - Support::TUNNELS), Ok(Offload::NONE));
 }
