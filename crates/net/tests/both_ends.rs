@@ -263,10 +263,10 @@ impl Wire {
     fn carry(&mut self, split: bool) -> usize {
         let taken = self.tx.take(&mut self.burst).unwrap();
         let most = self.visible.min(BURST);
-        // Long frames wait for the next burst, and that one and those after it are shorter.
-        let bytes: usize =
-            self.waiting.iter().take(taken).map(|&(_, len)| if len <= MAX_FRAME { len } else { 0 }).sum();
-        let last = taken.checked_sub(1).and_then(|last| self.waiting.get(last)).map_or(0, |&(_, len)| len);
+        // Long frames wait for the next burst, and that one and those after it are shorter. What is no frame does not count.
+        let lengths = self.waiting.iter().take(taken).map(|&(_, len)| len);
+        let bytes: usize = lengths.clone().filter(|len| (ethernet::HEADER..=MAX_FRAME).contains(len)).sum();
+        let last = lengths.last().unwrap_or(0);
         assert!(bytes.saturating_sub(last) <= BURST_BYTES, "{bytes} bytes in {taken} frames");
         self.long |= bytes > BURST_BYTES;
         assert!(taken == most || self.long && (1..most).contains(&taken), "{taken} of {most}");
