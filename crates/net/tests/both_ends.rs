@@ -264,9 +264,9 @@ impl Wire {
         let taken = self.tx.take(&mut self.burst).unwrap();
         let most = self.visible.min(BURST);
         // Long frames wait for the next burst, and that one and those after it are shorter. What is no frame does not count.
-        let lengths = self.waiting.iter().take(taken).map(|&(_, len)| len);
+        let mut lengths = self.waiting.iter().take(taken).map(|&(_, len)| len);
         let bytes: usize = lengths.clone().filter(|len| (ethernet::HEADER..=MAX_FRAME).contains(len)).sum();
-        let last = lengths.last().unwrap_or(0);
+        let last = lengths.next_back().unwrap_or(0);
         assert!(bytes.saturating_sub(last) <= BURST_BYTES, "{bytes} bytes in {taken} frames");
         self.long |= bytes > BURST_BYTES;
         assert!(taken == most || self.long && (1..most).contains(&taken), "{taken} of {most}");
