@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Tests reloads (SIGHUP) with real guests: Linux 6.1 under QEMU and Linux 7 under User-Mode Linux on a running ringroad. As root:
 #
-#   tests/reload.sh [in-place] [reconnects]     (which parts; default: both)
+#   tests/reload.sh [in-place] [card] [reconnects]     (which parts; default: all)
 #
-# It starts the daemon ($RINGROAD, default target/release/ringroad) in a network namespace, with two vhost-user ports, a tap port
-# and a vsock device, boots both guests with scripts/guests, and changes one key after the other.
+# It starts the daemon ($RINGROAD, default target/release/ringroad) in a network namespace, with two vhost-user ports, an e1000, a
+# tap port and a vsock device, boots the guests with scripts/guests, and changes one key after the other.
 #
 # in-place: while each key changes, no ping from the host to either guest may be lost, a TCP stream from the host to each must
 # continue (its lines are numbered, and none may be missing at the end), a vsock connection must survive, no frontend may
 # disconnect, and the TAP interface must keep its index and address. The log must report "in place" for that key and no other.
+# card: the same for a guest with an emulated card, and a key that disconnects it.
 # reconnects: keys that must reconnect one guest, or recreate the interface, do so, and the others lose no pings meanwhile.
 # Prints "ok NAME figure" or "FAILED NAME" with the end of the logs, and finally "N passed, M failed" (the exit status).
 set -euo pipefail
@@ -20,15 +21,16 @@ guests=$root/scripts/guests
 parts=()
 for word; do
   case $word in
-    in-place | reconnects) parts+=("$word") ;;
+    in-place | card | reconnects) parts+=("$word") ;;
     *) usage ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(in-place reconnects)
+[ ${#parts[@]} -gt 0 ] || parts=(in-place card reconnects)
 needs "network namespace, chroot, TAP"
 command -v ip >/dev/null || die "no ip command: apt-get install iproute2"
 if [ -z "${RINGROAD_TEST_NETNS:-}" ]; then
   "$guests" setup
+  [[ " ${parts[*]} " != *" card "* ]] || "$guests" setup e1000
   RINGROAD_TEST_NETNS=1 RINGROAD=$ringroad exec unshare --net -- "$0" "$@"
 fi
 
@@ -36,13 +38,13 @@ make_state reload
 export RINGROAD_GUESTS=$state/guests
 vsock=$("$root/scripts/peers" where)/vsock
 # shellcheck disable=SC2034 # read as ${!name}
-host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3
+host=10.77.0.1 qemu=10.77.0.2 uml=10.77.0.3 e1000=10.77.0.4
 daemon='' reloads=0 streams=() holder=''
 
 # --- the daemon and its configuration -----------------------------------------------------------------------------------
 
 # Additional lines: at the top, for each port, for the vsock device.
-connected= head='' qemu_port='' uml_port='' tap_port='' vsock_device=''
+connected= head='' qemu_port='' uml_port='' card_port='' tap_port='' vsock_device=''
 
 write_config() {
   cat >"$state/ringroad.toml" <<TOML
@@ -61,6 +63,11 @@ kind = "vhost-user"
 socket = "$state/uml.sock"
 $uml_port
 [[port]]
+name = "card"
+kind = "e1000"
+socket = "$state/e1000.sock"
+$card_port
+[[port]]
 name = "host"
 kind = "tap"
 interface = "rr0"
@@ -78,14 +85,14 @@ start_daemon() {
   "$ringroad" serve -c "$state/ringroad.toml" >"$state/ringroad.log" 2>&1 &
   daemon=$!
   local tries=0
-  until [ -S "$state/qemu.sock" ] && [ -S "$state/uml.sock" ] && [ -S "$state/qemu.vsock" ] && ip link show rr0 >/dev/null 2>&1; do
+  until [ -S "$state/qemu.sock" ] && [ -S "$state/uml.sock" ] && [ -S "$state/e1000.sock" ] && [ -S "$state/qemu.vsock" ] && ip link show rr0 >/dev/null 2>&1; do
     running "$daemon" || return 1
     [ $((tries += 1)) -le 100 ] || return 1
     sleep 0.1
   done
   ip link set lo up
   give_address
-  figure="3 ports and a vsock device"
+  figure="4 ports and a vsock device"
 }
 
 give_address() {
@@ -290,7 +297,8 @@ in_place() {
     check "uml: port.mode back" keeps port.mode qemu || true
     check "uml: ping after $line" pings uml || true
   done
-  for line in 'send = "queued"' 'buffer = 65536' 'connections = 100' 'poll = "50us"' 'groups = ["lab"]' 'forward = { 8080 = "127.0.0.1:80" }'; do
+  for line in 'send = "queued"' 'buffer = 65536' 'connections = 100' 'poll = "50us"' 'groups = ["lab"]' 'forward = { 8080 = "127.0.0.1:80" }' \
+    'memory = 33554432' 'connects = 50' 'socket_memory = 1048576' 'interrupt_delay = "0"'; do
     vsock_device=$line
     check "vsock: $line" keeps "vsock.${line%% *}" "$both" || true
     vsock_device=''
@@ -299,6 +307,52 @@ in_place() {
   check "vsock connection through all of it" vsock_ends || true
   check "tcp stream to qemu through all of it" stream_goes_on qemu || true
   check "tcp stream to uml through all of it" stream_goes_on uml || true
+}
+
+# --- card ----------------------------------------------------------------------------------------------------------------
+
+card() {
+  local both="qemu e1000" line key
+  check "boot e1000" boot e1000 || return 0
+  [ ${#streams[@]} -gt 0 ] || check "tcp to qemu" stream_start qemu || return 0
+  check "tcp to e1000" stream_start e1000 || return 0
+  connected="$(frontends qemu) $(frontends uml)"
+  for line in 'access_poll = "0"' 'access_poll = "5ms"' 'poll = "50us"' 'hairpin = true' 'gro = true' 'isolated = true' 'vlan = 1' \
+    'mtu = 1400' 'limits = { rate = "2Gb/s" }'; do
+    key=port.${line%% *}
+    [ "$key" != port.limits ] || key=port.limits.rate
+    card_port=$line
+    check "e1000: $line" keeps "$key" "$both" || true
+    card_port=''
+    check "e1000: $key back" keeps "$key" "$both" || true
+  done
+  # Its driver is interrupted, and reads the new state from the PHY.
+  card_port='link = false'
+  check "e1000: link = false" keeps port.link qemu || true
+  check "e1000: no carrier" carrier e1000 0 || true
+  card_port=''
+  check "e1000: port.link back" keeps port.link qemu || true
+  check "e1000: carrier" carrier e1000 1 || true
+  check "e1000: ping after link" pings e1000 || true
+  check "tcp stream to e1000 through all of it" stream_goes_on e1000 || true
+  # QEMU does not connect again: its card is gone, as if pulled. The next guest gets the new one.
+  card_port='mitigation = "clamped"'
+  check "e1000: mitigation" card_cut || true
+  "$guests" stop e1000 || true
+  check "e1000: boots again" boot e1000 || true
+  check "e1000: ping" pings e1000 || true
+  "$guests" stop e1000 || true
+}
+
+card_cut() { # the card's client is disconnected, the other guest loses no pings
+  local pid
+  ping_start qemu
+  pid=$!
+  sleep 0.5
+  reload || return
+  ping_ends qemu $pid || { echo "pings to qemu were lost"; return 1; }
+  grep -q 'WARN .*reload: port card: key `port.mitigation`: reconnects the guest' "$state/said" || { cat "$state/said"; return 1; }
+  grep -q 'port card: client disconnected' "$state/said" || { cat "$state/said"; return 1; }
 }
 
 # --- reconnects ------------------------------------------------------------------------------------------------------------
@@ -360,6 +414,7 @@ if check "daemon start" start_daemon && check "boot qemu" boot qemu --packed on 
   for part in "${parts[@]}"; do
     case $part in
       in-place) in_place ;;
+      card) card ;;
       reconnects) reconnects ;;
     esac
   done

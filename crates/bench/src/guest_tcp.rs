@@ -33,6 +33,9 @@ pub struct Args {
     /// How long the interrupt for sent frames may wait (`port.interrupt_delay`); an e1000's driver sets that itself
     #[arg(long, default_value = "300us")]
     interrupt_delay: String,
+    /// How long the thread that serves an e1000's registers polls for the next access (`port.access_poll`)
+    #[arg(long, default_value = "400us")]
+    access_poll: String,
     /// Folder of the program `guests`
     #[arg(long, default_value = "scripts")]
     scripts: PathBuf,
@@ -184,7 +187,10 @@ impl<'a> Bed<'a> {
             let socket = socket(number);
             let kind = match guest {
                 // An emulated guest may not run for longer than the default; QEMU's card waits for it without limit.
-                Guest::E1000 => "kind = \"e1000\"\nlimits = { wait = \"100ms\" }\n".to_owned(),
+                Guest::E1000 => format!(
+                    "kind = \"e1000\"\nlimits = {{ wait = \"100ms\" }}\naccess_poll = \"{}\"\n",
+                    args.access_poll
+                ),
                 _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{}\"\n", args.interrupt_delay),
             };
             format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}", socket.display())
@@ -323,10 +329,11 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
         let known = guest.interrupt().map(|_| rounds.spread(side, |run| run.interrupts.unwrap_or(f64::NAN)));
         known.map(|spread| spread.median).filter(|median| median.is_finite())
     });
-    let delay = (guest != Guest::E1000).then_some(&args.interrupt_delay);
+    let of = |card: bool, key| (card == (guest == Guest::E1000)).then_some(key);
+    let (delay, access_poll) = (of(false, &args.interrupt_delay), of(true, &args.access_poll));
     let mut row = json!({
         "guest": guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
-        "interrupt_delay": delay, "peer_name": guest.peer(),
+        "interrupt_delay": delay, "access_poll": access_poll, "peer_name": guest.peer(),
         "retransmits": again[0], "peer_retransmits": again[1],
         "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
     });

@@ -13,7 +13,7 @@ use super::{
 use crate::ports::Mode;
 use ringroad_host::{
     CaptureConfig, INTERRUPT_DELAY,
-    e1000::Mitigation,
+    e1000::{ACCESS_POLL, Mitigation},
     vhost_user::{MAX_PAIRS, Role},
 };
 use ringroad_net::Features;
@@ -94,6 +94,9 @@ pub struct E1000Card {
     /// How its interrupts are moderated.
     #[serde(deserialize_with = "values::mitigation")]
     pub mitigation: Mitigation,
+    /// How long the thread that serves accesses to its registers polls for the next one.
+    #[serde(deserialize_with = "value::short_time")]
+    pub access_poll: Duration,
     /// Whether the link is up.
     pub link: bool,
     /// Access to the socket, and a client's budgets.
@@ -108,6 +111,7 @@ impl Default for E1000Card {
             mac: None,
             fixed: false,
             mitigation: Mitigation::default(),
+            access_poll: ACCESS_POLL,
             link: true,
             frontend: Frontend::default(),
         }
@@ -142,7 +146,7 @@ pub struct VhostUser {
     /// Whether the link is up.
     pub link: bool,
     /// How long the interrupt for sent frames may wait for more of them.
-    #[serde(deserialize_with = "value::interrupt_delay")]
+    #[serde(deserialize_with = "value::short_time")]
     pub interrupt_delay: Duration,
     /// Access to the socket, and a frontend's budgets.
     #[serde(skip)]

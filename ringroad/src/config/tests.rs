@@ -274,6 +274,7 @@ fn values_at_their_bounds() {
         "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/2\"\nrole = \"client\"",
         "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\nmitigation = false\nmac = \"02:00:00:00:00:09\"\naddresses = \"fixed\"",
         "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\nmitigation = \"clamped\"\nlimits = { regions = 9, storm = 1 }",
+        "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\naccess_poll = \"0\"",
         // A port may be named after another's interface.
         "[[port]]\nname = \"rr0\"\nkind = \"tap\"\ninterface = \"fifteen-bytes.x\"",
     ] {
@@ -316,6 +317,8 @@ fn broken_files() {
             card("addresses = \"fixed\""),
             "5: port \"old\": key `addresses`: \"fixed\" requires key `mac`, which is missing",
         ),
+        (card("access_poll = \"1s\""), "5: port \"old\": key `access_poll`: expected \"0\", or \"1us\" to \"10ms\""),
+        (vm1("access_poll = \"0\""), "5: port \"vm1\": key `access_poll`: only valid for kind \"e1000\""),
         (vm1("mitigation = true"), "5: port \"vm1\": key `mitigation`: only valid for kind \"e1000\""),
         (
             rr0("mac = \"02:00:00:00:00:09\""),

@@ -137,10 +137,10 @@ pub(super) fn time(text: &str) -> Option<Duration> {
     amount(text, "us").map(Duration::from_micros).or(amount(text, "ms").map(Duration::from_millis))
 }
 
-pub(super) fn interrupt_delay<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Error> {
+pub(super) fn short_time<'de, D: Deserializer<'de>>(node: D) -> Result<Duration, D::Error> {
     text(node, "\"0\", or \"1us\" to \"10ms\"", |text| {
-        let delay = time(text).or((text == "0").then_some(Duration::ZERO));
-        delay.filter(|&delay| delay <= Duration::from_millis(10))
+        let time = time(text).or((text == "0").then_some(Duration::ZERO));
+        time.filter(|&time| time <= Duration::from_millis(10))
     })
 }
 

@@ -63,7 +63,7 @@ pub struct Vsock {
     #[serde(deserialize_with = "value::poll")]
     pub poll: Option<Poll>,
     /// How long the interrupt for packets that the guest has sent may wait for more of them.
-    #[serde(deserialize_with = "value::interrupt_delay")]
+    #[serde(deserialize_with = "value::short_time")]
     pub interrupt_delay: Duration,
     /// Features offered to the driver.
     #[serde(deserialize_with = "features")]

@@ -154,11 +154,12 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
             diff.key("port.interrupt_delay", InPlace, interrupt_delay, &other.interrupt_delay);
         }
         (Kind::E1000(card), Kind::E1000(other)) => {
-            let E1000Card { socket, mac: _, fixed: _, mitigation, link, frontend } = card;
+            let E1000Card { socket, mac: _, fixed: _, mitigation, access_poll, link, frontend } = card;
             diff.key("port.link", InPlace, link, &other.link);
             of_frontend(&mut diff, ["port.limits", "port.socket_mode", "port.socket_owner"], frontend, &other.frontend);
             diff.key("port.socket", Reconnects, socket, &other.socket);
             diff.key("port.mitigation", Reconnects, mitigation, &other.mitigation);
+            diff.key("port.access_poll", InPlace, access_poll, &other.access_poll);
             diff.key("port.mac", Reconnects, &before.mac(), &after.mac());
             diff.key("port.mtu", InPlace, &mtu.unwrap_or(MTU), &after.mtu.unwrap_or(MTU));
         }
@@ -172,23 +173,9 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
         _ => diff.key("port.kind", Reconnects, &0, &1),
     }
     if std::mem::discriminant(kind) == std::mem::discriminant(&after.kind) {
-        let Limits { addresses, own: _, fixed, storm, link_local, isolated, rate, wait } = limits;
-        diff.key("port.limits.addresses", InPlace, addresses, &after.limits.addresses);
-        diff.key("port.limits.storm", InPlace, storm, &after.limits.storm);
-        // Both keys are in this one value.
-        let full = |limits: &Limits| limits.wait.is_zero();
-        diff.key("port.full", InPlace, &full(limits), &full(&after.limits));
-        if !full(limits) && !full(&after.limits) {
-            diff.key("port.limits.wait", InPlace, wait, &after.limits.wait);
-        }
-        diff.key("port.addresses", InPlace, fixed, &after.limits.fixed);
-        diff.key("port.link_local", InPlace, link_local, &after.limits.link_local);
-        diff.key("port.isolated", InPlace, isolated, &after.limits.isolated);
+        of_limits(&mut diff, limits, &after.limits);
         // `vlan`, `trunk` and `native` are in this one value.
         diff.key(vlan_key(before, after), InPlace, vlans, &after.vlans);
-        diff.key("port.limits.rate", InPlace, &rate.bits, &after.limits.rate.bits);
-        diff.key("port.limits.frames", InPlace, &rate.frames, &after.limits.rate.frames);
-        diff.key("port.limits.burst", InPlace, &rate.burst, &after.limits.rate.burst);
     }
     diff.key("port.mode", InPlace, mode, &after.mode);
     diff.key("port.mirror", InPlace, mirror, &after.mirror);
@@ -202,6 +189,26 @@ pub fn of_port(before: &Port, after: &Port) -> Vec<Change> {
 fn vlan_key(before: &Port, after: &Port) -> &'static str {
     let vlans = after.vlans.or(before.vlans);
     if vlans.is_some_and(|vlans| !vlans.is_access()) { "port.trunk" } else { "port.vlan" }
+}
+
+/// Compares what limits two ports.
+fn of_limits(diff: &mut Diff, before: &Limits, after: &Limits) {
+    use Effect::InPlace;
+    let Limits { addresses, own: _, fixed, storm, link_local, isolated, rate, wait } = before;
+    diff.key("port.limits.addresses", InPlace, addresses, &after.addresses);
+    diff.key("port.limits.storm", InPlace, storm, &after.storm);
+    // Both keys are in this one value.
+    let full = |limits: &Limits| limits.wait.is_zero();
+    diff.key("port.full", InPlace, &full(before), &full(after));
+    if !full(before) && !full(after) {
+        diff.key("port.limits.wait", InPlace, wait, &after.wait);
+    }
+    diff.key("port.addresses", InPlace, fixed, &after.fixed);
+    diff.key("port.link_local", InPlace, link_local, &after.link_local);
+    diff.key("port.isolated", InPlace, isolated, &after.isolated);
+    diff.key("port.limits.rate", InPlace, &rate.bits, &after.rate.bits);
+    diff.key("port.limits.frames", InPlace, &rate.frames, &after.rate.frames);
+    diff.key("port.limits.burst", InPlace, &rate.burst, &after.rate.burst);
 }
 
 /// Compares the socket settings of two ports or devices.
@@ -287,8 +294,12 @@ socket = "/run/v"
 "#;
 
     fn found(after: &str) -> Vec<String> {
+        found_in(BEFORE, after)
+    }
+
+    fn found_in(before: &str, after: &str) -> Vec<String> {
         let parse = |text: &str| Config::parse(text, "rr.toml").unwrap();
-        changes(&parse(BEFORE), &parse(after)).iter().map(Change::to_string).collect()
+        changes(&parse(before), &parse(after)).iter().map(Change::to_string).collect()
     }
 
     #[test]
@@ -363,6 +374,21 @@ socket = "/run/v"
             let after = BEFORE.replacen(what, with, 1);
             let found = found(&after);
             assert!(found.len() == 1 && found[0].starts_with(expected), "{with}: expected {expected}, found {found:?}");
+        }
+    }
+
+    #[test]
+    fn effect_of_each_key_of_a_card() {
+        let before = "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/1\"\n";
+        for (line, expected) in [
+            ("link = false", "port old: key `port.link`: in place"),
+            ("mtu = 1400", "port old: key `port.mtu`: in place"),
+            ("access_poll = \"0\"", "port old: key `port.access_poll`: in place"),
+            ("mitigation = false", "port old: key `port.mitigation`: reconnects the guest"),
+            ("mac = \"02:00:00:00:00:01\"", "port old: key `port.mac`: reconnects the guest"),
+        ] {
+            let found = found_in(before, &format!("{before}{line}\n"));
+            assert!(found.len() == 1 && found[0].starts_with(expected), "{line}: expected {expected}, found {found:?}");
         }
     }
 

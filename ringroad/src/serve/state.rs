@@ -343,6 +343,7 @@ impl Running {
                     settings,
                     client: card.frontend.limits,
                     access: card.frontend.access(),
+                    access_poll: card.access_poll,
                 };
                 let server = E1000Server::start(config, worker, |card| Measured::new(Ports::E1000(card), mode))?;
                 progress.made(&card.socket);
@@ -398,17 +399,18 @@ impl Running {
             handle.change(move |kind| kind.set_mode(mode));
         }
         if let Some(frontend) = port.frontend() {
-            let set = match &self.kind {
-                Kind::Vhost(server) => {
+            let set = match (&self.kind, &port.kind) {
+                (Kind::Vhost(server), _) => {
                     server.set_link(port.link());
                     server.set_frontend(frontend.limits, frontend.access())
                 }
-                Kind::E1000(server) => {
+                (Kind::E1000(server), config::Kind::E1000(card)) => {
                     server.set_link(port.link());
                     server.set_mtu(port.mtu.unwrap_or(MTU));
+                    server.set_access_poll(card.access_poll);
                     server.set_client(frontend.limits, frontend.access())
                 }
-                Kind::Tap(_) => Ok(()),
+                _ => Ok(()),
             };
             set.unwrap_or_else(|error| log::error!("{error}"));
         }

@@ -10,7 +10,7 @@ use crate::{
 use ringroad_e1000::{CONFIG, Device, DeviceConfig, IO_BAR, Mitigation, registers::BAR};
 use ringroad_mem::Table;
 use ringroad_wire::ethernet::{self, MacAddr};
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 /// Index of the BAR with the registers, and of the one with the window to them.
 const REGISTERS: u32 = 0;
@@ -37,7 +37,13 @@ pub struct E1000Config {
     pub client: Limits,
     /// Who may connect to the socket.
     pub access: Access,
+    /// How long the thread that serves the driver's accesses polls for the next one before it sleeps, at most. It adapts: a
+    /// quiet card's does not poll.
+    pub access_poll: Duration,
 }
+
+/// The default of [`E1000Config::access_poll`].
+pub const ACCESS_POLL: Duration = Duration::from_micros(400);
 
 impl Default for E1000Config {
     /// A card with an MTU of 1500 and interrupts moderated as the registers say. Name and socket are empty.
@@ -52,6 +58,7 @@ impl Default for E1000Config {
             settings: PortSettings::default(),
             client: Limits::default(),
             access: Access::default(),
+            access_poll: ACCESS_POLL,
         }
     }
 }
@@ -90,7 +97,13 @@ impl<K: PortKind> E1000Server<K> {
         let port = E1000Port::new(&config.name, card, interrupts, lines).map_err(failed)?;
         port.0.limit(ethernet::longest_frame(config.mtu));
         let handle = Arc::new(worker.add(Port::new(kind(port.clone()), config.settings)).map_err(failed)?);
-        let at = ServerConfig { name: &name, path: &config.socket, limits: config.client, access: config.access };
+        let at = ServerConfig {
+            name: &name,
+            path: &config.socket,
+            limits: config.client,
+            access: config.access,
+            poll: config.access_poll,
+        };
         let device = Pci { name: name.clone(), card: port.0.clone(), handle: handle.clone() };
         let server = Server::start(at, device)?;
         Ok(E1000Server { server, handle, port })
@@ -116,6 +129,11 @@ impl<K: PortKind> E1000Server<K> {
         if self.port.0.access(|device, now| device.set_link(up, now)) {
             self.handle.settle();
         }
+    }
+
+    /// Changes [`E1000Config::access_poll`].
+    pub fn set_access_poll(&self, time: Duration) {
+        self.server.set_poll(time);
     }
 
     /// Changes the limits of its clients, and who may connect.

@@ -78,6 +78,11 @@ impl Connection {
         self.start < self.end
     }
 
+    /// Reads what has arrived. Returns whether there is something to take.
+    pub(super) fn read_more(&mut self) -> Result<bool, End> {
+        Ok(self.has_more() || self.read(size_of::<Header>())?)
+    }
+
     /// Returns all descriptors that nobody has taken.
     pub(super) fn into_files(self) -> impl Iterator<Item = File> {
         self.arrived.into_iter().chain(self.files)

@@ -11,6 +11,7 @@ mod connection;
 mod device;
 mod eventfd;
 mod interrupts;
+mod linger;
 mod memory;
 mod messages;
 mod refusal;

@@ -3,6 +3,7 @@
 use super::{
     VfioDevice,
     connection::{Connection, End},
+    linger::Linger,
     messages::{NO_REPLY, command, send},
     session::{Session, SessionContext},
 };
@@ -18,7 +19,10 @@ use std::{
     os::{fd::AsFd, unix::net::UnixStream},
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -45,6 +49,8 @@ pub struct ServerConfig<'a> {
     pub limits: Limits,
     /// Who may connect.
     pub access: Access,
+    /// How long the thread polls for the client's next message before it sleeps, at most.
+    pub poll: Duration,
 }
 
 impl<'a> ServerConfig<'a> {
@@ -55,9 +61,10 @@ impl<'a> ServerConfig<'a> {
 }
 
 impl Default for ServerConfig<'_> {
-    /// A socket for this user only, with the default limits. Name and path are empty.
+    /// A socket for this user only, with the default limits, whose thread does not poll. Name and path are empty.
     fn default() -> Self {
-        ServerConfig { name: "", path: Path::new(""), limits: Limits::default(), access: Access::default() }
+        let (limits, access) = (Limits::default(), Access::default());
+        ServerConfig { name: "", path: Path::new(""), limits, access, poll: Duration::ZERO }
     }
 }
 
@@ -68,6 +75,27 @@ pub struct Server {
     limits: Arc<Mutex<Limits>>,
     connects: Arc<Quota>,
     lines: Lines,
+    poll: Arc<Poll>,
+}
+
+/// [`ServerConfig::poll`], which may change.
+#[derive(Debug)]
+struct Poll(AtomicU64);
+
+impl Poll {
+    fn new(time: Duration) -> Poll {
+        let poll = Poll(AtomicU64::default());
+        poll.set(time);
+        poll
+    }
+
+    fn set(&self, time: Duration) {
+        self.0.store(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
 }
 
 impl std::fmt::Debug for Server {
@@ -82,7 +110,7 @@ impl Server {
     /// # Errors
     /// The socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
     pub fn start<D: VfioDevice>(config: ServerConfig<'_>, device: D) -> Result<Server, SocketError> {
-        let ServerConfig { name, path, limits, access } = config;
+        let ServerConfig { name, path, limits, access, poll } = config;
         let failed = |error: io::Error| SocketError::Start { name: name.to_owned(), error };
         let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed);
         let (listener, place) = bind(name, path, access)?;
@@ -93,12 +121,12 @@ impl Server {
         let limits = Arc::new(Mutex::new(limits));
         let context =
             SessionContext { limits: limits.clone(), lines: lines.clone(), alarm, disposal: Disposal::default() };
-        let current = Current::default();
+        let (current, poll) = (Current::default(), Arc::new(Poll::new(poll)));
         let thread = {
             let (stop, name) = (stop.try_clone().map_err(failed)?, device.name().to_owned());
             let (path, listener, peer) = (path.to_owned(), Some(listener), "client");
             let door = Door { name, peer, listener, path, stop, connects: connects.clone(), lines: lines.clone() };
-            let thread = Thread { device, attention, current: current.clone(), door, context };
+            let thread = Thread { device, attention, current: current.clone(), door, context, poll: poll.clone() };
             thread::Builder::new()
                 .name(format!("vfio {name}", name = config.name))
                 .stack_size(256 << 10)
@@ -106,7 +134,12 @@ impl Server {
         };
         let thread = Some(thread.map_err(failed)?);
         let serving = Serving { name: name.to_owned(), peer: "client", stop, current, thread };
-        Ok(Server { serving, place, limits, connects, lines })
+        Ok(Server { serving, place, limits, connects, lines, poll })
+    }
+
+    /// Changes [`ServerConfig::poll`].
+    pub fn set_poll(&self, time: Duration) {
+        self.poll.set(time);
     }
 
     /// Changes limits and access. Limits on messages and refusals take effect with the next connection.
@@ -127,6 +160,7 @@ struct Thread<D> {
     current: Current,
     door: Door,
     context: SessionContext,
+    poll: Arc<Poll>,
 }
 
 impl<D: VfioDevice> Thread<D> {
@@ -210,12 +244,17 @@ impl<D: VfioDevice> Thread<D> {
     /// Carries out commands until the connection ends.
     fn serve_all(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<Infallible, End> {
         // `stop` may have been set before `current`.
-        let (mut waits, mut turn) = (true, 0);
+        let (mut waits, mut turn, mut linger) = (true, 0, Linger::default());
         loop {
             turn += 1;
+            if waits && turn < TURN {
+                waits = !linger.poll(self.poll.get(), || connection.read_more())?;
+            }
             if waits || turn >= TURN {
                 turn = 0;
+                let start = Instant::now();
                 waits = !self.wait(connection)?;
+                linger.slept(self.poll.get(), start.elapsed());
             }
             if !waits {
                 waits = !self.serve_one(connection, session)?;

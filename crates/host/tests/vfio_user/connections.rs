@@ -4,6 +4,7 @@ use crate::rig::*;
 use std::{
     io::Write,
     os::{fd::AsRawFd, unix::net::UnixStream},
+    path::Path,
     sync::atomic::Ordering::Relaxed,
     time::{Duration, Instant},
 };
@@ -198,6 +199,46 @@ fn a_panic_ends_only_its_connection() {
     rig.disconnected(1);
     other.works();
     rig.client(0).works();
+}
+
+/// CPU time so far of this process's threads with such a name.
+fn cpu_time(name: &str) -> Duration {
+    let of = |task: &Path| {
+        let read = |file: &str| std::fs::read_to_string(task.join(file)).ok();
+        let time = read("schedstat").filter(|_| read("comm").is_some_and(|comm| comm.trim_end() == name))?;
+        Some(Duration::from_nanos(time.split_whitespace().next()?.parse().ok()?))
+    };
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    tasks.filter_map(|task| of(&task.unwrap().path())).sum()
+}
+
+#[test]
+fn polls_while_messages_follow_each_other_and_not_at_rest() {
+    let rig = Rig::new("lingers");
+    let mut peer = rig.client(0);
+    // The kernel keeps 15 bytes of `vfio port lingers0`.
+    let used = || cpu_time("vfio port linge");
+    let after = |peer: &mut Peer, pause: Duration| {
+        peer.works();
+        let before = used();
+        std::thread::sleep(pause);
+        used() - before
+    };
+    // Half of the time that it may poll: another message may come.
+    let mut most = Duration::ZERO;
+    assert!(
+        within(PATIENCE, || {
+            (0..50).for_each(|_| peer.works());
+            most = most.max(after(&mut peer, POLL / 2));
+            most > POLL / 4
+        }),
+        "polled for {most:?} at most"
+    );
+    // None has come: it polls for less and less, and then no more.
+    (0..20).for_each(|_| _ = after(&mut peer, 3 * POLL));
+    let rest = after(&mut peer, 50 * POLL);
+    assert!(rest < POLL / 4, "{rest:?} at rest");
+    peer.works();
 }
 
 #[test]

@@ -147,6 +147,9 @@ impl VfioDevice for Toy {
     }
 }
 
+/// How long the first device's thread polls for messages.
+pub const POLL: Duration = Duration::from_millis(2);
+
 /// Devices, each with its socket.
 pub struct Rig {
     name: String,
@@ -169,7 +172,9 @@ impl Rig {
             let name = format!("port {}", rig.port(index));
             let toy = Toy { name: name.clone(), interrupts: Interrupts::new(true, 4, 0), seen };
             let path = rig.socket(index);
-            let config = ServerConfig { name: &name, path: &path, limits, access: Access::default() };
+            // The one under attack polls for messages too.
+            let poll = if index == 0 { POLL } else { Duration::ZERO };
+            let config = ServerConfig { name: &name, path: &path, limits, access: Access::default(), poll };
             rig.servers.push(Server::start(config, toy.clone()).unwrap());
             rig.toys.push(toy);
         }
