@@ -274,7 +274,7 @@ fn values_at_their_bounds() {
         "[[port]]\nname = \"vm2\"\nkind = \"vhost-user\"\nsocket = \"/run/2\"\nrole = \"client\"",
         "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\nmitigation = false\nmac = \"02:00:00:00:00:09\"\naddresses = \"fixed\"",
         "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\nmitigation = \"clamped\"\nlimits = { regions = 9, storm = 1 }",
-        "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\naccess_poll = \"0\"",
+        "[[port]]\nname = \"old\"\nkind = \"e1000\"\nsocket = \"/run/2\"\naccess_poll = \"10ms\"",
         // A port may be named after another's interface.
         "[[port]]\nname = \"rr0\"\nkind = \"tap\"\ninterface = \"fifteen-bytes.x\"",
     ] {

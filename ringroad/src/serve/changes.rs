@@ -383,7 +383,7 @@ socket = "/run/v"
         for (line, expected) in [
             ("link = false", "port old: key `port.link`: in place"),
             ("mtu = 1400", "port old: key `port.mtu`: in place"),
-            ("access_poll = \"0\"", "port old: key `port.access_poll`: in place"),
+            ("access_poll = \"1us\"", "port old: key `port.access_poll`: in place"),
             ("mitigation = false", "port old: key `port.mitigation`: reconnects the guest"),
             ("mac = \"02:00:00:00:00:01\"", "port old: key `port.mac`: reconnects the guest"),
         ] {

@@ -25,7 +25,8 @@ impl Linger {
             if ready()? {
                 return Ok(true);
             }
-            // A worker may have this core too.
+            // A worker may have this CPU too. But who yields and is woken meanwhile waits for its turn: of a VMM's thread that
+            // never sleeps on the same CPU, a whole slice.
             thread::yield_now();
         }
         Ok(false)
