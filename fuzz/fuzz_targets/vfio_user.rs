@@ -3,7 +3,7 @@
 #![no_main]
 
 use ringroad_host::vfio_user::{
-    Access, CONFIG_REGION, InterruptKind, Interrupts, Limits, PciRegion, Rate, Server, ServerConfig, VfioDevice,
+    CONFIG_REGION, InterruptKind, Interrupts, Limits, PciRegion, Rate, Server, ServerConfig, VfioDevice,
 };
 use ringroad_mem::{Hit, Region, Table};
 use std::{
@@ -83,7 +83,8 @@ static TARGET: LazyLock<Target> = LazyLock::new(|| {
     let device = Device { interrupts: Interrupts::new(true, 4, 8), memory: Arc::default() };
     let limits =
         Limits { mapped: 1 << 20, regions: 16, connects: MUCH, messages: MUCH, refusals: MUCH, ..Limits::default() };
-    let config = ServerConfig { name: "fuzz", path: &socket, limits, access: Access::default() };
+    let poll = Duration::from_micros(20);
+    let config = ServerConfig { limits, poll, ..ServerConfig::new("fuzz", &socket) };
     let _server = Server::start(config, device).unwrap();
     let (_, memory) = Region::create(65536, 0, false).unwrap();
     let (constant, constant_file) = Region::create(8192, 0, false).unwrap();

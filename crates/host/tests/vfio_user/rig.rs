@@ -5,7 +5,7 @@ pub use crate::common::{
     set_blocking, within, words,
 };
 use ringroad_host::vfio_user::{
-    Access, CONFIG_REGION, InterruptKind, Interrupts, Limits, PciRegion, Server, ServerConfig, VfioDevice,
+    CONFIG_REGION, InterruptKind, Interrupts, Limits, PciRegion, Server, ServerConfig, VfioDevice,
 };
 use ringroad_mem::{Hit, Table};
 use std::{
@@ -174,7 +174,7 @@ impl Rig {
             let path = rig.socket(index);
             // The one under attack polls for messages too.
             let poll = if index == 0 { POLL } else { Duration::ZERO };
-            let config = ServerConfig { name: &name, path: &path, limits, access: Access::default(), poll };
+            let config = ServerConfig { limits, poll, ..ServerConfig::new(&name, &path) };
             rig.servers.push(Server::start(config, toy.clone()).unwrap());
             rig.toys.push(toy);
         }
