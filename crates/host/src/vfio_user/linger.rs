@@ -8,8 +8,8 @@ use std::{
 /// The shortest time worth polling for: less than it takes to sleep and to be woken.
 const LEAST: Duration = Duration::from_micros(10);
 
-/// Time to poll for a message. A driver's interrupt handler makes several accesses in a row and waits for most of them: to find this
-/// thread awake halves what each takes. The time doubles after a wait that a longer one would have covered, and is halved
+/// Time to poll for a message. A driver's interrupt handler makes several accesses in a row and waits for each that reads: with this
+/// thread awake they take less time. The time doubles after a wait that a longer one would have covered, and is halved
 /// after a longer wait, down to nothing.
 #[derive(Debug, Default)]
 pub(super) struct Linger {
@@ -25,8 +25,8 @@ impl Linger {
             if ready()? {
                 return Ok(true);
             }
-            // A worker may have this CPU too. But who yields and is woken meanwhile waits for its turn: of a VMM's thread that
-            // never sleeps on the same CPU, a whole slice.
+            // A worker may share this CPU. The price: a message that arrives meanwhile waits until that thread's slice is over; a
+            // thread that sleeps preempts it at once.
             thread::yield_now();
         }
         Ok(false)
