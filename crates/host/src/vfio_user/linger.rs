@@ -8,8 +8,8 @@ use std::{
 /// The shortest time worth polling for: less than it takes to sleep and to be woken.
 const LEAST: Duration = Duration::from_micros(10);
 
-/// Time to poll for a message. A driver's interrupt handler makes several accesses in a row and waits for each that reads: with this
-/// thread awake they take less time. The time doubles after a wait that a longer one would have covered, and is halved
+/// Time to poll for a message. A driver's interrupt handler makes several accesses in a row and waits for each that reads: with
+/// this thread awake they take less time. The time doubles after a wait that a longer one would have covered, and is halved
 /// after a longer wait, down to nothing.
 #[derive(Debug, Default)]
 pub(super) struct Linger {
