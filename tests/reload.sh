@@ -317,7 +317,7 @@ card() {
   [ ${#streams[@]} -gt 0 ] || check "tcp to qemu" stream_start qemu || return 0
   check "tcp to e1000" stream_start e1000 || return 0
   connected="$(frontends qemu) $(frontends uml)"
-  for line in 'access_poll = "400us"' 'access_poll = "5ms"' 'poll = "50us"' 'hairpin = true' 'gro = true' 'isolated = true' 'vlan = 1' \
+  for line in 'access_poll = "0"' 'access_poll = "5ms"' 'poll = "50us"' 'hairpin = true' 'gro = true' 'isolated = true' 'vlan = 1' \
     'mtu = 1400' 'limits = { rate = "2Gb/s" }'; do
     key=port.${line%% *}
     [ "$key" != port.limits ] || key=port.limits.rate

@@ -34,7 +34,7 @@ pub struct Args {
     #[arg(long, default_value = "300us")]
     interrupt_delay: String,
     /// How long the thread that serves an e1000's registers polls for the next access (`port.access_poll`)
-    #[arg(long, default_value = "0")]
+    #[arg(long, default_value = "400us")]
     access_poll: String,
     /// Folder of the program `guests`
     #[arg(long, default_value = "scripts")]

@@ -13,7 +13,7 @@ use super::{
 use crate::ports::Mode;
 use ringroad_host::{
     CaptureConfig, INTERRUPT_DELAY,
-    e1000::Mitigation,
+    e1000::{ACCESS_POLL, Mitigation},
     vhost_user::{MAX_PAIRS, Role},
 };
 use ringroad_net::Features;
@@ -111,7 +111,7 @@ impl Default for E1000Card {
             mac: None,
             fixed: false,
             mitigation: Mitigation::default(),
-            access_poll: Duration::ZERO,
+            access_poll: ACCESS_POLL,
             link: true,
             frontend: Frontend::default(),
         }

@@ -6,4 +6,4 @@ mod server;
 
 pub use port::{E1000Lease, E1000Port, E1000Sink, E1000Source};
 pub use ringroad_e1000::{Exits, Mitigation};
-pub use server::{E1000Config, E1000Server};
+pub use server::{ACCESS_POLL, E1000Config, E1000Server};

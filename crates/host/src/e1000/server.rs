@@ -42,6 +42,9 @@ pub struct E1000Config {
     pub access_poll: Duration,
 }
 
+/// The default of [`E1000Config::access_poll`].
+pub const ACCESS_POLL: Duration = Duration::from_micros(400);
+
 impl Default for E1000Config {
     /// A card with an MTU of 1500 and interrupts moderated as the registers say. Name and socket are empty.
     fn default() -> E1000Config {
@@ -55,7 +58,7 @@ impl Default for E1000Config {
             settings: PortSettings::default(),
             client: Limits::default(),
             access: Access::default(),
-            access_poll: Duration::ZERO,
+            access_poll: ACCESS_POLL,
         }
     }
 }
