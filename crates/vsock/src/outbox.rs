@@ -197,8 +197,11 @@ impl<O: Owner> Outbox<O> {
     /// Ends a packet's turn; `left` is the packet if it was not sent completely. Returns whether the packet is done with.
     pub(crate) fn moved(&mut self, owner: &O, used: usize, left: Option<Packet>) -> bool {
         let (key, last) = (owner.key(), self.last());
-        // The owner may have been removed in the meantime.
-        let Some(flow) = self.flows.get_mut(&key) else { return true };
+        let Some(flow) = self.flows.get_mut(&key) else {
+            // The owner was removed in the meantime, with all its packets but this one.
+            self.packets = self.packets.saturating_sub(1);
+            return true;
+        };
         let over = left.is_none();
         flow.deficit = flow.deficit.saturating_sub(used);
         match left {
