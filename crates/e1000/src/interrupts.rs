@@ -152,12 +152,13 @@ impl Interrupts {
         let now = self.now;
         // A delay that was made shorter meanwhile ended then at the earliest.
         let due = |delay: &Delay| delay.due().filter(|&due| due <= now).map(|due| due.max(before));
-        let (transmit, receive) = (due(&self.transmit), due(&self.receive));
-        if let Some(due) = transmit {
-            self.set(cause::TXDW, due);
-        }
-        if let Some(due) = receive {
-            self.set(cause::RXT0, due);
+        let mut ended = [(due(&self.transmit), cause::TXDW), (due(&self.receive), cause::RXT0)];
+        // In their order: at the time of one that is masked, the other one was not yet pending.
+        ended.sort_unstable();
+        for (due, cause) in ended {
+            if let Some(due) = due {
+                self.set(cause, due);
+            }
         }
         now
     }

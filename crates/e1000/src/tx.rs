@@ -100,6 +100,8 @@ pub struct TxQueue {
     /// Number of descriptors, of those to be taken next, whose drops were counted before they were put back.
     counted: u32,
     tail: u32,
+    /// Generation of the setup and tail with which there was nothing to take though there are descriptors: a frame without its end.
+    incomplete: Option<(u32, u32)>,
 }
 
 /// Returns the length of the frame if the descriptor is all of it, and nothing is left to do.
@@ -156,6 +158,7 @@ impl TxQueue {
             parts: Vec::with_capacity(FRAME_PARTS),
             counted: 0,
             tail: 0,
+            incomplete: None,
         })
     }
 
@@ -183,7 +186,7 @@ impl TxQueue {
         self.ring.release();
         // The setup is to be applied again.
         self.generation = self.shared.generation().wrapping_sub(1);
-        let with_staging = |memory: Arc<Table>| memory.with(self.staging.clone()).map(Arc::new);
+        let with_staging = |memory: Arc<Table>| memory.with_own(self.staging.clone()).map(Arc::new);
         let memory = memory.filter(|memory| !memory.regions().is_empty());
         self.memory = memory.map(with_staging).transpose()?;
         Ok(())
@@ -201,7 +204,7 @@ impl TxQueue {
 
     /// Returns whether there is nothing to take.
     pub fn is_idle(&mut self) -> bool {
-        self.available() == 0
+        self.available() == 0 || self.incomplete == Some((self.generation, self.tail))
     }
 
     /// Returns why the queue has stopped, once.
@@ -210,6 +213,7 @@ impl TxQueue {
     }
 
     fn refresh(&mut self) {
+        self.incomplete = None;
         // Read before the setup: if it changes meanwhile, it is applied once more.
         self.generation = self.shared.generation();
         let setup = self.shared.setup.lock();
@@ -340,6 +344,12 @@ impl Source for TxQueue {
         let mut bytes = if self.state.skipping { 0 } else { self.take_plain(burst, available) };
         if self.used < available && burst.frames().len() < BURST {
             bytes = self.take_rest(burst, available, bytes);
+        }
+        if self.used == 0 {
+            // Until the tail moves. The burst must not keep the memory meanwhile.
+            self.incomplete = Some((self.generation, self.tail));
+            self.pieces.clear();
+            return 0;
         }
         burst.weigh(bytes);
         burst.exchange(&mut self.pieces);

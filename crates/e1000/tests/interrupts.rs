@@ -299,6 +299,22 @@ fn the_clamp_of_qemu() {
     assert!(board.times()[0] == start && board.interrupts.iter().all(|&(_, vector)| vector == Vector::Line));
 }
 
+#[test]
+fn a_masked_cause_that_ends_first_does_not_begin_the_interval() {
+    let mut interrupts = Interrupts::new(Mitigation::default());
+    interrupts.unmask(cause::TXDW);
+    interrupts.set_itr(13);
+    (interrupts.set_tidv(2), interrupts.set_rdtr(1));
+    interrupts.post(event::RECEIVED | event::SENT, 1000);
+    // RXT0 at 2024 interrupts nobody.
+    let raised = 1000 + 2 * DELAY_UNIT;
+    assert_eq!(interrupts.settle(1000), Settled { raised: false, at: Some(raised) });
+    assert_eq!(interrupts.settle(raised), Settled { raised: true, at: None });
+    assert_eq!(interrupts.read_icr(raised), cause::TXDW | cause::RXT0);
+    interrupts.post(cause::TXDW, raised + 1);
+    assert_eq!(interrupts.settle(raised + 1), Settled { raised: false, at: Some(raised + 13 * ITR_UNIT) });
+}
+
 /// Relative and absolute delay, first and last packet.
 type Delay = (u64, u64, Option<(u64, u64)>);
 
@@ -372,7 +388,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// The state machine, called only when it asks for it, interrupts when the model does, which looks at every moment.
     #[test]

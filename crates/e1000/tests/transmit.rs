@@ -415,12 +415,32 @@ fn descriptors_that_never_end() {
     assert_eq!(board.take_all(), []);
     board.send(0, &[[at(0), 100 | PLAIN]]);
     assert_eq!(board.take_all().len(), 1);
-    // Half a frame waits for its other half.
+    // Half a frame waits for its other half: there is nothing to do until the tail moves, and nobody keeps the memory for it.
     board.send(1, &[[at(0), 50 | IFCS]]);
+    assert!(!board.tx.is_idle());
     assert_eq!(board.take_all(), []);
-    assert_eq!(board.read(reg::TDH), 1);
+    assert!(board.tx.is_idle());
+    assert_eq!((board.read(reg::TDH), Arc::strong_count(board.tx.memory().unwrap())), (1, 1));
     board.send(2, &[[at(0) + 50, 50 | PLAIN]]);
+    assert!(!board.tx.is_idle());
     assert_eq!(board.take_all(), [(board.get(at(0), 100), Offload::NONE)]);
+}
+
+#[test]
+fn frames_that_are_dropped_after_they_were_read_are_work_too() {
+    let mut board = started();
+    board.tx.limit(1522);
+    // To the end of the longest frame there is, which nobody may send.
+    let context = Context { tucss: 34, tucso: 50, tucse: u16::MAX, ..Context::default() };
+    let mut descriptors = vec![context.words(0)];
+    descriptors.extend([[at(0), 65_000 | DATA | EOP | RS | TXSM]; 60]);
+    board.send(0, &descriptors);
+    assert_eq!(board.take(), []);
+    // 256 KiB, and the one that was more.
+    assert_eq!(board.read(reg::TDH), 1 + 5);
+    assert_eq!(board.take_all(), []);
+    let counters = board.tx.counters().snapshot();
+    assert_eq!((board.read(reg::TDH), counters.oversize + counters.offload), (61, 60));
 }
 
 #[test]

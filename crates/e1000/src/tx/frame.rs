@@ -35,8 +35,8 @@ struct Assembly {
 enum Next {
     /// A frame of so many bytes was added.
     Frame(usize),
-    /// They held none.
-    Consumed,
+    /// They held none. So many bytes were read to find that out.
+    Consumed(usize),
     /// They stay: the frame is not complete, or does not fit into this burst.
     Nothing,
 }
@@ -55,7 +55,8 @@ enum Why {
 impl TxQueue {
     /// Takes the frames behind the plain ones, which have this many bytes. Returns the bytes of all.
     pub(super) fn take_rest(&mut self, burst: &mut Burst, available: u32, mut bytes: u64) -> u64 {
-        while self.used < available && bytes <= BURST_BYTES && self.used < BURST_DESCRIPTORS {
+        let mut work = bytes;
+        while self.used < available && work <= BURST_BYTES && self.used < BURST_DESCRIPTORS {
             if burst.frames().len() == BURST {
                 break;
             }
@@ -64,12 +65,16 @@ impl TxQueue {
             match self.next(burst, available, start) {
                 Next::Frame(len) => {
                     bytes += len as u64;
+                    work += burst.work(index);
                     if let Some(place) = self.starts.get_mut(index) {
                         *place = start;
                     }
                 }
                 // Dropped, or no frame at all; counted before if they were put back.
-                Next::Consumed => burst.refuse(usize::from(start.used >= self.counted)),
+                Next::Consumed(read) => {
+                    work += read as u64;
+                    burst.refuse(usize::from(start.used >= self.counted));
+                }
                 Next::Nothing => break,
             }
         }
@@ -103,7 +108,7 @@ impl TxQueue {
         if assembly.descriptors == 0 || self.state.skipping {
             // Contexts for a frame that is still to come, or the middle of a dropped one.
             self.used = end;
-            return Next::Consumed;
+            return Next::Consumed(0);
         }
         // With the whole ring full the rest of it can never come.
         let never = start.used == 0 && available >= self.ring.count() - 1 || end < available;
@@ -112,7 +117,7 @@ impl TxQueue {
         }
         self.used = end;
         self.state.skipping = true;
-        self.drop_frame(start, Why::NotAFrame(NotAFrame::Oversize))
+        self.drop_frame(start, Why::NotAFrame(NotAFrame::Oversize), 0)
     }
 
     fn add_part(&mut self, assembly: &mut Assembly, part: Part) {
@@ -127,7 +132,7 @@ impl TxQueue {
     fn end_of_packet(&mut self, burst: &mut Burst, start: Start, assembly: &Assembly, end: u32) -> Next {
         self.used = end;
         if std::mem::take(&mut self.state.skipping) {
-            return Next::Consumed;
+            return Next::Consumed(0);
         }
         let first = self.pieces.list().len();
         match self.assemble(burst, assembly, first) {
@@ -137,7 +142,7 @@ impl TxQueue {
                 match why {
                     // The burst ends here; alone in a burst it has too many pieces.
                     Why::Full if start.used > 0 => self.put_back(start),
-                    Why::Full => self.drop_frame(start, Why::NotAFrame(NotAFrame::Oversize)),
+                    Why::Full => self.drop_frame(start, Why::NotAFrame(NotAFrame::Oversize), assembly.len),
                     Why::Fault(fault) => {
                         // Frames before it are valid; the next burst begins with it.
                         if start.used == 0 {
@@ -145,7 +150,7 @@ impl TxQueue {
                         }
                         self.put_back(start)
                     }
-                    why => self.drop_frame(start, why),
+                    why => self.drop_frame(start, why, assembly.len),
                 }
             }
         }
@@ -158,7 +163,7 @@ impl TxQueue {
     }
 
     /// Counts a frame that is not sent, unless that was done before it was put back.
-    fn drop_frame(&self, start: Start, why: Why) -> Next {
+    fn drop_frame(&self, start: Start, why: Why, read: usize) -> Next {
         if start.used >= self.counted {
             match why {
                 Why::NotAFrame(NotAFrame::Runt) => self.counters.runt.add(1),
@@ -166,7 +171,7 @@ impl TxQueue {
                 _ => self.counters.oversize.add(1),
             }
         }
-        Next::Consumed
+        Next::Consumed(read)
     }
 
     /// Adds the frame of these parts to the burst. Returns its length in bytes.

@@ -162,10 +162,12 @@ impl Card {
     /// For control: replaces the memory, once the bursts that use it are over.
     pub fn set_memory(&self, memory: &Arc<Table>) {
         let memory = Some(memory).filter(|memory| !memory.regions().is_empty());
-        if let Err(error) = self.tx.enter().set_memory(memory.cloned()) {
-            say!(self.lines, Error, "port {}: {error}; the card sends nothing", self.name);
+        // Both or none: truncation is looked for in the memory of one.
+        let set = self.tx.enter().set_memory(memory.cloned());
+        if let Err(error) = &set {
+            say!(self.lines, Error, "port {}: {error}; the card has no memory", self.name);
         }
-        self.rx.enter().set_memory(memory.cloned());
+        self.rx.enter().set_memory(memory.filter(|_| set.is_ok()).cloned());
         // There may be descriptors that could not be read before.
         self.transmit.tail_moved();
         self.room.tail_moved();
