@@ -73,12 +73,16 @@ pub(super) fn check(payload: &[u8]) -> Result<(u16, Capabilities), String> {
     };
     let number = |name: &str, default: u64| match capabilities.get(name) {
         None => Ok(default),
-        Some(value) => value.as_u64().ok_or_else(|| format!("capability {name} = {value:.40}, expected a number")),
+        Some(value) => {
+            value.as_u64().ok_or_else(|| format!("capability {name} = {:.40}, expected a number", value.to_string()))
+        }
     };
     let write_multiple = match capabilities.get("write_multiple") {
         None => false,
         Some(Value::Bool(value)) => *value,
-        Some(value) => return Err(format!("capability write_multiple = {value:.40}, expected true or false")),
+        Some(value) => {
+            return Err(format!("capability write_multiple = {:.40}, expected true or false", value.to_string()));
+        }
     };
     let transfer = number("max_data_xfer_size", 1 << 20)?.min(TRANSFER.into()) as u32;
     let fds = number("max_msg_fds", 1)?.min(FDS as u64) as usize;
