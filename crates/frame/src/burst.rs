@@ -10,6 +10,8 @@ pub const PIECES: u16 = 512;
 
 /// A burst with more bytes or pieces takes as long as several ordinary ones, so other sources get their turn after it.
 const HEAVY_BYTES: u64 = 128 << 10;
+/// What each further frame costs that a frame becomes on a link: as much as so many bytes.
+const SEGMENT: u64 = 256;
 const HEAVY_PIECES: usize = 4 * BURST;
 
 /// Up to [`BURST`] frames from one source. Each worker has one and reuses it.
@@ -207,14 +209,23 @@ impl Burst {
         self.refused += buffers;
     }
 
-    /// Drops the frames behind the one that takes the total length above `most` bytes. Returns the index behind the last
+    /// Returns what forwarding a frame costs, in bytes: its length, and 256 for each further frame that it becomes on a link.
+    #[inline(never)]
+    pub fn work(&self, index: usize) -> u64 {
+        let len = self.frames().get(index).map_or(0, |frame| frame.len());
+        let segments = if self.has_offloads { self.offload(index).frames(len) as u64 } else { 1 };
+        len as u64 + (segments - 1) * SEGMENT
+    }
+
+    /// Drops the frames behind the one that takes the total [`work`](Burst::work) above `most`. Returns the index behind the last
     /// remaining piece.
     #[cold]
     pub fn cut(&mut self, most: u64) -> usize {
-        let mut bytes = 0;
-        let cut = self.frames().iter().position(|frame| {
-            bytes += frame.len() as u64;
-            bytes > most
+        let (mut bytes, mut work) = (0, 0);
+        let cut = (0..self.count).position(|index| {
+            bytes += self.frames().get(index).map_or(0, |frame| frame.len() as u64);
+            work += self.work(index);
+            work > most
         });
         self.count = cut.map_or(self.count, |last| last + 1);
         (self.singles, self.bytes) = (self.singles.min(self.count), bytes);

@@ -13,7 +13,7 @@ mod refused;
 pub mod segment;
 mod tunnel;
 
-pub use kind::{HEADERS, Kind, Support, UDP_SEGMENTS};
+pub use kind::{HEADERS, Kind, SEGMENTS, Support, UDP_SEGMENTS};
 pub use refused::Refused;
 pub use tunnel::{Tunnel, TunnelClaim};
 
@@ -158,8 +158,9 @@ impl Offload {
         if segments <= 1 && !tunnel.is_some_and(|tunnel| tunnel.checksum) {
             return Ok(partial);
         }
-        if segments > UDP_SEGMENTS && matches!(kind, Kind::Udp4 | Kind::Udp6) {
-            return Err(Refused::Segments { found: segments });
+        let most = if matches!(kind, Kind::Udp4 | Kind::Udp6) { UDP_SEGMENTS } else { SEGMENTS };
+        if segments > most {
+            return Err(Refused::Segments { found: segments, most });
         }
         let ecn = kind.is_tcp() && (claim.ecn || headers.tcp_flags & l4::flags::CWR != 0);
         Ok(Offload { gso: Some(Gso { kind, ecn, size, header_len: headers.end as u16, tunnel }), ..partial })

@@ -53,19 +53,27 @@ impl<P: Port> Origin<'_, P> {
         None
     }
 
-    /// Returns those of the frames that the port may flood now. `several`: to more than one port; one costs no more than a frame
-    /// addressed to it.
-    pub fn granted<'w>(&self, which: &'w [u8], several: bool) -> &'w [u8] {
+    /// Returns those of the frames that the port may flood now, counted as what they become on a link. `several`: to more than one
+    /// port; one costs no more than a frame addressed to it.
+    pub fn granted<'w>(&self, burst: &Burst, which: &'w [u8], several: bool) -> &'w [u8] {
         if !several {
             return which;
         }
-        let mut storm = self.member.storm.get();
-        let granted = storm.take(which.len(), self.member.limits.storm, self.now);
-        self.member.storm.set(storm);
+        let (mut storm, rate) = (self.member.storm.get(), self.member.limits.storm);
+        let granted = storm.take(which.len(), rate, self.now);
         if granted < which.len() {
             self.member.dropped(self.queue, Dropped::Storm, which.len() - granted);
         }
-        which.get(..granted).unwrap_or_default()
+        let which = which.get(..granted).unwrap_or_default();
+        if burst.has_offloads() {
+            let more = |&index: &u8| {
+                let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
+                burst.offload(index.into()).frames(len) - 1
+            };
+            storm.owe(which.iter().map(more).sum(), rate);
+        }
+        self.member.storm.set(storm);
+        which
     }
 }
 

@@ -175,7 +175,7 @@ impl<'a, P: Port> Delivery<'a, P> {
         if member.broken.get() {
             return all;
         }
-        let (held, software) = (&mut self.held, &mut *self.software);
+        let (held, software, now) = (&mut self.held, &mut *self.software, self.now);
         let mut work = all;
         let put = catch_unwind(AssertUnwindSafe(|| {
             let Some(sink) = member.port.sink(hint, all) else { return all };
@@ -198,7 +198,8 @@ impl<'a, P: Port> Delivery<'a, P> {
                 }
             }
             if accepted > 0 {
-                member.room(queue).accepted(&member.limits);
+                let accepted = which.get(..accepted).unwrap_or(which);
+                member.room(queue).accepted(&member.limits, burst, accepted, now);
             }
             all
         }));
@@ -277,7 +278,7 @@ impl<'a, P: Port> Delivery<'a, P> {
             self.behind = behind;
             self.leave(number, to, burst, which, handled);
         } else if wait {
-            room.accepted(&to.member.limits);
+            room.accepted(&to.member.limits, burst, which, self.now);
         }
     }
 
@@ -285,10 +286,10 @@ impl<'a, P: Port> Delivery<'a, P> {
     #[cold]
     fn leave(&mut self, number: u32, to: To<'a, P>, burst: &Burst, which: &[u8], handled: usize) {
         let (room, limits) = (to.member.room(to.queue), &to.member.limits);
-        if handled > 0 {
-            room.accepted(limits);
-        }
         let (done, left) = which.split_at_checked(handled).unwrap_or((which, &[]));
+        if handled > 0 {
+            room.accepted(limits, burst, done, self.now);
+        }
         self.behind = done.last().map_or(self.behind, |&last| self.behind.max(usize::from(last) + 1));
         // Frames to other ports that were behind them have been delivered already and are not sent again: only those behind all
         // of these can wait.

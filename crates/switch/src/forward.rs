@@ -480,7 +480,7 @@ fn spread<'a, P: Port>(
 ) {
     let Some(local) = from.floods(to, which.len()) else { return };
     let several = receivers(ports, from.number, local).nth(1).is_some();
-    let which = from.granted(which, several);
+    let which = from.granted(burst, which, several);
     if !which.is_empty() {
         for receiver in receivers(ports, from.number, local) {
             delivery.put_dropping(from.to(receiver), burst, which);

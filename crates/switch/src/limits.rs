@@ -80,13 +80,15 @@ pub enum Claim {
 #[derive(Clone, Copy)]
 pub(crate) struct Storm {
     tokens: u64,
+    /// Tokens taken that were not there; then there are no others.
+    debt: u64,
     filled: Duration,
 }
 
 impl Default for Storm {
     fn default() -> Storm {
         // Full, whatever the rate.
-        Storm { tokens: u64::MAX, filled: Duration::ZERO }
+        Storm { tokens: u64::MAX, debt: 0, filled: Duration::ZERO }
     }
 }
 
@@ -101,16 +103,28 @@ impl Storm {
         let most = u64::from(rate / 100).max(64);
         let passed = now.saturating_sub(self.filled);
         let due = passed.as_nanos().saturating_mul(rate.into()) / SECOND;
-        if due.saturating_add(self.tokens.into()) >= most.into() {
+        let paid = due.min(self.debt.into());
+        self.debt -= paid as u64;
+        if (due - paid).saturating_add(self.tokens.into()) >= most.into() {
             (self.tokens, self.filled) = (most, now);
         } else {
-            self.tokens += due as u64;
+            self.tokens += (due - paid) as u64;
             // Not `now`: fractions of a token count later.
             self.filled += Duration::from_nanos((due * SECOND / u128::from(rate)) as u64);
         }
         let granted = self.tokens.min(wanted as u64);
         self.tokens -= granted;
         granted as usize
+    }
+
+    /// Takes tokens that need not be there, for the further frames that granted ones become: the next frames wait for them, for a
+    /// second at most.
+    pub(crate) fn owe(&mut self, frames: usize, rate: u32) {
+        if rate > 0 {
+            let owed = (frames as u64).saturating_sub(self.tokens);
+            self.tokens = self.tokens.saturating_sub(frames as u64);
+            self.debt = self.debt.saturating_add(owed).min(rate.into());
+        }
     }
 }
 
@@ -160,6 +174,23 @@ mod tests {
         // A clock that stands still or goes back brings nothing.
         assert_eq!(storm.take(1, 20_000, Duration::ZERO), 0);
         assert_eq!(Storm::default().take(usize::MAX, u32::MAX, Duration::MAX), u32::MAX as usize / 100);
+    }
+
+    #[test]
+    fn what_frames_become_is_paid_later() {
+        let (mut storm, start) = (Storm::default(), Duration::from_secs(1));
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        assert_eq!(storm.take(1, 20_000, at(0)), 1);
+        // 199 are left of 200, and 20 come each millisecond.
+        storm.owe(1399, 20_000);
+        assert_eq!([0, 30, 60].map(|ms| storm.take(64, 20_000, at(ms))), [0, 0, 0]);
+        assert_eq!(storm.take(64, 20_000, at(61)), 20);
+        // Never for longer than a second.
+        (0..1000).for_each(|_| storm.owe(1_000_000, 20_000));
+        assert_eq!([1060, 1062].map(|ms| storm.take(64, 20_000, at(ms))), [0, 20]);
+        // Without a limit nothing is owed.
+        storm.owe(1000, 0);
+        assert_eq!(storm.take(64, 0, at(1062)), 64);
     }
 
     #[test]

@@ -27,12 +27,20 @@ pub(crate) struct Room {
     waits: Cell<bool>,
     /// When it was first found to have no room, without having accepted a frame since.
     full: Cell<Option<Duration>>,
+    /// How long frames have waited for it, of [`Limits::wait`]. Frames that it accepts give that back.
+    spent: Cell<Duration>,
 }
+
+/// So many accepted frames, of [`UNIT`] bytes, give back all of [`Limits::wait`]. A queue that accepts fewer in that time is not
+/// waited for: else one that gets a buffer now and then would stop its senders for ever, and with them their frames to others.
+const FRAMES: u32 = 50;
+/// A longer frame counts as several.
+const UNIT: usize = 1500;
 
 impl Room {
     /// Starts over, with frames that wait or not.
     pub fn reset(&self, waits: bool) {
-        self.full.set(None);
+        (self.full.set(None), self.spent.set(Duration::ZERO));
         self.waits.set(waits);
     }
 
@@ -42,12 +50,23 @@ impl Room {
         self.waits.get()
     }
 
-    /// The queue has accepted frames.
+    /// The queue has accepted these frames.
     #[inline]
-    pub fn accepted(&self, limits: &Limits) {
-        if self.full.get().is_some() {
-            self.reset(!limits.wait.is_zero());
+    pub fn accepted(&self, limits: &Limits, burst: &Burst, which: &[u8], now: Duration) {
+        if self.full.get().is_some() || !self.spent.get().is_zero() {
+            let len = |&index: &u8| burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
+            let units = which.iter().map(len).sum::<usize>() / UNIT;
+            self.give_back(limits, units.max(which.len()), now);
         }
+    }
+
+    #[cold]
+    fn give_back(&self, limits: &Limits, frames: usize, now: Duration) {
+        let waited = self.full.take().map_or(Duration::ZERO, |since| now.saturating_sub(since));
+        let earned = limits.wait * FRAMES.min(frames as u32) / FRAMES;
+        let spent = (self.spent.get() + waited).min(limits.wait).saturating_sub(earned);
+        self.spent.set(spent);
+        self.waits.set(spent < limits.wait);
     }
 
     /// The queue has no room. Returns until when frames wait; `None` if they do not, or not any more.
@@ -55,7 +74,7 @@ impl Room {
     pub fn refused(&self, limits: &Limits, now: Duration) -> Option<Duration> {
         let since = self.full.get().unwrap_or(now);
         self.full.set(Some(since));
-        let until = since + limits.wait;
+        let until = since + limits.wait.saturating_sub(self.spent.get());
         self.waits.set(now < until);
         self.waits.get().then_some(until)
     }

@@ -139,7 +139,7 @@ fn flood<'a, P: Port>(
     delivery: &mut Delivery<'a, P>,
 ) {
     let members = || receivers(ports, from.number, local).filter(|member| member.vlans().has(vlan));
-    let which = from.granted(which, members().nth(1).is_some());
+    let which = from.granted(burst, which, members().nth(1).is_some());
     if which.is_empty() || members().next().is_none() {
         return;
     }

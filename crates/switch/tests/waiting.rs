@@ -68,16 +68,54 @@ fn the_wait_is_bounded_and_begins_again_only_after_a_frame_was_accepted() {
     push(&net.ports[0], &[frames(1, 5..6), frames(2, 6..7)].concat());
     assert_eq!(carry(&mut net, start + WAIT), (2, None));
     assert_eq!((net.ports[1].full.load(Relaxed), net.ports[2].got().len()), (4, 1));
-    // It takes some: they wait again.
+    // It takes some: they wait again, for as long as it has earned, a fiftieth of the wait for each frame.
     net.ports[1].room.store(1, Relaxed);
     push(&net.ports[0], &frames(1, 7..8));
     push(&net.ports[0], &frames(1, 8..9));
     assert_eq!(carry(&mut net, 2 * start), (1, None));
-    assert_eq!(carry(&mut net, 2 * start), (0, Some(Wait { port: Some(1), until: 2 * start + WAIT })));
+    assert_eq!(carry(&mut net, 2 * start), (0, Some(Wait { port: Some(1), until: 2 * start + WAIT / 50 })));
     // A reload to "drop" ends the wait.
     net.switch.limit(1, Limits { wait: Duration::ZERO, ..Limits::default() });
     assert_eq!(carry(&mut net, 2 * start), (1, None));
     assert_eq!(net.ports[1].full.load(Relaxed), 5);
+}
+
+/// Sends frames to ports 1 and 2 in turn for a second, of which port 1 gets room for `some` each `interval`. Returns how many arrived
+/// at each, and how many were dropped for lack of room.
+fn beside_a_slow_one(interval: Duration, some: usize) -> ([usize; 2], usize) {
+    let mut net = net(3);
+    net.ports[1].room.store(0, Relaxed);
+    let (start, step) = (Duration::from_secs(1), Duration::from_micros(20));
+    let (mut next, mut arrived) = (start, [0; 2]);
+    for tick in 0..50_000 {
+        let now = start + tick * step;
+        if now >= next {
+            next += interval;
+            net.ports[1].room.fetch_add(some, Relaxed);
+        }
+        if net.ports[0].to_send.lock().unwrap().is_empty() {
+            push(&net.ports[0], &[frames(1, 0..1), frames(2, 1..2)].concat());
+        }
+        carry(&mut net, now);
+        for (count, port) in arrived.iter_mut().zip(&net.ports[1..]) {
+            *count += port.got().len();
+        }
+    }
+    (arrived, net.ports[1].full.load(Relaxed))
+}
+
+#[test]
+fn a_receiver_that_takes_one_now_and_then_does_not_stop_its_senders() {
+    // Each frame that it takes is one within the wait.
+    let (arrived, dropped) = beside_a_slow_one(WAIT * 9 / 10, 1);
+    assert!((200..=230).contains(&arrived[0]), "{arrived:?}, {dropped} dropped");
+    assert!(arrived[1] > 45_000 && dropped > 40_000, "{arrived:?}, {dropped} dropped");
+    // One that is slow but always takes some is waited for, whatever it takes at once.
+    for (interval, some) in [(80, 1), (4000, 60)] {
+        let (arrived, dropped) = beside_a_slow_one(Duration::from_micros(interval), some);
+        assert_eq!(dropped, 0, "{some} each {interval} us: {arrived:?}");
+        assert!(arrived[0] > 10_000, "{some} each {interval} us: {arrived:?}");
+    }
 }
 
 #[test]

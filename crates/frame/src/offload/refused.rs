@@ -1,6 +1,6 @@
 //! Why an offload is refused: what was expected, and what was found in the sender's description or in the frame's own headers.
 
-use super::kind::{Kind, Support, UDP_SEGMENTS};
+use super::kind::{Kind, Support};
 use ringroad_wire::ip::IpError;
 use thiserror::Error;
 
@@ -70,10 +70,12 @@ pub enum Refused {
         least: u16,
     },
     /// Too many segments.
-    #[error("expected at most {UDP_SEGMENTS} UDP segments, found {found}")]
+    #[error("expected at most {most} segments, found {found}")]
     Segments {
         /// Number of segments.
         found: usize,
+        /// The most that are cut: [`UDP_SEGMENTS`](super::UDP_SEGMENTS) or [`SEGMENTS`](super::SEGMENTS).
+        most: usize,
     },
     /// The frame is not of the version of IP claimed.
     #[error("expected headers for {expected:?}, found EtherType {found:#06x}")]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::offload::{Checksum, Claim, Kind};
+use crate::offload::{Checksum, Claim, Kind, Refused, SEGMENTS};
 use etherparse::{Ipv4HeaderSlice, NetSlice, SlicedPacket, TransportSlice};
 
 const CSUM: Support = Support::CHECKSUM;
@@ -262,12 +262,16 @@ fn headers_changed_after_they_were_checked() {
 #[test]
 fn the_longest_frame_in_the_smallest_segments() {
     let payload = usize::from(u16::MAX) - 40;
-    let frames = [tcp(Kind::Tcp4, true, 1, payload, 8)];
+    let frames = [tcp(Kind::Tcp4, true, 1, payload, 48)];
     let (burst, _memory) = burst(&frames);
     let mut sink = Recorder::new(Support::empty());
-    let count = payload.div_ceil(8);
+    let count = payload.div_ceil(48);
     assert_eq!(Software::new().unwrap().put(&mut sink, &burst, &[0]), (count, count));
-    check_segments(&frames[0].0, 8, &sink.got);
+    check_segments(&frames[0].0, 48, &sink.got);
+    // In smaller ones it would be too many.
+    let (frame, claim) = (&frames[0].0, Claim { kind: Kind::Tcp4, ecn: false, size: 47, checksum: (38, 16) });
+    let refused = Offload::segmented(claim, &frame[..HEADERS], frame.len()).unwrap_err();
+    assert_eq!(refused, Refused::Segments { found: payload.div_ceil(47), most: SEGMENTS });
     assert!(sink.calls.iter().rev().skip(1).all(|&frames| frames == BURST), "{:?}", sink.calls);
 }
 

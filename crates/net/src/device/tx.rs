@@ -18,7 +18,7 @@ use ringroad_ring::{
 use ringroad_wire::vnet_hdr;
 use std::{sync::Arc, time::Duration};
 
-/// Limit for a burst of frames, in bytes: the sender's next frames wait for its next turn.
+/// Limit for a burst of frames, in bytes, as [`Burst::work`] counts them: the sender's next frames wait for its next turn.
 const BURST_BYTES: u64 = 256 << 10;
 
 /// Device end of a transmit queue: the driver sends, we take.
@@ -136,7 +136,7 @@ impl TxQueue {
                 Err(_) => {}
             }
         }
-        if bytes > BURST_BYTES {
+        if bytes > BURST_BYTES || burst.has_offloads() && self.is_long(burst) {
             (bytes, dropped) = self.shorten(burst);
         } else if self.batch < BURST {
             self.batch = (2 * self.batch).min(BURST);
@@ -201,6 +201,11 @@ impl TxQueue {
         let offload = offload::read_behind(self.chains.readable(chain), self.header, total, self.support);
         let offload = offload.map_err(|_| Why::Refused)?;
         burst.check(total, offload).map(|()| offload).map_err(Why::NotAFrame)
+    }
+
+    /// Returns whether the frames are too much for one burst when they are cut.
+    fn is_long(&self, burst: &Burst) -> bool {
+        (0..burst.frames().len()).map(|index| burst.work(index)).sum::<u64>() > BURST_BYTES
     }
 
     /// Puts back the frames beyond the limit of one burst, so that other queues get their turn first. Returns the remaining

@@ -255,7 +255,7 @@ fn segmentation_that_contradicts_its_header() {
     assert_eq!(refused(header(GSO_UDP_L4, 0, 62, 6), &udp6(3000)), Refused::Size { found: 0, least: 1 });
     let segments = header(GSO_UDP_L4, 10, 62, 6);
     assert!(read(&segments, &udp6(1280), 70 + 1280, ALL).is_ok());
-    assert_eq!(refused(segments, &udp6(1281)), Refused::Segments { found: UDP_SEGMENTS + 1 });
+    assert_eq!(refused(segments, &udp6(1281)), Refused::Segments { found: UDP_SEGMENTS + 1, most: UDP_SEGMENTS });
     for gso_type in [2, 6, 0x7f, GSO_ECN, 0x20 | GSO_TCPV4, 0x40 | GSO_UDP_L4] {
         assert_eq!(refused(header(gso_type, 1000, 38, 16), &frame), Refused::Type { found: gso_type });
     }
