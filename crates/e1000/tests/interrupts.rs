@@ -304,7 +304,8 @@ fn a_masked_cause_that_ends_first_does_not_begin_the_interval() {
     let mut interrupts = Interrupts::new(Mitigation::default());
     interrupts.unmask(cause::TXDW);
     interrupts.set_itr(13);
-    (interrupts.set_tidv(2), interrupts.set_rdtr(1));
+    interrupts.set_tidv(2);
+    interrupts.set_rdtr(1);
     interrupts.post(event::RECEIVED | event::SENT, 1000);
     // RXT0 at 2024 interrupts nobody.
     let raised = 1000 + 2 * DELAY_UNIT;

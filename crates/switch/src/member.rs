@@ -40,7 +40,8 @@ const UNIT: usize = 1500;
 impl Room {
     /// Starts over, with frames that wait or not.
     pub fn reset(&self, waits: bool) {
-        (self.full.set(None), self.spent.set(Duration::ZERO));
+        self.full.set(None);
+        self.spent.set(Duration::ZERO);
         self.waits.set(waits);
     }
 

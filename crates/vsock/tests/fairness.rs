@@ -170,11 +170,13 @@ fn flush<L: Link>(sender: &Sender<L, Conn>) {
     }
 }
 
+type Shared = Arc<Sender<Ending, Conn>>;
+
 /// A ring; while a packet is put into it, the packet's connection ends.
 #[derive(Clone, Default)]
 struct Ending {
     ring: Ring,
-    sender: Arc<Mutex<Option<Arc<Sender<Ending, Conn>>>>>,
+    sender: Arc<Mutex<Option<Shared>>>,
 }
 
 impl Link for Ending {
