@@ -38,6 +38,8 @@ struct State {
     /// The peer has broken the ring.
     broken: bool,
     awaited: bool,
+    /// While a packet is put into the ring, its connection ends.
+    ending: Option<Arc<Sender<Ring, Conn>>>,
 }
 
 /// A ring whose buffers hold packets of any size.
@@ -78,6 +80,9 @@ impl Link for Ring {
         let len = payload.take(header.len as usize).len();
         let control = header.op != Op::Data as u16;
         state.packets.push(Packet { conn: header.src_port, serial: header.dst_port, len, control });
+        if let Some(sender) = &state.ending {
+            sender.forget(&Conn::new(header.src_port));
+        }
     }
 
     fn fill(
@@ -170,57 +175,16 @@ fn flush<L: Link>(sender: &Sender<L, Conn>) {
     }
 }
 
-type Shared = Arc<Sender<Ending, Conn>>;
-
-/// A ring; while a packet is put into it, the packet's connection ends.
-#[derive(Clone, Default)]
-struct Ending {
-    ring: Ring,
-    sender: Arc<Mutex<Option<Shared>>>,
-}
-
-impl Link for Ending {
-    fn room(&mut self, control: bool) -> Result<Option<NonZeroUsize>, Broken> {
-        self.ring.room(control)
-    }
-
-    fn put(&mut self, header: &VsockHdr, payload: &mut Payload<'_>) {
-        self.ring.put(header, payload);
-        if let Some(sender) = &*self.sender.lock().unwrap() {
-            sender.forget(&Conn::new(header.src_port));
-        }
-    }
-
-    fn fill(
-        &mut self,
-        header: VsockHdr,
-        stamp: &mut dyn FnMut(&mut VsockHdr),
-        most: usize,
-        read: &mut dyn FnMut(&[Span<'_>]) -> io::Result<usize>,
-    ) -> Result<Option<(u64, io::Result<usize>)>, Broken> {
-        self.ring.fill(header, stamp, most, read)
-    }
-
-    fn publish(&mut self) -> bool {
-        self.ring.publish()
-    }
-
-    fn await_room(&mut self) -> bool {
-        self.ring.await_room()
-    }
-}
-
 #[test]
 fn a_connection_that_ends_while_its_packet_is_sent_is_counted_once() {
-    let ending = Ending::default();
-    let sender = Arc::new(Sender::new(true));
-    assert!(sender.replace(Some(ending.clone())).is_none());
-    *ending.sender.lock().unwrap() = Some(sender.clone());
+    let ring = Ring::default();
+    let sender = Arc::new(sender(&ring, true));
+    ring.0.lock().unwrap().ending = Some(sender.clone());
     for packets in 1..4 {
         for id in 1..=3 {
             (0..packets).for_each(|serial| assert!(send(&sender, &Conn::new(id), serial, MAX_PACKET)));
         }
-        ending.ring.give(2);
+        ring.give(2);
         flush(&sender);
         // Two connections are gone, one waits; the peer forgets that as well.
         assert!(sender.is_waiting());
@@ -230,11 +194,11 @@ fn a_connection_that_ends_while_its_packet_is_sent_is_counted_once() {
     // What is queued from now on is seen, and sent.
     assert!(send(&sender, &Conn::new(9), 0, 100));
     assert!(sender.is_waiting());
-    ending.ring.give(1);
+    ring.give(1);
     flush(&sender);
     assert!(!sender.is_waiting());
-    assert_eq!(ending.ring.packets().last().map(|packet| packet.conn), Some(9));
-    *ending.sender.lock().unwrap() = None;
+    assert_eq!(ring.packets().last().map(|packet| packet.conn), Some(9));
+    ring.0.lock().unwrap().ending = None;
 }
 
 /// A connection with a constant backlog of packets of one length.

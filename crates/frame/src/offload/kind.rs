@@ -9,8 +9,7 @@ pub const HEADERS: usize = 256;
 /// Number of segments that a UDP frame may be cut into (as in Linux).
 pub const UDP_SEGMENTS: usize = 128;
 
-/// Number of segments or fragments that any other frame may be cut into: 64 KiB in segments of 48 bytes, with which Linux begins to
-/// refuse connections.
+/// Number of segments or fragments that any other frame may be cut into: 64 KiB in segments of 48 bytes.
 pub const SEGMENTS: usize = 1366;
 
 /// Smallest segment size of TCP, in bytes: Linux' minimum of 48 for a connection less 40 bytes of options. It bounds the work and

@@ -14,8 +14,8 @@
 //!   notification, and the frontend cannot win: only a `write` that blocks on an eventfd returns `EINTR`, so the caller knows
 //!   that the frontend has misbehaved and disconnects it.
 //!
-//! A blocked `write` is interrupted at the next tick, every 2 ms. Who lets it go on before that each time is caught in proportion to
-//! how long it blocks: one `write` of 0.2 ms in ten is under way at a tick. The thread ticks while notifications are sent and for 25
+//! A blocked `write` is interrupted at the next tick; there is one every 2 ms. A frontend that unblocks each `write` sooner is
+//! caught by chance: of those that block for 0.2 ms, a tick hits one in ten. The thread ticks while notifications are sent and for 25
 //! ticks more; then it sleeps until the next notification wakes it.
 
 use rustix::{
@@ -167,7 +167,7 @@ fn watch() {
     }
 }
 
-/// Interrupts threads that are in a call: one that does not block does not notice. Returns whether any call was made since then or is in
+/// Interrupts threads that are in a call, which only a blocking one notices. Returns whether any was made since the last check or is in
 /// progress.
 fn look() -> bool {
     let mut active = false;
