@@ -32,7 +32,7 @@ pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;
 pub use port::{Poured, Sink, Source};
 pub use software::Software;
-pub use tag::Tag;
+pub use tag::{Heads, Tag};
 
 use ringroad_wire::{ethernet, ip::Ipv6};
 

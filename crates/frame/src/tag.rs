@@ -2,7 +2,7 @@
 //! VLANs; the sender's bytes are not touched.
 
 use crate::{
-    Burst, Frame, HEAD, HEADROOM, MAX_FRAME,
+    BURST, Burst, Frame, HEAD, HEADROOM, MAX_FRAME, Offload,
     head::{RETAGGED, TAGGED},
 };
 use ringroad_wire::ethernet::{self, C_TAG, S_TAG};
@@ -20,6 +20,13 @@ pub enum Tag {
     Control(u16),
     /// It ends within its tag, or before the EtherType behind it; or a checksum refers to the tag.
     Broken,
+}
+
+/// The heads of a burst's frames and what they say of offloads, before tags were changed.
+#[derive(Clone, Debug)]
+pub struct Heads {
+    frames: [Frame; BURST],
+    offloads: [Offload; BURST],
 }
 
 /// Reading and changing tags.
@@ -77,7 +84,19 @@ impl Burst {
         self.move_offload(index, moved);
     }
 
-    fn move_offload(&mut self, index: usize, moved: crate::Offload) {
+    /// Returns the heads, to undo changes of tags.
+    #[cold]
+    pub fn heads(&self) -> Heads {
+        Heads { frames: self.frames, offloads: self.offloads }
+    }
+
+    /// Undoes what was done to tags since the heads were returned, of the same frames.
+    #[cold]
+    pub fn restore(&mut self, heads: &Heads) {
+        (self.frames, self.offloads) = (heads.frames, heads.offloads);
+    }
+
+    fn move_offload(&mut self, index: usize, moved: Offload) {
         if let Some(offload) = self.offloads.get_mut(index) {
             *offload = moved;
         }

@@ -135,11 +135,9 @@ impl<'a, P: Port> Delivery<'a, P> {
         handled
     }
 
-    /// Copies the frames that come from a port's queue. Those that stayed there after the last burst are copied only once.
-    pub fn mirror_from(&mut self, from: &Member<P>, queue: usize, burst: &Burst) {
-        let count = burst.frames().len();
-        let again = from.copied_before(queue).min(count);
-        let which = ALL.get(again..count).unwrap_or_default();
+    /// Copies the frames that come from a port, without those that stay there: they come again.
+    pub fn mirror_from(&mut self, from: &Member<P>, burst: &Burst) {
+        let which = ALL.get(..self.end.min(burst.frames().len())).unwrap_or_default();
         self.copy(from, Direction::From, burst, which);
     }
 

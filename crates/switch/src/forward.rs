@@ -346,9 +346,6 @@ impl<P: Port> Switch<P> {
         let mut frames = taken;
         if delivery.end < self.burst.frames().len() {
             (frames, self.waiting) = (delivery.end, delivery.waiting);
-            if self.special {
-                member.stay(queue, self.burst.frames().len() - delivery.end);
-            }
             source.retain(&mut self.burst, delivery.end);
         } else {
             source.done(&mut self.burst);
@@ -391,18 +388,23 @@ fn forward_special<'a, P: Port>(
     from: &Origin<'_, P>,
     delivery: &mut Delivery<'a, P>,
 ) {
-    let (ports, count) = (delivery.ports, burst.frames().len());
+    let ports = delivery.ports;
     if from.member.is_mirror {
+        let count = burst.frames().len().min(delivery.end);
         if count > 0 {
             from.member.dropped(from.queue, Dropped::Isolated, count);
         }
         return;
     }
-    delivery.mirror_from(from.member, from.queue, burst);
-    match vlans {
-        true => tagged::forward(ports, fdb, burst, from, delivery),
-        false => forward(ports, fdb, burst, from, delivery),
+    // Frames are copied as they came, but only now that it is known which stay: until they come again, a guest may change them.
+    if vlans {
+        let came = from.member.mirror.from.then(|| burst.heads());
+        tagged::forward(ports, fdb, burst, from, delivery);
+        came.inspect(|heads| burst.restore(heads));
+    } else {
+        forward(ports, fdb, burst, from, delivery);
     }
+    delivery.mirror_from(from.member, burst);
 }
 
 /// Learns sources, looks up destinations, and puts the frames there, destination by destination.

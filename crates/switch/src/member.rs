@@ -92,8 +92,6 @@ pub(crate) struct Member<P: Port> {
     pub is_mirror: bool,
     /// Frames to it do not simply go there: for either reason.
     pub is_mirrored: bool,
-    /// Of each queue, how many frames were copied that stayed there.
-    copied: RefCell<Vec<usize>>,
     pub storm: Cell<Storm>,
     pub pace: Cell<Pace>,
     /// Of its queues whose frames count towards its rate: the one that was served last, and the one whose turn is next.
@@ -126,7 +124,6 @@ impl<P: Port> Member<P> {
             mirror: Mirror::default(),
             is_mirror: false,
             is_mirrored: false,
-            copied: RefCell::default(),
             storm: Cell::default(),
             pace: Cell::default(),
             last: Cell::new(0),
@@ -154,21 +151,6 @@ impl<P: Port> Member<P> {
     /// Returns the VLANs that it belongs to, if any port has VLANs.
     pub fn vlans(&self) -> &Vlans {
         self.vlans.as_deref().unwrap_or(&Vlans::DEFAULT)
-    }
-
-    /// Of a queue's burst, so many frames stay there.
-    #[cold]
-    pub fn stay(&self, queue: usize, frames: usize) {
-        let mut copied = self.copied.borrow_mut();
-        if copied.len() <= queue {
-            copied.resize(queue + 1, 0);
-        }
-        copied.get_mut(queue).into_iter().for_each(|count| *count = frames);
-    }
-
-    /// Returns how many frames at the start of a queue's burst stayed there after the last one; once.
-    pub fn copied_before(&self, queue: usize) -> usize {
-        self.copied.borrow_mut().get_mut(queue).map_or(0, std::mem::take)
     }
 
     /// Returns what is known of a queue's room; always the same if flows do not choose between queues.

@@ -17,7 +17,7 @@ pub struct Mirror {
     pub port: Option<u32>,
     /// [`Port::capture`](crate::Port::capture) is called.
     pub captures: bool,
-    /// Frames that come from the port are copied, before anything is decided about them.
+    /// Frames that come from the port are copied as they came, when it is decided where they go, or that they go nowhere.
     pub from: bool,
     /// Frames that go to the port are copied, also those for which it has no room.
     pub to: bool,

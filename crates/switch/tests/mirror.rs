@@ -4,9 +4,9 @@ mod common;
 
 use common::*;
 use ringroad_frame::offload::{Offload, Support};
-use ringroad_switch::{Direction, Dropped, Limits, Mirror, Vid, Vlans};
+use ringroad_switch::{Direction, Dropped, Limits, Mirror, Rate, Vid, Vlans};
 use ringroad_wire::ethernet::MacAddr;
-use std::sync::atomic::Ordering::Relaxed;
+use std::{sync::atomic::Ordering::Relaxed, time::Duration};
 
 const BOTH: Mirror = Mirror { port: Some(2), captures: false, from: true, to: true };
 
@@ -100,6 +100,60 @@ fn frames_that_wait_are_copied_once() {
         }
         assert_eq!((net.ports[1].got(), copies), (frames.clone(), frames), "port {mirrored}");
     }
+}
+
+/// What waits is the sender's: it may be another frame, or none, when it comes again.
+#[test]
+fn frames_that_wait_are_copied_as_they_leave() {
+    let pass = Vid::new(10).unwrap();
+    for vlans in [None, Some(Vlans::access(pass))] {
+        let mut net = net(Mirror::default());
+        net.switch.set_vlans(0, vlans);
+        net.switch.set_vlans(1, vlans.map(|_| Vlans::all(None)));
+        // Its address is learned anew in the VLAN.
+        let mut tagged = frame(MacAddr::BROADCAST, mac(1), 60);
+        tagged.splice(12..12, [0x81, 0, 0, 10]);
+        net.send(1, &[tagged]);
+        net.ports[0].retains.store(true, Relaxed);
+        // Whether there is room is known after the first burst.
+        net.send(0, &numbered(1, 0, 1));
+        net.switch.set_mirror(0, Mirror { to: false, ..BOTH });
+        net.ports[0].to_send.lock().unwrap().push_back(numbered(1, 0, 30));
+        net.ports[1].room.store(10, Relaxed);
+        net.carry(0, 0);
+        let others: Vec<Bytes> = (0..20).map(|number| frame(mac(1), mac(0), 100 + number)).collect();
+        *net.ports[0].to_send.lock().unwrap() = [others.clone()].into();
+        net.ports[1].room.store(100, Relaxed);
+        net.carry(0, 0);
+        let left = [&numbered(1, 0, 30)[..10], &others].concat();
+        assert!(net.ports[2].got() == left, "copies of what has left");
+        // A sender that starts again has its first frames copied.
+        net.ports[1].room.store(0, Relaxed);
+        net.ports[0].to_send.lock().unwrap().push_back(numbered(1, 0, 5));
+        net.carry(0, 0);
+        net.ports[0].to_send.lock().unwrap().clear();
+        net.switch.forget(0);
+        net.ports[1].room.store(100, Relaxed);
+        net.ports[0].to_send.lock().unwrap().push_back(numbered(3, 0, 5));
+        net.carry(0, 0);
+        assert!(net.ports[2].got() == numbered(3, 0, 5), "no copies of the first frames of a new sender");
+    }
+}
+
+#[test]
+fn what_a_mirror_sends_beyond_its_rate_is_counted_once() {
+    let rate = Rate { bits: 0, frames: 1000, burst: Duration::from_millis(4) };
+    let limited = Limits { rate, ..Limits::GUEST };
+    let mut net = Net::limited(&[Limits::GUEST, Limits::GUEST, limited]);
+    net.switch.set_mirror(0, BOTH);
+    net.ports[2].retains.store(true, Relaxed);
+    net.ports[2].to_send.lock().unwrap().push_back(numbered(1, 2, 30));
+    let mut dropped = 0;
+    for _ in 0..3 {
+        dropped += net.carry(2, 0);
+    }
+    assert!((1..30).contains(&dropped), "{dropped} frames of 30 within the rate");
+    assert_eq!(net.ports[2].lost(Dropped::Isolated), dropped);
 }
 
 #[test]
