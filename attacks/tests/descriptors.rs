@@ -158,6 +158,46 @@ fn a_call_that_is_a_full_socket() {
     full(Full::Datagram, false);
 }
 
+/// Has so many epoll instances watch a descriptor that a write to it runs 30 000 functions with a lock held: 4 ms of CPU.
+fn crowd(fd: &OwnedFd) -> (Vec<OwnedFd>, Vec<OwnedFd>) {
+    let copies: Vec<OwnedFd> = (0..60).map(|_| fd.try_clone().expect("a copy")).collect();
+    let crowd: Vec<OwnedFd> =
+        (0..500).map(|_| epoll::create(epoll::CreateFlags::CLOEXEC).expect("an epoll instance")).collect();
+    for (epoll, copy) in crowd.iter().flat_map(|epoll| copies.iter().map(move |copy| (epoll, copy))) {
+        epoll::add(epoll, copy, epoll::EventData::new_u64(0), epoll::EventFlags::IN).expect("a watch");
+    }
+    (copies, crowd)
+}
+
+/// Before: each notification cost the worker 4 ms and more, and the victim waited for it: p50 33 µs -> 479 µs, p99 0.2 ms -> 11 ms.
+#[test]
+fn a_call_that_thousands_watch() {
+    let fd = event();
+    let _crowd = crowd(&fd);
+    let mut scene = Scene::new(|config| {
+        config.port("a1");
+        config.vsock("va", 1001, "");
+    });
+    scene.attack(5.0, |daemon, until| {
+        while Instant::now() < until {
+            let Ok(mut port) = NetPort::connect(&daemon.socket("a1"), false) else { return };
+            for queue in [RX, TX] {
+                let _ = port.device.frontend.fd(SET_VRING_CALL, queue, fd.as_fd());
+            }
+            let end = Instant::now() + Duration::from_millis(400);
+            while Instant::now() < end.min(until) {
+                port.reclaim();
+                let frame = frame(BROADCAST, port.mac, b"crowd");
+                port.put(&frame);
+                port.flush();
+                port.receive(0, |_, _| {});
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    });
+    scene.finish();
+}
+
 /// Before: control blocked where it signals err, and with it SIGTERM.
 #[test]
 fn an_err_that_is_full_and_blocks() {

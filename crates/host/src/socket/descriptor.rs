@@ -106,10 +106,6 @@ impl CallFd {
         self.socket
     }
 
-    pub(crate) fn try_clone(&self) -> io::Result<CallFd> {
-        Ok(CallFd { file: self.file.try_clone()?, socket: self.socket })
-    }
-
     /// Adds one. Fails with `WouldBlock` if it is full, with `Interrupted` if the frontend made the write block.
     #[inline]
     pub(crate) fn add_one(&self) -> io::Result<()> {

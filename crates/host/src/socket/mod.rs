@@ -1,7 +1,8 @@
 //! What the Unix sockets of all protocols need against their peers: `place` creates them, `limits` bounds what a peer may use,
-//! `descriptor` validates the descriptors that it sends, `call` notifies it without blocking, `door` lets one in at a time, `serving`
-//! ends the thread that serves it. Used by `vhost_user`, `vfio_user` and `vsock`.
+//! `descriptor` validates the descriptors that it sends, `call` notifies it without blocking, `alarm` bounds what that may cost, `door`
+//! lets one in at a time, `serving` ends the thread that serves it. Used by `vhost_user`, `vfio_user` and `vsock`.
 
+mod alarm;
 mod call;
 mod descriptor;
 mod door;
@@ -9,7 +10,8 @@ mod limits;
 mod place;
 mod serving;
 
-pub(crate) use call::{Alarm, Call};
+pub(crate) use alarm::{Alarm, Misuse};
+pub(crate) use call::Call;
 pub use descriptor::Kick;
 pub(crate) use descriptor::{CallFd, ChannelFd, Disposal, MemoryFile, Refused};
 pub(crate) use door::{Door, RETRY};

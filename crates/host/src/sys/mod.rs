@@ -136,6 +136,12 @@ pub fn cpu_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
+/// Returns the CPU time used by the calling thread.
+pub(crate) fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 /// Waits until one of the descriptors is readable or has hung up, or until the timeout (`None`: no timeout). Returns which
 /// are; none after a timeout or a signal.
 pub(crate) fn wait_readable<const N: usize>(

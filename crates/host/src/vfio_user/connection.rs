@@ -9,7 +9,7 @@ use super::{
     session::{LONGEST, check},
     version::FDS,
 };
-use crate::Quota;
+use crate::{Quota, socket::Misuse};
 use std::{
     fs::File,
     io,
@@ -27,8 +27,8 @@ pub(super) enum End {
     Closed(String),
     /// The client did what it may not.
     Violation(String),
-    /// A notification to the client blocked.
-    Excluded,
+    /// Interrupts cost others too much.
+    Excluded(Misuse),
 }
 
 impl From<io::Error> for End {

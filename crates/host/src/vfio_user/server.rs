@@ -31,9 +31,6 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 /// Interval at which a thread polls a condition that has no event.
 const RECHECK: Duration = Duration::from_millis(5);
 
-/// How long a client that made a notification block cannot reconnect: each attempt costs other ports a few milliseconds.
-const EXCLUSION: Duration = Duration::from_secs(1);
-
 /// After so many messages without a wait, other events have their turn.
 const TURN: u32 = 64;
 
@@ -178,7 +175,9 @@ impl<D: VfioDevice> Thread<D> {
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
             *self.current.lock() = None;
             self.device.disconnected();
-            let excluded = matches!(end, Ok(End::Excluded));
+            // Also of a client that has left since.
+            let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));
+            let exclusion = if let Ok(End::Excluded(misuse)) = &end { Some(misuse.exclusion()) } else { None };
             self.say(end);
             if stopped.is_err() {
                 log::error!(
@@ -186,7 +185,7 @@ impl<D: VfioDevice> Thread<D> {
                 );
                 return;
             }
-            if excluded && self.door.stops_within(EXCLUSION) {
+            if exclusion.is_some_and(|exclusion| self.door.stops_within(exclusion)) {
                 return;
             }
         }
@@ -211,12 +210,9 @@ impl<D: VfioDevice> Thread<D> {
         match end {
             Ok(End::Closed(why)) => say!(lines, Info, "{name}: client disconnected: {why}"),
             Ok(End::Violation(why)) => say!(lines, Error, "{name}: {why}; disconnected"),
-            Ok(End::Excluded) => say!(
-                lines,
-                Error,
-                "{name}: client disconnected: a write to the descriptor of an interrupt blocked (counter full and O_NONBLOCK \
-                 cleared), expected one that does not block; no new connection for {EXCLUSION:?}"
-            ),
+            Ok(End::Excluded(misuse)) => {
+                say!(lines, Error, "{name}: client disconnected: writing to the descriptor of an interrupt {misuse}")
+            }
             Err(_) => say!(
                 lines,
                 Error,
@@ -231,9 +227,7 @@ impl<D: VfioDevice> Thread<D> {
             Ok(current) => *self.current.lock() = Some(current),
             Err(error) => return error.into(),
         }
-        // Both may be left over from the previous connection.
-        let _ = self.attention.read();
-        let _ = self.context.alarm.take();
+        self.context.alarm.reset();
         let mut connection = Connection::new(stream, self.context.limits.lock().messages.quota());
         let Err(end) = self.serve_all(&mut connection, session);
         // Of a message that did not get through.
@@ -280,7 +274,7 @@ impl<D: VfioDevice> Thread<D> {
             [true, ..] => Err(removed()),
             [_, true, ..] => {
                 let _ = self.attention.read();
-                if self.context.alarm.take() { Err(End::Excluded) } else { Ok(false) }
+                self.context.alarm.take().map_or(Ok(false), |misuse| Err(End::Excluded(misuse)))
             }
             [_, _, readable, _] if readable || more => Ok(true),
             // Turned away only if the first client is still connected, checked after the second one has arrived: a client

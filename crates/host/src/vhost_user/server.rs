@@ -9,7 +9,9 @@ use super::{
 use crate::{
     Quota,
     notes::Notes,
-    socket::{Access, Alarm, Current, Disposal, Door, Limits, Lines, Place, RETRY, Serving, SocketError, bind, say},
+    socket::{
+        Access, Alarm, Current, Disposal, Door, Limits, Lines, Misuse, Place, RETRY, Serving, SocketError, bind, say,
+    },
     sys,
 };
 use std::{
@@ -39,9 +41,6 @@ const PEER: &str = "frontend";
 
 /// Interval at which a thread polls a condition that has no event.
 const RECHECK: Duration = Duration::from_millis(5);
-
-/// How long a frontend that made a notification block cannot reconnect: each attempt costs other ports a few milliseconds.
-const EXCLUSION: Duration = Duration::from_secs(1);
 
 /// Configuration of a socket and of what its frontends may do.
 #[derive(Clone, Copy, Debug)]
@@ -173,8 +172,8 @@ struct Thread<D> {
 enum End {
     /// The reason, for the log.
     Closed(String),
-    /// A notification to the frontend blocked.
-    Excluded,
+    /// Notifications to the frontend cost others too much.
+    Excluded(Misuse),
 }
 
 fn closed(why: &str) -> End {
@@ -205,17 +204,15 @@ impl<D: VhostDevice> Thread<D> {
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
             *self.current.lock() = None;
             self.device.disconnected();
+            // Also of a frontend that has left since.
+            let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));
             let mut pause = self.door.listener.is_none().then_some(RETRY);
             match end {
                 Ok(End::Closed(why)) => say!(lines, Info, "{name}: frontend disconnected: {why}"),
-                Ok(End::Excluded) => {
-                    pause = Some(EXCLUSION);
-                    say!(
-                        lines,
-                        Error,
-                        "{name}: frontend disconnected: a write to a call or err descriptor blocked (counter full and O_NONBLOCK \
-                         cleared), expected one that does not block; no new connection for {EXCLUSION:?}"
-                    );
+                Ok(End::Excluded(misuse)) => {
+                    self.device.count_fault(None);
+                    pause = Some(misuse.exclusion());
+                    say!(lines, Error, "{name}: frontend disconnected: writing to a call or err descriptor {misuse}");
                 }
                 Err(_) => {
                     self.device.count_fault(None);
@@ -258,9 +255,7 @@ impl<D: VhostDevice> Thread<D> {
             Err(error) => return End::Closed(error.to_string()),
         };
         *self.current.lock() = Some(current);
-        // Both may be left over from the previous connection.
-        let _ = self.attention.read();
-        let _ = self.context.alarm.take();
+        self.context.alarm.reset();
         let messages = self.context.limits.lock().messages.quota();
         let mut idle = Idle::default();
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
@@ -303,11 +298,8 @@ impl<D: VhostDevice> Thread<D> {
             Ok([true, ..]) => Err(closed("the device is being removed")),
             Ok([_, true, ..]) => {
                 let _ = self.attention.read();
-                if self.context.alarm.take() {
-                    self.device.count_fault(None);
-                    return Err(End::Excluded);
-                }
-                Err(closed("an error has stopped the device (see the line above)"))
+                let misuse = self.context.alarm.take();
+                Err(misuse.map_or(closed("an error has stopped the device (see the line above)"), End::Excluded))
             }
             Ok([_, _, true, _]) => Ok(true),
             // Turned away only if the first frontend is still connected, checked after the second one has arrived: a

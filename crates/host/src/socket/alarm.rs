@@ -1,0 +1,241 @@
+//! What a peer may make its notifications cost. Raised by the threads that notify it, on descriptors that it has sent; taken by the
+//! thread of its socket, which disconnects it.
+//!
+//! A write to an eventfd or a socket runs, with a lock held, a function for everyone who waits for the descriptor. A frontend can
+//! have it watched by as many epoll instances as it likes: 0.14 µs each, 40 000 of them from 600 descriptors. So writes are timed
+//! by the wall clock, which costs little; as the writer may also have been preempted, those that follow a slow one are timed
+//! by the CPU clock of the thread.
+
+use crate::sys;
+use parking_lot::Mutex;
+use std::{
+    fmt, io,
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+use vmm_sys_util::eventfd::EventFd;
+
+/// What a write may take: a hundred times what it does.
+const SLOW: Duration = Duration::from_micros(100);
+
+/// How much more all writes of a connection together may take at once.
+const CREDIT: Duration = Duration::from_millis(5);
+
+/// And in the long run: one part in so many of the time.
+const SHARE: u32 = 200;
+
+/// How many writes are timed by the CPU clock after a slow one: all vrings of a device have their turn.
+const SUSPECT: u32 = 256;
+
+/// How long a peer that made a write block cannot reconnect: each attempt costs other ports a few milliseconds.
+const EXCLUSION: Duration = Duration::from_secs(1);
+
+/// What a peer has done with the descriptor of a notification.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Misuse {
+    /// A write blocked.
+    Blocked,
+    /// Writes took so much CPU time.
+    Slow(Duration),
+}
+
+impl Misuse {
+    /// Returns how long the peer cannot reconnect.
+    pub(crate) fn exclusion(self) -> Duration {
+        match self {
+            Misuse::Blocked => EXCLUSION,
+            Misuse::Slow(spent) => EXCLUSION.max(spent * SHARE),
+        }
+    }
+}
+
+impl fmt::Display for Misuse {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Misuse::Blocked => {
+                write!(out, "blocked (counter full and O_NONBLOCK cleared), expected one that does not block")?;
+            }
+            Misuse::Slow(spent) => {
+                write!(out, "took {spent:.1?} of CPU time, expected microseconds: how many epoll instances watch it?")?;
+            }
+        }
+        write!(out, "; no new connection for {:.1?}", self.exclusion())
+    }
+}
+
+/// What notifications of a socket's peer have cost; one for all its descriptors.
+pub(crate) struct Alarm {
+    /// The peer is not notified any more.
+    raised: AtomicBool,
+    /// Writes that are still timed by the CPU clock.
+    suspect: AtomicU32,
+    cost: Mutex<Cost>,
+    attention: EventFd,
+}
+
+#[derive(Default)]
+struct Cost {
+    misuse: Option<Misuse>,
+    /// CPU time of slow writes, less what has been earned up to `at`.
+    spent: Duration,
+    at: Option<Instant>,
+}
+
+impl Alarm {
+    /// `attention` wakes the socket's thread.
+    pub(crate) fn new(attention: EventFd) -> Alarm {
+        let (raised, suspect) = (AtomicBool::new(false), AtomicU32::new(0));
+        Alarm { raised, suspect, cost: Mutex::default(), attention }
+    }
+
+    /// Writes to a descriptor of the peer, unless the alarm is raised.
+    #[inline]
+    pub(super) fn guard(&self, write: impl FnOnce() -> io::Result<()>) {
+        if self.raised.load(Ordering::Relaxed) {
+            return;
+        }
+        let suspect = self.suspect.load(Ordering::Relaxed) > 0;
+        let cpu = suspect.then(sys::thread_time);
+        let start = Instant::now();
+        let result = write();
+        let took = start.elapsed();
+        if suspect || took > SLOW {
+            let spent = cpu.map(|start| sys::thread_time().saturating_sub(start));
+            self.charge(took, spent);
+        }
+        if result.is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
+            self.raise(&mut self.cost.lock(), Misuse::Blocked);
+        }
+    }
+
+    /// Accounts for a write that took this long, and this much CPU time if that is known.
+    #[cold]
+    fn charge(&self, took: Duration, spent: Option<Duration>) {
+        if took > SLOW {
+            self.suspect.store(SUSPECT, Ordering::Relaxed);
+        } else {
+            let _ = self.suspect.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        }
+        let Some(excess) = spent.and_then(|spent| spent.checked_sub(SLOW)) else { return };
+        let (mut cost, now) = (self.cost.lock(), Instant::now());
+        let earned = cost.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at) / SHARE);
+        cost.spent = cost.spent.saturating_sub(earned) + excess;
+        cost.at = Some(now);
+        if cost.spent > CREDIT {
+            let spent = cost.spent;
+            self.raise(&mut cost, Misuse::Slow(spent));
+        }
+    }
+
+    fn raise(&self, cost: &mut Cost, misuse: Misuse) {
+        cost.misuse.get_or_insert(misuse);
+        self.raised.store(true, Ordering::Release);
+        let _ = self.attention.write(1);
+    }
+
+    /// Returns why the alarm was raised, if it was since the last call. It stays raised.
+    pub(crate) fn take(&self) -> Option<Misuse> {
+        if !self.raised.load(Ordering::Acquire) {
+            return None;
+        }
+        self.cost.lock().misuse.take()
+    }
+
+    /// A new connection. What the peer has spent stays.
+    pub(crate) fn reset(&self) {
+        let mut cost = self.cost.lock();
+        cost.misuse = None;
+        self.raised.store(false, Ordering::Release);
+        // May be left over from the connection before.
+        let _ = self.attention.read();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        socket::{Call, CallFd},
+        sys,
+    };
+    use std::{os::fd::OwnedFd, sync::Arc};
+    use vmm_sys_util::{
+        epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+        eventfd::EFD_NONBLOCK,
+    };
+
+    fn alarm() -> Arc<Alarm> {
+        sys::guard::start().unwrap();
+        Arc::new(Alarm::new(EventFd::new(EFD_NONBLOCK).unwrap()))
+    }
+
+    fn call(eventfd: &EventFd, alarm: &Arc<Alarm>) -> Call {
+        let fd = CallFd::new(sys::duplicate(eventfd).unwrap()).unwrap_or_else(|refused| panic!("{refused}"));
+        Call::new(fd, alarm.clone())
+    }
+
+    fn full() -> EventFd {
+        let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
+        eventfd.write(u64::MAX - 1).unwrap();
+        eventfd
+    }
+
+    #[test]
+    fn of_all_descriptors_of_a_connection_one_blocks_once() {
+        let (alarm, eventfds) = (alarm(), [(); 100].map(|()| full()));
+        let calls = eventfds.each_ref().map(|eventfd| call(eventfd, &alarm));
+        // Full, but non-blocking: no alarm.
+        calls.iter().for_each(Call::signal);
+        assert_eq!(alarm.take(), None);
+        eventfds.iter().for_each(|eventfd| sys::set_blocking(sys::borrow(eventfd)));
+        let start = Instant::now();
+        (0..10).for_each(|_| calls.iter().for_each(Call::signal));
+        // A second's tick of the guard may be late; a hundred are not.
+        assert!(start.elapsed() < Duration::from_millis(100), "{:?}", start.elapsed());
+        assert_eq!((alarm.take(), alarm.take()), (Some(Misuse::Blocked), None));
+        calls.iter().for_each(Call::signal);
+        assert_eq!(alarm.take(), None, "it stays raised until the next connection");
+        assert_eq!(alarm.attention.read().unwrap(), 1);
+        alarm.reset();
+        calls[7].signal();
+        assert_eq!(alarm.take(), Some(Misuse::Blocked));
+    }
+
+    #[test]
+    fn a_descriptor_that_thousands_watch_is_written_to_a_few_times() {
+        let (alarm, eventfd) = (alarm(), EventFd::new(EFD_NONBLOCK).unwrap());
+        let copies: Vec<OwnedFd> = (0..200).map(|_| sys::duplicate(&eventfd).unwrap().into()).collect();
+        let crowd: Vec<Epoll> = (0..200).map(|_| Epoll::new().unwrap()).collect();
+        for (epoll, copy) in crowd.iter().flat_map(|epoll| copies.iter().map(move |copy| (epoll, copy))) {
+            let event = EpollEvent::new(EventSet::IN, 0);
+            epoll.ctl(ControlOperation::Add, std::os::fd::AsRawFd::as_raw_fd(copy), event).unwrap();
+        }
+        let call = call(&eventfd, &alarm);
+        (0..100).for_each(|_| call.signal());
+        let written = eventfd.read().unwrap();
+        assert!(written < 10, "{written} writes");
+        let Some(Misuse::Slow(spent)) = alarm.take() else { panic!("no alarm after {written} writes") };
+        assert!(spent > CREDIT && Misuse::Slow(spent).exclusion() >= SHARE * CREDIT, "{spent:?}");
+        // The next connection is timed from its first write on.
+        alarm.reset();
+        (0..100).for_each(|_| call.signal());
+        let again = eventfd.read().unwrap();
+        assert!(again < written, "{again} writes, {written} before");
+        assert!(alarm.take().is_some());
+    }
+
+    #[test]
+    fn a_writer_that_is_kept_waiting_raises_nothing() {
+        let alarm = alarm();
+        for _ in 0..20 {
+            // Preempted, not busy.
+            alarm.guard(|| {
+                std::thread::sleep(Duration::from_millis(1));
+                Ok(())
+            });
+        }
+        assert_eq!((alarm.take(), alarm.suspect.load(Ordering::Relaxed)), (None, SUSPECT));
+        (0..SUSPECT * 2).for_each(|_| alarm.guard(|| Ok(())));
+        assert_eq!(alarm.cost.lock().spent, Duration::ZERO);
+    }
+}
