@@ -65,6 +65,8 @@ pub struct Device {
     phy: Phy,
     config: Config,
     readings: Readings,
+    /// The address that its EEPROM has at first.
+    mac: MacAddr,
     /// IOADDR: the register that IODATA stands for.
     io_address: u32,
 }
@@ -117,6 +119,7 @@ impl Device {
             phy: Phy::new(config.up),
             config: Config::default(),
             readings: Readings::default(),
+            mac: config.mac,
             io_address: 0,
         };
         device.reset_registers();
@@ -136,6 +139,13 @@ impl Device {
         self.reset_registers();
         self.route(0);
         Effects::QUIESCE | Effects::INTERRUPT
+    }
+
+    /// Like `reset`, and the EEPROM has its first contents again: a new board in the same place, for another machine. The link
+    /// stays as it is.
+    pub fn renew(&mut self) -> Effects {
+        self.eeprom = Eeprom::new(self.mac);
+        self.reset()
     }
 
     /// Sets whether there is a link.

@@ -101,6 +101,30 @@ fn eeprom_is_written_if_that_is_enabled() {
     assert_eq!(board.read(reg::CTRL_EXT), 0);
 }
 
+#[test]
+fn a_new_board_has_nothing_of_the_last_one() {
+    let mut board = with_mac();
+    let mut wire = Microwire(&mut board);
+    wire.select();
+    wire.send(0b1_0011_0000, 9);
+    wire.select();
+    wire.send(0b101 << 6 | 1, 9);
+    wire.send(0xabcd, 16);
+    board.device.reset();
+    assert_eq!(board.device.mac(), Some(MacAddr([0x52, 0x54, 0xcd, 0xab, 0x34, 0x56])), "a reset does not write");
+    board.device.config_write(4, &7u16.to_le_bytes(), 0);
+    [(reg::RCTL, 2), (reg::TCTL, 2), (reg::IMS, 4), (reg::RDT, 9)]
+        .map(|(register, value)| board.write(register, value));
+    board.device.set_link(false, 0);
+    assert_eq!(board.device.renew(), Effects::QUIESCE | Effects::INTERRUPT);
+    assert_eq!(board.device.mac(), Some(MAC));
+    let mut command = [0xff; 2];
+    board.device.config_read(4, &mut command);
+    assert_eq!(command, [0; 2]);
+    assert_eq!([reg::RCTL, reg::TCTL, reg::IMS, reg::RDT].map(|register| board.read(register)), [0; 4]);
+    assert_eq!(board.read(reg::STATUS) & status::LU, 0, "the cable is as it was");
+}
+
 fn phy(board: &mut Board, register: u32) -> u16 {
     board.write(reg::MDIC, register << 16 | 1 << 21 | mdic::READ);
     let value = board.read(reg::MDIC);

@@ -129,6 +129,9 @@ impl<K: PortKind> E1000Server<K> {
         if self.port.0.access(|device, now| device.set_link(up, now)) {
             self.handle.settle();
         }
+        if !up {
+            self.handle.forget();
+        }
     }
 
     /// Changes [`E1000Config::access_poll`].
@@ -215,5 +218,12 @@ impl<K: PortKind> VfioDevice for Pci<K> {
 
     fn count_fault(&self) {
         self.card.count_fault();
+    }
+
+    /// The next client finds a new card: with the registers of the last one, it would use the next guest's memory as soon as that
+    /// is mapped.
+    fn disconnected(&self) {
+        self.access(|device, _| device.renew());
+        self.handle.forget();
     }
 }

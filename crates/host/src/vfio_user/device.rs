@@ -59,7 +59,8 @@ pub trait VfioDevice: Clone + Send + 'static {
     /// Counts a fault of the client.
     fn count_fault(&self) {}
 
-    /// The client has disconnected. The device has no memory and its interrupts no descriptors any more; its registers are kept
-    /// (the protocol asks for that), until a new client resets it.
+    /// The client has disconnected. The device has no memory and its interrupts no descriptors any more. The protocol asks for its
+    /// registers to be kept until a new client resets it; a device that uses memory without being asked to stops here: the next
+    /// client's memory may be mapped before that reset.
     fn disconnected(&self) {}
 }

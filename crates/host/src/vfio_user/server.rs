@@ -172,9 +172,11 @@ impl<D: VfioDevice> Thread<D> {
             // A panic is a bug in ringroad; a client that triggers one loses its own connection and nothing else.
             let end = catch_unwind(AssertUnwindSafe(|| self.serve(stream, &mut session)));
             // Takes the memory from the device. Not within the call above: a panic during unwinding aborts the process.
-            let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
+            let stopped = catch_unwind(AssertUnwindSafe(|| {
+                drop(session);
+                self.device.disconnected();
+            }));
             *self.current.lock() = None;
-            self.device.disconnected();
             // Also of a client that has left since.
             let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));
             let exclusion = if let Ok(End::Excluded(misuse)) = &end { Some(misuse.exclusion()) } else { None };
