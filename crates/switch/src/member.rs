@@ -29,6 +29,8 @@ pub(crate) struct Room {
     full: Cell<Option<Duration>>,
     /// How long frames have waited for it, of [`Limits::wait`]. Frames that it accepts give that back.
     spent: Cell<Duration>,
+    /// Whether either of these two is to be given back.
+    owes: Cell<bool>,
 }
 
 /// So many accepted frames, of [`UNIT`] bytes, give back all of [`Limits::wait`]. A queue that accepts fewer in that time is not
@@ -42,6 +44,7 @@ impl Room {
     pub fn reset(&self, waits: bool) {
         self.full.set(None);
         self.spent.set(Duration::ZERO);
+        self.owes.set(false);
         self.waits.set(waits);
     }
 
@@ -54,7 +57,7 @@ impl Room {
     /// The queue has accepted these frames.
     #[inline]
     pub fn accepted(&self, limits: &Limits, burst: &Burst, which: &[u8], now: Duration) {
-        if self.full.get().is_some() || !self.spent.get().is_zero() {
+        if self.owes.get() {
             let len = |&index: &u8| burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
             let units = which.iter().map(len).sum::<usize>() / UNIT;
             self.give_back(limits, units.max(which.len()), now);
@@ -67,6 +70,7 @@ impl Room {
         let earned = limits.wait * FRAMES.min(frames as u32) / FRAMES;
         let spent = (self.spent.get() + waited).min(limits.wait).saturating_sub(earned);
         self.spent.set(spent);
+        self.owes.set(!spent.is_zero());
         self.waits.set(spent < limits.wait);
     }
 
@@ -75,6 +79,7 @@ impl Room {
     pub fn refused(&self, limits: &Limits, now: Duration) -> Option<Duration> {
         let since = self.full.get().unwrap_or(now);
         self.full.set(Some(since));
+        self.owes.set(true);
         let until = since + limits.wait.saturating_sub(self.spent.get());
         self.waits.set(now < until);
         self.waits.get().then_some(until)
