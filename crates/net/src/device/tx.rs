@@ -132,12 +132,12 @@ impl TxQueue {
             prefetch(&self.chains, index + distance);
             match self.read_frame(burst, &chain) {
                 Ok(len) => bytes += len as u64,
-                Err(why) if index >= self.counted => dropped.add(why),
+                Err(why) if index >= self.counted => dropped.add(why, index),
                 Err(_) => {}
             }
         }
         if bytes > BURST_BYTES || burst.has_offloads() && self.is_long(burst) {
-            (bytes, dropped) = self.shorten(burst);
+            bytes = self.shorten(burst, &mut dropped);
         } else if self.batch < BURST {
             self.batch = (2 * self.batch).min(BURST);
         }
@@ -157,8 +157,10 @@ impl TxQueue {
             if self.counted == 0 { (burst.frames().len() as u64, bytes) } else { self.uncounted(burst) };
         self.counters.frames.add(frames);
         self.counters.bytes.add(bytes);
-        dropped.count(&self.counters, self.limit);
-        burst.refuse(dropped.total());
+        if !dropped.is_empty() {
+            dropped.count(&self.counters, self.limit);
+            burst.refuse(dropped.total());
+        }
         self.counters.bursts.add(1);
         Ok(self.chains.list().len())
     }
@@ -208,20 +210,16 @@ impl TxQueue {
         (0..burst.frames().len()).map(|index| burst.work(index)).sum::<u64>() > BURST_BYTES
     }
 
-    /// Puts back the frames beyond the limit of one burst, so that other queues get their turn first. Returns the remaining
-    /// bytes, and how many of the remaining chains hold no frame.
+    /// Puts back the frames beyond the limit of one burst, so that other queues get their turn first. Returns the remaining bytes.
     #[cold]
-    fn shorten(&mut self, burst: &mut Burst) -> (u64, Unsuitable) {
+    fn shorten(&mut self, burst: &mut Burst, dropped: &mut Unsuitable) -> u64 {
         let end = burst.cut(BURST_BYTES);
         let chains = self.chains.list();
         let keep = chains.iter().position(|chain| chain.first() >= end).unwrap_or(chains.len());
         self.ring.untake(&mut self.chains, keep);
         self.batch = keep.max(1);
-        let mut dropped = Unsuitable::default();
-        let uncounted = self.chains.list().iter().skip(self.counted);
-        let refused = uncounted.filter_map(|chain| self.check(burst, chain).err());
-        refused.for_each(|why| dropped.add(why));
-        (burst.bytes(), dropped)
+        dropped.truncate(keep);
+        burst.bytes()
     }
 
     /// Returns number and total length of the frames of the burst that were not counted before.
@@ -350,7 +348,8 @@ enum Why {
     Refused,
 }
 
-/// Numbers of chains without a frame that can be forwarded.
+/// Chains of a burst without a frame that can be forwarded: a bit for each, by its index. Decided once: the driver may have changed
+/// the headers since.
 #[derive(Default)]
 struct Unsuitable {
     runt: u64,
@@ -358,27 +357,42 @@ struct Unsuitable {
     offload: u64,
 }
 
+const _: () = assert!(BURST <= u64::BITS as usize);
+
 impl Unsuitable {
     #[cold]
-    fn add(&mut self, why: Why) {
-        match why {
-            Why::NotAFrame(NotAFrame::Runt) => self.runt += 1,
-            Why::NotAFrame(NotAFrame::Oversize) => self.oversize += 1,
-            Why::Refused => self.offload += 1,
-        }
+    fn add(&mut self, why: Why, index: usize) {
+        let chains = match why {
+            Why::NotAFrame(NotAFrame::Runt) => &mut self.runt,
+            Why::NotAFrame(NotAFrame::Oversize) => &mut self.oversize,
+            Why::Refused => &mut self.offload,
+        };
+        *chains |= 1u64.checked_shl(index as u32).unwrap_or_default();
+    }
+
+    /// Removes the chains from this index on.
+    fn truncate(&mut self, len: usize) {
+        let rest = u64::MAX.checked_shl(len as u32).unwrap_or_default();
+        [&mut self.runt, &mut self.oversize, &mut self.offload].into_iter().for_each(|chains| *chains &= !rest);
     }
 
     #[inline]
+    fn is_empty(&self) -> bool {
+        self.runt | self.oversize | self.offload == 0
+    }
+
     fn total(&self) -> usize {
-        (self.runt + self.oversize + self.offload) as usize
+        (self.runt | self.oversize | self.offload).count_ones() as usize
     }
 
-    #[inline]
+    #[cold]
     fn count(&self, counters: &Counters, limit: usize) {
-        counters.runt.add(self.runt);
+        let [runt, oversize, offload] =
+            [self.runt, self.oversize, self.offload].map(|chains| chains.count_ones().into());
+        counters.runt.add(runt);
         let too_long = if limit == 0 { &counters.stopped } else { &counters.oversize };
-        too_long.add(self.oversize);
-        counters.offload.add(self.offload);
+        too_long.add(oversize);
+        counters.offload.add(offload);
     }
 }
 

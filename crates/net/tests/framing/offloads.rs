@@ -11,6 +11,7 @@ use ringroad_wire::vnet_hdr::{
     F_DATA_VALID, F_UDP_TUNNEL_CSUM, GSO_ECN, GSO_NONE, GSO_TCPV4, GSO_TCPV6, GSO_TUNNEL_IPV4, GSO_UDP, GSO_UDP_L4,
     VnetHdr,
 };
+use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
 
 const SENDS: u64 = bits::NET_F_CSUM
@@ -431,5 +432,45 @@ fn frames_are_read_with_their_headers() {
             assert_eq!((filled, counters.snapshot().offload), (Ok(Poured::Frames(1)), 1));
             assert!(take_frame(&mut to, &mut offered) == received(&frame(1, 60), 1));
         }
+    }
+}
+
+/// A guest that rewrites its headers while they are looked at, in bursts that are too long: what was read first counts, and only
+/// that.
+#[test]
+fn a_buffer_is_a_frame_or_refused_whatever_becomes_of_its_header() {
+    const ROUNDS: u64 = 2000;
+    for layout in all_layouts() {
+        let mut from = Guest::plain(layout);
+        let (mut tx, sent) = from.tx();
+        // A type of segmentation that there is not, every now and then.
+        let short: Vec<_> = (0..20).map(|_| from.buffers(&[HEADER + 60], &[0; HEADER + 60])).collect();
+        let long: Vec<_> = (0..5).map(|_| from.buffers(&[HEADER + 60_000], &[0; HEADER])).collect();
+        let types: Vec<usize> = short.iter().map(|buffers| (buffers[0].address - GUEST) as usize + 1).collect();
+        let (region, stop) = (from.region.clone(), Arc::new(AtomicBool::new(false)));
+        let stopped = stop.clone();
+        let rewriter = std::thread::spawn(move || {
+            for value in [0x7f, 0].into_iter().cycle().take_while(|_| !stopped.load(Ordering::Relaxed)) {
+                types.iter().for_each(|&at| _ = region.span(at, 1).unwrap().write(&[value]));
+            }
+        });
+        let (mut burst, mut refused) = (Burst::default(), 0);
+        let count = short.len() + long.len();
+        for _ in 0..ROUNDS {
+            for buffers in short.iter().chain(&long) {
+                from.ring.add(buffers, &[]).unwrap();
+            }
+            from.ring.publish();
+            assert_eq!(tx.take(&mut burst), Ok(count));
+            assert_eq!(burst.frames().len() + burst.refused(), count, "frames and refused buffers");
+            refused += burst.refused() as u64;
+            tx.done(&mut burst);
+            tx.settle(Duration::ZERO);
+            assert_eq!(from.ring.take_used(&mut [Used::default(); 64]), Ok(count));
+        }
+        stop.store(true, Ordering::Relaxed);
+        rewriter.join().unwrap();
+        let sent = sent.snapshot();
+        assert_eq!((sent.frames + sent.offload, sent.offload), (ROUNDS * count as u64, refused));
     }
 }
