@@ -113,8 +113,9 @@ fn a_new_board_has_nothing_of_the_last_one() {
     board.device.reset();
     assert_eq!(board.device.mac(), Some(MacAddr([0x52, 0x54, 0xcd, 0xab, 0x34, 0x56])), "a reset does not write");
     board.device.config_write(4, &7u16.to_le_bytes(), 0);
-    [(reg::RCTL, 2), (reg::TCTL, 2), (reg::IMS, 4), (reg::RDT, 9)]
-        .map(|(register, value)| board.write(register, value));
+    for (register, value) in [(reg::RCTL, 2), (reg::TCTL, 2), (reg::IMS, 4), (reg::RDT, 9)] {
+        board.write(register, value);
+    }
     board.device.set_link(false, 0);
     assert_eq!(board.device.renew(), Effects::QUIESCE | Effects::INTERRUPT);
     assert_eq!(board.device.mac(), Some(MAC));

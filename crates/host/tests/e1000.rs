@@ -185,7 +185,9 @@ fn a_client_that_is_killed_in_the_middle_of_traffic() {
         assert_eq!(RESET.map(|(register, _)| (register, bus.read(register))), RESET);
         bus.0.unmap_all().unwrap();
         exchange(&mut Guest::of(bus.0), &mut b);
-        (b.received(), c.received());
+        // Nothing of this round is left for the next one.
+        b.received();
+        c.received();
     }
 }
 
