@@ -1,5 +1,7 @@
 //! A burst: up to 64 frames from one source. Sources fill it, the switch reads the heads, sinks read heads and pieces.
 
+mod reader;
+
 use crate::{BURST, Frame, HEAD, HEADROOM, MAX_FRAME, head::OFFLOADED, offload::Offload};
 use ringroad_mem::{Hit, Pieces, Span, Table};
 use ringroad_wire::ethernet;
@@ -285,14 +287,7 @@ impl Burst {
     /// Copies bytes of a frame as forwarded, from the position `at` on; returns how many.
     pub fn copy(&self, index: usize, at: usize, target: &mut [u8]) -> usize {
         let Some(frame) = self.frames().get(index) else { return 0 };
-        let (head, len) = frame.head();
-        let head = head.get(HEADROOM..len).unwrap_or_default();
-        let mut done = 0;
-        if let Some(head) = head.get(at..) {
-            target.iter_mut().zip(head).for_each(|(place, &byte)| *place = byte);
-            done = head.len().min(target.len());
-        }
-        let skip = (at + done).saturating_sub(head.len());
+        let (done, skip) = copy_head(frame, at, target);
         done + copy_some(self.rest(index), skip, target.get_mut(done..).unwrap_or_default())
     }
 
@@ -394,6 +389,20 @@ impl<'a> Iterator for Rest<'a> {
             }
         }
     }
+}
+
+/// Copies what the head has of a frame from the position `at` on. Returns how many bytes, and where what follows begins, in bytes
+/// behind the head.
+#[inline(always)]
+fn copy_head(frame: &Frame, at: usize, target: &mut [u8]) -> (usize, usize) {
+    let (head, len) = frame.head();
+    let head = head.get(HEADROOM..len).unwrap_or_default();
+    let mut done = 0;
+    if let Some(head) = head.get(at..) {
+        target.iter_mut().zip(head).for_each(|(place, &byte)| *place = byte);
+        done = head.len().min(target.len());
+    }
+    (done, (at + done).saturating_sub(head.len()))
 }
 
 /// Copies bytes that are spread over pieces, behind the first `skip`; returns how many.

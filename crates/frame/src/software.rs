@@ -140,7 +140,8 @@ impl Software {
     }
 
     /// Puts the frames with these indices, finished where the receiver requires it, in order. Returns how many frames were
-    /// accepted as they are or made, and how many were put in all, as a measure of work.
+    /// accepted as they are or made, and how many were put in all, as a measure of work. Of a frame that is to be cut only the
+    /// beginning is made if there is no room for the rest; the receiver drops and counts what was made of it.
     pub fn put(&mut self, sink: &mut impl Sink, burst: &Burst, which: &[u8]) -> (usize, usize) {
         let support = sink.support();
         let (mut accepted, mut work, mut start) = (0, 0, 0);
@@ -192,11 +193,16 @@ impl Software {
         // The sender may have changed the headers since they were checked; then the frame is dropped.
         let head = head.get(..read).unwrap_or_default();
         let Ok(mut segments) = Segmenter::new(gso, head, len, checksums, self.ident) else { return (0, 0) };
+        let Some(mut reader) = burst.reader(index) else { return (0, 0) };
         let (mut accepted, mut made) = (0, 0);
-        while let Some(segment) = segments.next(&mut self.scratch, |at, target| _ = burst.copy(index, at, target)) {
-            let put = self.stage(sink, segment.len, segment.offload);
-            accepted += put;
+        while let Some(segment) = segments.next(&mut self.scratch, |at, target| _ = reader.copy(at, target)) {
+            accepted += self.stage(sink, segment.len, segment.offload);
             made += 1;
+            // Asked with the first one, and again when others were put. If there is none for it, neither is there for those behind it.
+            let staged = self.burst.frames().len();
+            if (made == 1 || staged == 1) && !sink.has_room(staged) {
+                break;
+            }
         }
         (accepted, made)
     }

@@ -330,6 +330,26 @@ impl Sink for Small {
     }
 }
 
+/// Frames for a receiver without room cost no more than it takes to find that out.
+#[test]
+fn nothing_is_cut_for_a_receiver_that_is_full() {
+    let long = || tcp(Kind::Tcp4, false, 1, usize::from(u16::MAX) - 40, 48);
+    let frames = [plain(1, 60), long(), tcp(Kind::Tcp6, false, 2, 100, 0), long(), long()];
+    let (burst, _memory) = burst(&frames);
+    let mut software = Software::new().unwrap();
+    let mut whole = Recorder::new(Support::empty());
+    let (made, _) = software.put(&mut whole, &burst, all(&frames));
+    assert_eq!(made, 2 + 3 * 1365);
+    for room in [0, 1, 2, 10, 63, 64, 65, 66, 1000, 1367, 1368, made - 1, made] {
+        let mut sink = Small(Recorder { room, ..Recorder::new(Support::empty()) });
+        let (accepted, work) = software.put(&mut sink, &burst, all(&frames));
+        assert_eq!(accepted, room, "all that there is room for");
+        assert!(sink.0.got == whole.got[..room]);
+        // A burst that is partly in vain, and the first segment of each other frame.
+        assert!(work <= made.min(room + BURST + frames.len()), "{work} frames made for a room of {room}");
+    }
+}
+
 /// Offered frames arrive whole or not at all: none is cut into segments of which some find no room.
 #[test]
 fn what_is_offered_waits_whole() {

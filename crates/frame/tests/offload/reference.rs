@@ -171,14 +171,19 @@ pub fn segments(frame: &[u8], gso: Gso, checksums: Checksums) -> Vec<(Vec<u8>, O
     let mut segmenter = Segmenter::new(gso, head, frame.len(), checksums, IDENT).unwrap();
     let (mut out, mut segments) = (vec![0; segmenter.longest()], Vec::new());
     let count = segmenter.remaining();
+    let (mut behind, mut again) = (0, 0);
     while let Some(segment) = segmenter.next(&mut out, |at, part| {
         assert!(at >= usize::from(gso.header_len), "headers come from the private copy");
+        again += usize::from(at < behind);
+        behind = at + part.len();
         part.copy_from_slice(&frame[at..at + part.len()])
     }) {
         segments.push((out[..segment.len].to_vec(), segment.offload));
         assert_eq!(segmenter.remaining(), count - segments.len());
     }
     assert_eq!(segments.len(), count);
+    // A datagram's sum comes first.
+    assert_eq!(again, usize::from(gso.kind.is_fragments()), "read in order");
     segments
 }
 
