@@ -6,12 +6,16 @@ use common::{Board, bare};
 use proptest::{collection::vec, prelude::*};
 use ringroad_e1000::{
     DeviceConfig, Effects, Exits, Mitigation,
+    descriptor::rx::{DD, EOP},
     driver::{Bus, Driver, DriverConfig},
     registers::{self as reg, cause},
 };
 use ringroad_mem::Table;
 use ringroad_wire::ethernet::MacAddr;
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
 
 /// Driver, device and time. Nothing is looked at unless somebody was told to.
 struct World {
@@ -347,5 +351,47 @@ fn what_is_no_82540em_is_refused() {
     for num_tx_desc in [0, 1, 7, 12, 4104, u32::MAX] {
         let text = Driver::new(DriverConfig { num_tx_desc, ..config(false) }).unwrap_err().to_string();
         assert_eq!(text, format!("expected a ring of 8 to 4096 descriptors, a multiple of 8, found {num_tx_desc}"));
+    }
+}
+
+/// Registers that hold what was written last.
+#[derive(Default)]
+struct Words(HashMap<u32, u32>);
+
+impl Bus for Words {
+    fn read(&mut self, register: u32) -> u32 {
+        self.0.get(&register).copied().unwrap_or_default()
+    }
+
+    fn write(&mut self, register: u32, value: u32) {
+        self.0.insert(register, value);
+    }
+}
+
+/// The device writes descriptors back again as soon as the driver has reused them, nearly all of them without the end of a frame:
+/// a call goes round the ring once.
+#[test]
+fn a_device_does_not_keep_the_driver_busy() {
+    const RING: usize = 4096;
+    let mut driver = Driver::new(DriverConfig { num_rx_desc: RING as u32, ..config(false) }).unwrap();
+    let mut bus = Words::default();
+    driver.start(&mut bus);
+    let region = driver.region.clone();
+    let ring = u64::from(bus.read(reg::RDBAL)) | u64::from(bus.read(reg::RDBAH)) << 32;
+    let write_back = || {
+        for index in 0..RING {
+            let end = if index % (RING / 2) == RING / 2 - 1 { EOP } else { 0 };
+            let place = region.span((ring - region.guest()) as usize + 16 * index + 8, 8).unwrap();
+            place.write(&(DD | end | 64).to_le_bytes());
+        }
+    };
+    write_back();
+    for _ in 0..3 {
+        let mut frames = 0;
+        driver.receive(&mut bus, |_| {
+            frames += 1;
+            write_back();
+        });
+        assert_eq!(frames, 2);
     }
 }

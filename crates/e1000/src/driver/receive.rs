@@ -44,9 +44,10 @@ impl Receiver {
         let (mut next, mut at) = (self.next, self.next);
         let mut parts = [Span::empty(); PARTS];
         let mut count = 0;
-        while frames < BUDGET {
+        // Once round the ring at most: the device may write descriptors back as soon as they are available.
+        for _ in 0..self.ring.count {
             let word = self.ring.status(at);
-            if word & DD == 0 {
+            if word & DD == 0 || frames == BUDGET {
                 break;
             }
             if let Some(place) = parts.get_mut(count) {
