@@ -1,6 +1,6 @@
 //! Rings as slices of atomics. Resolved by `Table` when a queue starts, used by both ends of a ring.
 
-use crate::sync::{AtomicU16, AtomicU32, AtomicU64};
+use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 #[cfg(not(loom))]
 use crate::{Region, copy};
@@ -69,6 +69,28 @@ impl<T: Word> Words<T> {
 }
 
 #[cfg(not(loom))]
+impl Words<AtomicU64> {
+    /// Zeroes the words from index `first` on. Whole pages of a memory file are freed, not written: they are not allocated
+    /// until something else is stored in them.
+    pub fn clear_from(&self, first: usize) {
+        const PAGE: usize = 4096;
+        let words = self.get(first..).unwrap_or_default();
+        let range = words.as_ptr_range();
+        let (start, end) = (range.start.addr(), range.end.addr());
+        let (from, to) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);
+        // SAFETY: the pages lie within the words, which `self.region` keeps mapped; zeros are a valid value.
+        let freed = from < to && unsafe { libc::madvise(from as *mut _, to - from, libc::MADV_REMOVE) } == 0;
+        // Other memory, as on hugepages or after a truncation, is written.
+        let kept = if freed { from..to } else { start..start };
+        let zero = |words: Option<&[AtomicU64]>| {
+            words.into_iter().flatten().for_each(|word| word.store(0, Ordering::Relaxed));
+        };
+        zero(words.get(..(kept.start - start) / size_of::<AtomicU64>()));
+        zero(words.get((kept.end - start) / size_of::<AtomicU64>()..));
+    }
+}
+
+#[cfg(not(loom))]
 impl<T: Word> std::ops::Deref for Words<T> {
     type Target = [T];
 
@@ -87,6 +109,14 @@ unsafe impl<T: Word> Send for Words<T> {}
 // SAFETY: as above.
 #[cfg(not(loom))]
 unsafe impl<T: Word> Sync for Words<T> {}
+
+#[cfg(loom)]
+impl Words<AtomicU64> {
+    /// Zeroes the words from index `first` on.
+    pub fn clear_from(&self, first: usize) {
+        self.iter().skip(first).for_each(|word| word.store(0, Ordering::Relaxed));
+    }
+}
 
 /// Under loom: an array of loom's atomics, shared by its clones.
 #[cfg(loom)]
@@ -118,5 +148,47 @@ impl<T: Word> std::ops::Deref for Words<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         &self.0
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::{fs::File, os::unix::fs::MetadataExt};
+
+    const PAGE: usize = 4096;
+
+    fn values(words: &Words<AtomicU64>) -> Vec<u64> {
+        words.iter().map(|word| word.load(Ordering::Relaxed)).collect()
+    }
+
+    #[test]
+    fn clearing_frees_whole_pages_and_nothing_beside_the_words() {
+        let path = format!("/dev/shm/ringroad-words-{}", std::process::id());
+        let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.set_len(8 * PAGE as u64).unwrap();
+        let region = Region::map(&file, 0, 8 * PAGE as u64, 0, 0).unwrap();
+        let all: Words<AtomicU64> = Words::new(&region, 0, PAGE).unwrap();
+        // From the middle of page 1 to the middle of page 5.
+        let part: Words<AtomicU64> = Words::new(&region, PAGE + 800, (4 * PAGE) / 8).unwrap();
+        let pages = || file.metadata().unwrap().blocks() as usize * 512 / PAGE;
+        for (first, freed) in [(0, 3), (3, 3), (4 * PAGE / 8 - 8, 0), (PAGE, 0), (usize::MAX, 0)] {
+            all.iter().for_each(|word| word.store(7, Ordering::Relaxed));
+            assert_eq!(pages(), 8);
+            part.clear_from(first);
+            assert_eq!(pages(), 8 - freed, "from word {first}");
+            let begin = (PAGE + 800) / 8;
+            let clear = begin.saturating_add(first)..begin + part.len();
+            let expected: Vec<u64> = (0..all.len()).map(|at| if clear.contains(&at) { 0 } else { 7 }).collect();
+            assert!(values(&all) == expected, "from word {first}");
+        }
+        // A private mapping has no pages of the file to free.
+        all.iter().for_each(|word| word.store(7, Ordering::Relaxed));
+        let copy = Region::map_read_only(&file, 0, 8 * PAGE as u64, 0, 0).unwrap();
+        let words: Words<AtomicU64> = Words::new(&copy, 0, PAGE).unwrap();
+        words.clear_from(PAGE / 2);
+        assert!(values(&words)[PAGE / 2..].iter().all(|&word| word == 0));
+        assert!(values(&words)[..PAGE / 2].iter().all(|&word| word == 7));
     }
 }

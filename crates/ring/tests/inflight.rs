@@ -50,6 +50,8 @@ struct Sent {
 struct Rig {
     memory: Memory,
     region: Arc<Region>,
+    /// Entries of each part of the region, at least the queue size.
+    entries: u16,
     driver: DriverRing,
     multi_buffer: bool,
     serial: u64,
@@ -66,6 +68,10 @@ struct Rig {
 
 impl Rig {
     fn new(features: Features, size: u32, multi_buffer: bool) -> Rig {
+        Self::with_entries(features, size, multi_buffer, size as u16)
+    }
+
+    fn with_entries(features: Features, size: u32, multi_buffer: bool, entries: u16) -> Rig {
         let start = DriverRing::bytes(features, size);
         let arena = size as usize * LONGEST * STEP;
         let (driver, file) = Region::create(start + arena + size as usize * LONGEST * 16, GUEST, false).unwrap();
@@ -76,10 +82,11 @@ impl Rig {
             driver.set_indirect(tables);
         }
         // The second of two queues.
-        let region = Region::create(2 * Inflight::bytes(features.packed, size as u16), 0, false).unwrap().0;
+        let region = Region::create(2 * Inflight::bytes(features.packed, entries), 0, false).unwrap().0;
         Rig {
             memory,
             region,
+            entries,
             driver,
             multi_buffer,
             serial: 0,
@@ -97,13 +104,13 @@ impl Rig {
     }
 
     fn bytes(&self) -> Bytes {
-        Bytes::new(&self.region, Inflight::bytes(self.packed(), self.memory.size as u16))
+        Bytes::new(&self.region, Inflight::bytes(self.packed(), self.entries))
     }
 
     /// Starts a device with a frontend that does not know the base.
     fn resume(&self) -> Result<(DeviceRing, Resumed), SetupError> {
         let Memory { device, features, size, at, .. } = &self.memory;
-        let inflight = Inflight::new(&self.region, 1, *size as u16, features.packed).unwrap();
+        let inflight = Inflight::new(&self.region, 1, self.entries, features.packed).unwrap();
         DeviceRing::resume(device, *features, *size, *at, features.fresh_base(), Journal::NONE, inflight)
     }
 
@@ -350,17 +357,23 @@ impl Device {
 /// Runs a succession of devices on one ring; with `others` some are foreign. Returns how often buffers were resubmitted.
 fn succession(features: Features, multi_buffer: bool, others: bool, seed: u64) -> u32 {
     let size = if features.packed { 13 } else { 16 };
-    let (mut rig, mut random, mut resubmitted) = (Rig::new(features, size, multi_buffer), Random(seed), 0);
-    let mut only_ours = false;
+    // The frontend may have asked for more entries than the ring has.
+    let entries = size as u16 * (1 + seed as u16 % 3);
+    let mut rig = Rig::with_entries(features, size, multi_buffer, entries);
+    let (mut random, mut resubmitted, mut only_ours) = (Random(seed), 0, false);
     for _ in 0..30 {
         let mut device = if others && !only_ours && random.below(2) == 0 {
+            if random.below(2) == 0 {
+                // As DPDK does, whatever it finds there.
+                rig.bytes().set_u16(10, entries);
+            }
             match features.packed {
                 false => {
-                    let (device, heads) = foreign::Split::connect(&rig.memory, &rig.bytes());
+                    let (device, heads) = foreign::Split::connect(&rig.memory, &rig.bytes(), entries);
                     Device::Split(device, Vec::new(), heads.into())
                 }
                 true => {
-                    let (device, chains) = foreign::Packed::connect(&rig.memory, &rig.bytes());
+                    let (device, chains) = foreign::Packed::connect(&rig.memory, &rig.bytes(), entries);
                     Device::Packed(device, Vec::new(), chains.into())
                 }
             }
@@ -454,6 +467,51 @@ fn an_orderly_stop_leaves_nothing_in_flight() {
         let inflight = Inflight::new(&rig.region, 1, 16, features.packed).unwrap();
         inflight.end();
         assert_eq!(rig.bytes().u16(8), 0, "the region must be invalid after GET_VRING_BASE");
+    }
+}
+
+/// A region for much larger queues: only the entries of this one are used, whatever an earlier one has left behind them.
+#[test]
+fn a_fresh_ring_clears_the_entries_behind_its_own() {
+    const ENTRIES: u16 = 2000;
+    for features in all_features() {
+        let rig = Rig::with_entries(features, 16, false, ENTRIES);
+        let part = Inflight::bytes(features.packed, ENTRIES);
+        let used = Inflight::bytes(features.packed, 16);
+        let garbage = vec![0xa5; rig.region.len()];
+        rig.region.span(0, rig.region.len()).unwrap().write(&garbage);
+        rig.bytes().set_u16(8, 0);
+        rig.resume().unwrap();
+        let mut now = garbage.clone();
+        rig.region.span(0, rig.region.len()).unwrap().read(&mut now);
+        assert!(now[..part] == garbage[..part], "the part of another queue");
+        assert_eq!((rig.bytes().u16(8), rig.bytes().u16(10)), (1, 16), "{features:?}: version, desc_num");
+        let entry = if features.packed { 32 } else { 16 };
+        assert!(
+            now[part + used..part + entry * (1 + usize::from(ENTRIES))].iter().all(|&byte| byte == 0),
+            "{features:?}"
+        );
+    }
+}
+
+#[test]
+fn a_region_left_by_a_smaller_ring_with_nothing_in_flight() {
+    for features in all_features() {
+        let mut rig = Rig::with_entries(features, 16, false, 32);
+        drop(rig.resume().unwrap());
+        rig.bytes().set_u16(10, 8);
+        let (ring, resumed) = rig.resume().unwrap();
+        assert!(!matches!(resumed, Resumed::Inflight { .. }), "{resumed:?}");
+        assert_eq!(rig.bytes().u16(10), 16);
+        rig.add(3);
+        let mut random = Random(1);
+        let mut device = Ours::new(ring);
+        while rig.back < 3 {
+            device.take(&mut rig, &mut random);
+            device.give(features.in_order, &mut random);
+            device.ring.flush();
+            rig.collect();
+        }
     }
 }
 

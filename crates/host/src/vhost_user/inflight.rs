@@ -3,16 +3,21 @@
 
 use super::quirks;
 use crate::{socket::MemoryFile, sys};
+use parking_lot::Mutex;
 use ringroad_mem::{Region, Words, sync::AtomicU64};
 use ringroad_ring::{Inflight, MAX_SIZE};
-use std::{
-    fs::File,
-    sync::{Arc, atomic::Ordering},
-};
+use std::{fs::File, sync::Arc};
 use vhost::vhost_user::message::VhostUserInflight as Message;
 
 /// The vrings that a message can address.
 const MOST_QUEUES: u16 = 256;
+
+/// The region that was made last at a socket, over all its connections.
+///
+/// A frontend can keep the descriptors of all regions that it asks for, and what a device writes there counts as the daemon's
+/// memory. So only the last one keeps its contents.
+#[derive(Clone, Default)]
+pub(crate) struct LastMade(Arc<Mutex<Option<Arc<Region>>>>);
 
 /// A region that the frontend keeps for the next back end.
 pub(crate) struct InflightRegion {
@@ -25,15 +30,23 @@ pub(crate) struct InflightRegion {
 
 impl InflightRegion {
     /// Creates a region with room for either layout; the first `vrings` queues are tracked. Also returns the reply to the
-    /// frontend and the descriptor to send with it.
-    pub(crate) fn make(asked: &Message, vrings: usize) -> Result<(InflightRegion, Message, File), String> {
+    /// frontend and the descriptor to send with it. The region that was made before is emptied: no vring may use it.
+    pub(crate) fn make(
+        asked: &Message,
+        vrings: usize,
+        last: &LastMade,
+    ) -> Result<(InflightRegion, Message, File), String> {
         let (queues, queue_size) = (asked.num_queues, asked.queue_size);
         check(queues, queue_size)?;
-        let len = usize::from(queues) * Inflight::bytes(true, queue_size);
+        let len = pages(queues.into(), queue_size);
         let file =
             sys::sealed_memory(len as u64).map_err(|error| format!("cannot create an inflight region: {error}"))?;
         let message = quirks::inflight(asked, len as u64);
-        Ok((Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?, message, file))
+        let made = Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?;
+        if let Some(before) = last.0.lock().replace(made.region.clone()) {
+            empty(&before);
+        }
+        Ok((made, message, file))
     }
 
     /// Maps a region that the frontend hands back, from any back end.
@@ -52,7 +65,7 @@ impl InflightRegion {
         map: impl FnOnce(u64) -> Result<Arc<Region>, ringroad_mem::Error>,
     ) -> Result<InflightRegion, String> {
         let (queues, queue_size) = (told.num_queues, told.queue_size);
-        let most = vrings.min(queues.into()) * Inflight::bytes(true, queue_size);
+        let most = pages(vrings.min(queues.into()), queue_size);
         let region = map(len.min(most) as u64).map_err(|error| format!("cannot map the inflight region: {error}"))?;
         Ok(InflightRegion { region, queues, queue_size, packed: None })
     }
@@ -64,8 +77,7 @@ impl InflightRegion {
         }
         if self.packed.replace(packed) == Some(!packed) {
             // Another driver with the other layout: the old contents are meaningless.
-            let words: Option<Words<AtomicU64>> = Words::new(&self.region, 0, self.region.len() / 8);
-            words.iter().flat_map(|words| words.iter()).for_each(|word| word.store(0, Ordering::Relaxed));
+            empty(&self.region);
         }
         self.part(index, packed).ok_or_else(|| {
             format!(
@@ -88,6 +100,17 @@ impl InflightRegion {
             part.end();
         }
     }
+}
+
+/// Returns the size in bytes of a region for these queues, in whole pages, which can be freed.
+fn pages(queues: usize, queue_size: u16) -> usize {
+    (queues * Inflight::bytes(true, queue_size)).next_multiple_of(4096)
+}
+
+/// Zeroes a region and frees its pages.
+fn empty(region: &Arc<Region>) {
+    let words: Option<Words<AtomicU64>> = Words::new(region, 0, region.len() / 8);
+    words.inspect(|words| words.clear_from(0));
 }
 
 fn check(queues: u16, queue_size: u16) -> Result<(), String> {

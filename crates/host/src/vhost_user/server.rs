@@ -3,6 +3,7 @@
 
 use super::{
     device::VhostDevice,
+    inflight::LastMade,
     quirks::{self, CANNOT_REFUSE, Early, explain, is_violation},
     session::{Session, SessionContext},
 };
@@ -129,7 +130,14 @@ impl Socket {
         let device = make().map_err(failed)?;
         // Notes have one writer: they are opened once this process has the socket.
         let notes = Notes::open(name, path, device.vrings().len());
-        let context = SessionContext { limits, lines, alarm, disposal: Disposal::default(), notes };
+        let context = SessionContext {
+            limits,
+            lines,
+            alarm,
+            disposal: Disposal::default(),
+            notes,
+            inflight: LastMade::default(),
+        };
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;

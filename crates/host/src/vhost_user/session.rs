@@ -3,7 +3,10 @@
 
 mod messages;
 
-use super::{Ring, VhostDevice, Vring, inflight::InflightRegion};
+use super::{
+    Ring, VhostDevice, Vring,
+    inflight::{InflightRegion, LastMade},
+};
 use crate::{
     Quota,
     notes::Notes,
@@ -42,6 +45,8 @@ pub(crate) struct SessionContext {
     pub disposal: Disposal,
     /// Where the positions of the device's rings are recorded.
     pub notes: Notes,
+    /// The inflight region that was made last.
+    pub inflight: LastMade,
 }
 
 /// One connection.
@@ -247,18 +252,23 @@ impl<D: VhostDevice> Session<D> {
     /// Replaces the guest memory. Running queues resume in it where they were; the old memory is unmapped before this
     /// returns.
     fn replace_memory(&mut self, memory: Table) -> Result<()> {
+        self.while_stopped(|session| session.memory = Arc::new(memory)).1
+    }
+
+    /// Changes what queues use. Those that run resume where they were; also returns whether all could.
+    fn while_stopped<T>(&mut self, change: impl FnOnce(&mut Self) -> T) -> (T, Result<()>) {
         let vrings = self.vrings.iter().enumerate();
         let mut running: Vec<usize> = vrings.filter(|(_, vring)| vring.running).map(|(index, _)| index).collect();
         running.iter().for_each(|&index| self.stop(index));
         // A vring that a driver's fault has stopped stays stopped.
         running.retain(|&index| !self.has_fault(index));
-        self.memory = Arc::new(memory);
+        let changed = change(self);
         // A vring that cannot resume is refused; the others resume.
         let mut result = Ok(());
         for index in running {
             result = result.and(self.start(index));
         }
-        result
+        (changed, result)
     }
 
     /// Returns to the state of a new connection, but keeps memory and notification descriptors, which belong to the frontend.

@@ -9,7 +9,10 @@ use ringroad_wire::ethernet::MacAddr;
 use std::{
     fs::File,
     net::Shutdown,
-    os::{fd::AsRawFd, unix::fs::FileExt, unix::fs::symlink},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, MetadataExt, symlink},
+    },
 };
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
@@ -62,17 +65,27 @@ fn inflight(size: u64, queues: u16, entries: u16) -> Vec<u8> {
 /// Returns the region from the reply to GET_INFLIGHT_FD, and its size.
 #[track_caller]
 fn get_inflight(peer: &mut Peer, queues: u16) -> (File, u64) {
-    peer.send(&message(GET_INFLIGHT_FD, VERSION, 24, &inflight(0, queues, SIZE as u16)), &[]);
+    get_inflight_for(peer, queues, SIZE as u16)
+}
+
+#[track_caller]
+fn get_inflight_for(peer: &mut Peer, queues: u16, entries: u16) -> (File, u64) {
+    peer.send(&message(GET_INFLIGHT_FD, VERSION, 24, &inflight(0, queues, entries)), &[]);
     let mut answer = [0; 36];
     let (count, file) = peer.0.recv_with_fd(&mut answer).unwrap();
     assert_eq!((count, &answer[..12]), (36, &words(&[GET_INFLIGHT_FD, VERSION | 4, 24])[..]));
-    assert_eq!(answer[20..32], inflight(0, queues, SIZE as u16)[8..20], "offset, queues, size");
+    assert_eq!(answer[20..32], inflight(0, queues, entries)[8..20], "offset, queues, size");
     (file.expect("a region"), u64::from_ne_bytes(answer[12..20].try_into().unwrap()))
 }
 
 #[track_caller]
 fn set_inflight(peer: &mut Peer, (file, size): &(File, u64)) {
-    peer.ok(SET_INFLIGHT_FD, &inflight(*size, 2, SIZE as u16), &[file.as_raw_fd()]);
+    set_inflight_for(peer, (file, *size), SIZE as u16);
+}
+
+#[track_caller]
+fn set_inflight_for(peer: &mut Peer, (file, size): (&File, u64), entries: u16) {
+    peer.ok(SET_INFLIGHT_FD, &inflight(size, 2, entries), &[file.as_raw_fd()]);
 }
 
 /// Starts both queues at a base chosen by the test.
@@ -122,6 +135,49 @@ fn a_reconnected_frontend_resumes_by_its_region() {
         }
         let mut guest = guest.again();
         exchange(&mut guest, &mut other);
+    }
+}
+
+/// A frontend that asks for regions for the largest queues and keeps the descriptors of all: their memory is the daemon's.
+#[test]
+fn regions_that_a_frontend_keeps_hold_no_memory() {
+    const ENTRIES: u16 = 32768;
+    for (index, acked) in LAYOUTS.into_iter().enumerate() {
+        let ports = Ports::new(&format!("kept{index}"));
+        let mut other = ports.other();
+        let mut guest = Guest::on(ports.connect(0, acked), acked, SIZE);
+        let mut kept = vec![get_inflight_for(&mut guest.peer, 2, ENTRIES)];
+        guest.driver.rx[0].refill();
+        let fresh = guest.fresh();
+        start(&mut guest, fresh);
+        // The second queue's part begins and ends within a page.
+        let check = |kept: &[(File, u64)]| {
+            let pages: Vec<u64> = kept.iter().map(|(file, _)| file.metadata().unwrap().blocks() / 8).collect();
+            let (last, before) = pages.split_last().unwrap();
+            assert!((1..=6).contains(last) && before.iter().all(|&pages| pages == 0), "pages of each: {pages:?}");
+        };
+        for _ in 0..4 {
+            exchange(&mut guest, &mut other);
+            check(&kept);
+            // Queues that run move to the new region.
+            kept.push(get_inflight_for(&mut guest.peer, 2, ENTRIES));
+        }
+        exchange(&mut guest, &mut other);
+        check(&kept);
+        // A reconnected frontend resumes by the last one, which has its contents until another is made.
+        guest.peer.0.shutdown(Shutdown::Both).unwrap();
+        guest.peer = ports.connect(0, acked);
+        let (file, size) = kept.last().unwrap();
+        set_inflight_for(&mut guest.peer, (file, *size), ENTRIES);
+        start(&mut guest, fresh);
+        exchange(&mut guest, &mut other);
+        check(&kept);
+        guest.peer.0.shutdown(Shutdown::Both).unwrap();
+        guest.peer = ports.connect(0, acked);
+        kept.push(get_inflight_for(&mut guest.peer, 2, ENTRIES));
+        guest = guest.again();
+        exchange(&mut guest, &mut other);
+        check(&kept);
     }
 }
 

@@ -30,7 +30,7 @@ const LINE: usize = 64;
 #[derive(Debug, Default)]
 pub struct Inflight {
     words: Option<Words<AtomicU64>>,
-    /// Number of entries, at least the queue size.
+    /// Number of entries that it has room for, at least the queue size.
     entries: u16,
 }
 

@@ -57,7 +57,10 @@ pub(crate) struct Found {
 /// The region of a running packed ring.
 pub(crate) struct Packed {
     words: Words<AtomicU64>,
+    /// Number of entries in use, at least the queue size.
     entries: u16,
+    /// Ends the free list: an index that is out of range, also for a back end that counts all entries of the region.
+    end: u16,
     size: u16,
     counter: u64,
     free_head: u16,
@@ -105,7 +108,7 @@ impl Inflight {
         if version != VERSION {
             return invalid("version", version, VERSION);
         }
-        if count < size || count > self.entries {
+        if count > self.entries {
             return invalid("number of entries (at least the queue size)", count, self.entries);
         }
         let [used, old_used, wraps, _] = fields(load(indices));
@@ -156,6 +159,13 @@ impl Inflight {
         }
         heads.retain(|&(_, index)| is_free.get(usize::from(index)) == Some(&false));
         heads.sort_unstable();
+        if count < size {
+            // Of a smaller ring: a leftover, unless something is in flight.
+            return match heads.is_empty() {
+                true => Ok(None),
+                false => invalid("number of entries (at least the queue size)", count, self.entries),
+            };
+        }
 
         let (mut chains, mut descriptors, mut slots) = (Vec::new(), Vec::new(), 0_u16);
         let mut ids = std::collections::HashSet::new();
@@ -201,14 +211,12 @@ impl Inflight {
     /// Starts tracking with the state that was found.
     pub(crate) fn adopt_packed(self, found: Found, size: u16) -> Option<Packed> {
         let Found { used, chains, descriptors, commit, links, free, unlinked, counter, .. } = found;
-        let mut track = Packed::new(self, size, used)?;
-        track.counter = counter;
-        let (count, entries) = (links.len() as u16, track.entries);
-        track.links.iter_mut().zip(links).for_each(|(link, known)| *link = known);
-        // The region may have more entries than were used.
-        (count..entries).for_each(|entry| track.set(entry, false, [entries, 0, 0]));
+        // The region may have more entries than are used: those stay unused.
+        let mut track = Packed::new(self, links.len() as u16, size, used)?;
+        (track.counter, track.links) = (counter, links.into());
         // Complete or undo the interrupted return in such an order that a crash meanwhile leaves an equivalent state.
-        let free_head = free.first().copied().unwrap_or(entries);
+        let end = track.end;
+        let free_head = free.first().copied().unwrap_or(end);
         (track.free_head, track.old_free_head) = (free_head, free_head);
         if commit {
             track.write_control();
@@ -219,10 +227,10 @@ impl Inflight {
         }
         for (index, &entry) in free.iter().enumerate() {
             // The free list ends with an index that is out of range.
-            let next = free.get(index + 1).copied().unwrap_or(entries);
+            let next = free.get(index + 1).copied().unwrap_or(end);
             track.set(entry, false, [next, 0, 0]);
         }
-        for entry in unlinked.into_iter().chain(count..entries) {
+        for entry in unlinked {
             track.free_entries(entry, entry, false);
         }
         for chain in &chains {
@@ -235,10 +243,15 @@ impl Inflight {
     /// Starts tracking with nothing in flight.
     pub(crate) fn start_packed(self, size: u16, used: Position) -> Option<Packed> {
         self.end();
-        let mut track = Packed::new(self, size, used)?;
-        track.words.iter().enumerate().filter(|&(index, _)| index != 1).for_each(|(_, word)| store(word, 0));
-        for entry in 0..track.entries {
-            track.set(entry, false, [entry + 1, 0, 0]);
+        let mut track = Packed::new(self, size, size, used)?;
+        // Entries that this ring does not use are not touched: the region may be for much larger ones.
+        let behind = 4 + 4 * usize::from(size);
+        let words = track.words.iter().take(behind).enumerate();
+        words.filter(|&(index, _)| index != 1).for_each(|(_, word)| store(word, 0));
+        track.words.clear_from(behind);
+        for entry in 0..size {
+            let next = if entry + 1 < size { entry + 1 } else { track.end };
+            track.set(entry, false, [next, 0, 0]);
         }
         track.write_used();
         track.write_control();
@@ -247,21 +260,22 @@ impl Inflight {
 }
 
 impl Packed {
-    fn new(inflight: Inflight, size: u16, used: Position) -> Option<Packed> {
-        let Inflight { words: Some(words), entries } = inflight else { return None };
-        if entries < size {
+    fn new(inflight: Inflight, entries: u16, size: u16, used: Position) -> Option<Packed> {
+        let Inflight { words: Some(words), entries: end } = inflight else { return None };
+        if end < entries || entries < size {
             return None;
         }
         Some(Packed {
             words,
             entries,
+            end,
             size,
             counter: 0,
             free_head: 0,
             old_free_head: 0,
             used,
             old_used: used,
-            links: vec![[entries, 0, 0]; entries.into()].into(),
+            links: vec![[end, 0, 0]; entries.into()].into(),
             by_id: vec![0; 1 << 16].into(),
             broken: false,
             descriptors: Vec::new(),
@@ -299,7 +313,7 @@ impl Packed {
     }
 
     fn link(&self, entry: u16) -> [u16; 3] {
-        self.links.get(usize::from(entry)).copied().unwrap_or([self.entries, 0, 0])
+        self.links.get(usize::from(entry)).copied().unwrap_or([self.end, 0, 0])
     }
 
     fn map_id(&mut self, id: u16, entry: u16) {

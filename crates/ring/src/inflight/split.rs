@@ -19,11 +19,14 @@ pub(crate) struct Found {
     /// Heads that were returned but perhaps not cleared, each with the head that it is linked to.
     done: Vec<(u16, u16)>,
     counter: u64,
+    /// Number of entries in use.
+    entries: u16,
 }
 
 /// The region of a running split ring.
 pub(crate) struct Split {
     words: Words<AtomicU64>,
+    /// Number of entries in use, at least the queue size.
     entries: u16,
     counter: u64,
     last_batch_head: u16,
@@ -46,9 +49,6 @@ impl Inflight {
         if version != VERSION {
             return invalid("version", version, VERSION);
         }
-        if count < size || count > self.entries {
-            return invalid("number of entries (at least the queue size)", count, self.entries);
-        }
         // Each word is read once: the frontend may change it at any time.
         let states: Vec<[u64; 2]> = entries
             .as_chunks::<2>()
@@ -64,16 +64,18 @@ impl Inflight {
             }
         }
         let batch = used.wrapping_sub(known);
-        if inflight.is_empty() && batch > size {
-            // A leftover of a previous use of the region, with nothing in flight.
+        if inflight.is_empty() && (batch > size || count < size) {
+            // A leftover of a previous use of the region, perhaps of a smaller ring, with nothing in flight.
             return Ok(None);
+        }
+        if count < size || count > self.entries {
+            return invalid("number of entries (at least the queue size)", count, self.entries);
         }
         if batch > size {
             return invalid("distance to the ring's used index", batch, size);
         }
-        let mut done = Vec::new();
+        let (mut done, mut at) = (Vec::new(), head);
         let mut in_batch = vec![false; count.into()];
-        let mut at = head;
         for _ in 0..batch {
             let (Some(&[state, _]), Some(in_batch)) = (states.get(usize::from(at)), in_batch.get_mut(usize::from(at)))
             else {
@@ -99,13 +101,14 @@ impl Inflight {
         }
         inflight.sort_unstable();
         let counter = inflight.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
-        Ok(Some(Found { heads: inflight.into_iter().map(|(_, index)| index).collect(), done, counter }))
+        let heads = inflight.into_iter().map(|(_, index)| index).collect();
+        Ok(Some(Found { heads, done, counter, entries: count }))
     }
 
     /// Starts tracking with the state that was found.
     pub(crate) fn adopt_split(self, found: &Found, size: u16, used: u16) -> Option<Split> {
         let mut track = Split::new(self, size, used)?;
-        track.counter = found.counter;
+        (track.counter, track.entries) = (found.counter, found.entries);
         // Keep them linked, in case this process is killed before the used index is recorded.
         for &(head, next) in &found.done {
             track.clear(head, next);
@@ -118,7 +121,10 @@ impl Inflight {
     pub(crate) fn start_split(self, size: u16, used: u16) -> Option<Split> {
         self.end();
         let track = Split::new(self, size, used)?;
-        track.words.iter().skip(2).for_each(|word| store(word, 0));
+        // Entries that this ring does not use are not touched: the region may be for much larger ones.
+        let end = 2 + 2 * usize::from(size);
+        track.words.iter().take(end).skip(2).for_each(|word| store(word, 0));
+        track.words.clear_from(end);
         if let [features, ..] = &*track.words {
             store(features, 0);
         }
@@ -134,7 +140,7 @@ impl Split {
             return None;
         }
         let batch = Vec::with_capacity(size.into());
-        Some(Split { words, entries, counter: 0, last_batch_head: 0, batch_before: 0, used, batch })
+        Some(Split { words, entries: size, counter: 0, last_batch_head: 0, batch_before: 0, used, batch })
     }
 
     /// Writes version, desc_num, last_batch_head, used_idx.

@@ -294,11 +294,20 @@ impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        match InflightRegion::make(inflight, self.vrings.len()) {
-            Ok((region, message, file)) => {
-                self.inflight = Some(region);
-                Ok((message, file))
-            }
+        // Queues that run move to the new region, so that nothing is written to the previous one any more.
+        let (made, resumed) = self.while_stopped(|session| {
+            session.inflight = None;
+            let (vrings, last) = (session.vrings.len(), &session.context.inflight);
+            let (region, message, file) = InflightRegion::make(inflight, vrings, last)?;
+            session.inflight = Some(region);
+            Ok::<_, String>((message, file))
+        });
+        if resumed.is_err() {
+            // The queue was refused; the frontend waits for a region all the same.
+            self.refused = false;
+        }
+        match made {
+            Ok(answer) => Ok(answer),
             Err(why) => {
                 // The only reply is a region: without one the frontend would wait forever, so the connection ends.
                 say!(self.context.lines, Error, "{}: GET_INFLIGHT_FD: {why}", self.device.name());
