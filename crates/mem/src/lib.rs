@@ -19,6 +19,7 @@ mod span;
 pub mod sync;
 mod table;
 mod words;
+mod zeros;
 
 pub use pieces::Pieces;
 pub use region::{Error, Region};

@@ -4,6 +4,7 @@
 use crate::{
     sigbus::{self, Watch},
     span::Span,
+    zeros,
 };
 use std::{
     fs::File,
@@ -156,6 +157,7 @@ impl Region {
         }
         let from = offset & !(page - 1);
         let map_len = (end - from).next_multiple_of(page) as usize;
+        zeros::prepare()?;
         let map = mmap(map_len, sharing | libc::MAP_NORESERVE, file.as_raw_fd(), from)?;
         // SAFETY: offset - from < page <= map_len.
         let start = unsafe { map.add((offset - from) as usize) };
@@ -296,8 +298,12 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if let Some(watch) = self.watch {
-            watch.release();
+        if let Some(watch) = self.watch
+            && watch.release()
+            && !zeros::discard(self.map, self.map_len)
+        {
+            // Addresses are lost, but nothing of this peer shows elsewhere.
+            return;
         }
         // SAFETY: exactly the mapping made in a constructor. Spans borrow the region and words hold a reference to it, so
         // none is left.

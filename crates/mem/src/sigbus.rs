@@ -1,7 +1,8 @@
 //! SIGBUS handling: a peer can truncate a file that is mapped here, and touching the missing pages then raises SIGBUS. The
-//! handler replaces the whole mapping with private zero pages and marks it, so that the access completes. The worker sees
-//! the mark at its next burst and stops the port (`Region::is_lost`). Called by `region.rs`.
+//! handler replaces the whole mapping with zeros (`zeros.rs`) and marks it, so that the access completes. The worker sees the
+//! mark at its next burst and stops the port (`Region::is_lost`). Called by `region.rs`.
 
+use crate::zeros;
 use std::{
     mem::MaybeUninit,
     ptr,
@@ -44,8 +45,8 @@ const USE: u64 = 8;
 enum Found {
     /// The address is not in this mapping.
     Elsewhere,
-    /// The address is in this mapping (start, length), and the caller must replace it.
-    Claimed(usize, usize),
+    /// The address is in this mapping, and the caller must replace it, or the page if the mapping was replaced before.
+    Claimed { start: usize, len: usize, lost: bool },
     /// The address is in this mapping, which another thread has just replaced: retry the access.
     Replaced,
 }
@@ -74,8 +75,9 @@ impl Watch {
         self.state.load(Ordering::Acquire) & STATES == LOST
     }
 
-    /// Must be called before the mapping is unmapped. Waits for a handler that is replacing it.
-    pub(crate) fn release(&self) {
+    /// Must be called before the mapping is unmapped. Waits for a handler that is replacing it. Returns whether it was
+    /// replaced.
+    pub(crate) fn release(&self) -> bool {
         let mut state = self.state.load(Ordering::Acquire);
         loop {
             if state & STATES == REPLACING {
@@ -86,7 +88,7 @@ impl Watch {
             // The new generation number makes the compare-exchange of a handler fail that has read this start and length.
             let free = (state & !STATES).wrapping_add(USE) | FREE;
             match self.state.compare_exchange(state, free, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return,
+                Ok(_) => return state & STATES == LOST,
                 Err(now) => state = now,
             }
         }
@@ -121,12 +123,12 @@ impl Watch {
             return Found::Elsewhere;
         }
         let this = state & !STATES;
-        // The state may already be `LOST`: another thread touched the page before the mapping was replaced, or the zero
-        // pages themselves are broken (a memory error) and are replaced again.
+        // The state may already be `LOST`: another thread touched the page before the mapping was replaced, or this page of
+        // zeros cannot be had or is broken (a memory error).
         if state & STATES != REPLACING
             && self.state.compare_exchange(state, this | REPLACING, Ordering::AcqRel, Ordering::Acquire).is_ok()
         {
-            return Found::Claimed(start, len);
+            return Found::Claimed { start, len, lost: state & STATES == LOST };
         }
         loop {
             let state = self.state.load(Ordering::Acquire);
@@ -178,7 +180,7 @@ fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: `action` is fully initialised before use; the handler has the signature that SA_SIGINFO requires and uses
-        // only atomics, mmap and sigaction.
+        // only atomics, mmap, mremap, sysconf and sigaction.
         unsafe {
             let mut action = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
             action.sa_sigaction = handler as *const () as usize;
@@ -196,27 +198,17 @@ extern "C" fn handler(_signal: libc::c_int, info: *mut libc::siginfo_t, _context
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
     let address = unsafe { (*info).si_addr() } as usize;
     for entry in entries() {
-        let (start, len) = match entry.find(address) {
+        let (start, len, lost) = match entry.find(address) {
             Found::Elsewhere => continue,
             Found::Replaced => return,
-            Found::Claimed(start, len) => (start, len),
+            Found::Claimed { start, len, lost } => (start, len, lost),
         };
-        // SAFETY: [start, start + len) is exactly one mapping, which is not unmapped before its entry is released, and the
-        // release waits for this handler; MAP_FIXED replaces its pages and nothing else.
-        let zeros = unsafe {
-            libc::mmap(
-                start as *mut _,
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        let lost = zeros != libc::MAP_FAILED;
-        entry.finish(lost);
-        if lost {
-            FAULTS.fetch_add(1, Ordering::Relaxed);
+        // [start, start + len) is exactly one mapping, which is not unmapped before its entry is released, and the release
+        // waits for this handler.
+        let replaced = if lost { zeros::replace_page(address) } else { zeros::replace(start, len) };
+        entry.finish(replaced);
+        if replaced {
+            FAULTS.fetch_add(u64::from(!lost), Ordering::Relaxed);
             return;
         }
     }
@@ -244,6 +236,10 @@ mod tests {
         }
     }
 
+    fn claimed(start: usize, len: usize, lost: bool) -> Found {
+        Found::Claimed { start, len, lost }
+    }
+
     #[test]
     fn a_reused_entry_matches_only_its_current_mapping() {
         let entry = entry();
@@ -254,17 +250,19 @@ mod tests {
         for outside in [0, 0xfff, 0x3000, usize::MAX] {
             assert_eq!(entry.find(outside), Found::Elsewhere);
         }
-        assert_eq!(entry.find(0x2fff), Found::Claimed(0x1000, 0x2000));
+        assert_eq!(entry.find(0x2fff), claimed(0x1000, 0x2000, false));
         entry.finish(true);
         assert!(entry.is_lost());
-        entry.release();
+        assert_eq!(entry.find(0x1000), claimed(0x1000, 0x2000, true));
+        entry.finish(true);
+        assert!(entry.release());
         assert_eq!(entry.find(0x2fff), Found::Elsewhere);
         assert!(entry.claim());
         entry.publish(0x8000, 0x1000);
         assert!(!entry.is_lost());
-        assert_eq!((entry.find(0x2fff), entry.find(0x8000)), (Found::Elsewhere, Found::Claimed(0x8000, 0x1000)));
+        assert_eq!((entry.find(0x2fff), entry.find(0x8000)), (Found::Elsewhere, claimed(0x8000, 0x1000, false)));
         entry.finish(false);
-        entry.release();
+        assert!(!entry.release());
     }
 
     #[test]
@@ -272,7 +270,7 @@ mod tests {
         let entry = entry();
         assert!(entry.claim());
         entry.publish(0x1000, 0x1000);
-        assert_eq!(entry.find(0x1800), Found::Claimed(0x1000, 0x1000));
+        assert_eq!(entry.find(0x1800), claimed(0x1000, 0x1000, false));
         let released = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -304,7 +302,7 @@ mod tests {
                     scope.spawn(|| {
                         while !ended.load(Ordering::Relaxed) {
                             for address in [0x1000, 0x8_0800, 0x20_0800, 0x2f_0000] {
-                                if let Found::Claimed(start, len) = entry.find(address) {
+                                if let Found::Claimed { start, len, .. } = entry.find(address) {
                                     assert!(mappings.contains(&(start, len)), "{start:#x}, {len:#x}");
                                     assert_eq!(live.load(Ordering::Acquire), start, "the mapping is no longer live");
                                     entry.finish(true);
