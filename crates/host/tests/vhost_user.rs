@@ -8,6 +8,8 @@ mod connections;
 mod control;
 #[path = "vhost_user/descriptors.rs"]
 mod descriptors;
+#[path = "vhost_user/devices.rs"]
+mod devices;
 #[path = "vhost_user/inflight.rs"]
 mod inflight;
 #[path = "vhost_user/interrupts.rs"]

@@ -135,7 +135,6 @@ impl AttachedPort {
         // Sent frames are reclaimed when the next ones are sent.
         tx.disable_notification();
         connection.enable(2)?;
-        received.kick();
         let link = acked & bits::NET_F_STATUS == 0 || is_up(&mut connection)?;
         let calls = [received.call().try_clone()?, sent.call().try_clone()?];
         let shared = Shared {
@@ -150,6 +149,7 @@ impl AttachedPort {
             connection: Mutex::new(connection),
             _memory: file,
         };
+        shared.kick(&received);
         Ok(AttachedPort {
             shared: Arc::new(shared),
             receive: Gate::new(Driven { queue: Some(rx), notifier: received }),
@@ -207,6 +207,18 @@ fn is_up(connection: &mut RawConnection) -> Result<bool, ConnectError> {
 }
 
 impl Shared {
+    /// Notifies the device. One that makes that block is not used any more.
+    fn kick(&self, notifier: &Notifier) {
+        notifier.kick();
+        if notifier.is_spoilt() && !self.failed.swap(true, Ordering::Relaxed) {
+            log::error!(
+                "port {}: a write to a kick descriptor blocked (counter full and O_NONBLOCK cleared), expected a device that \
+                 leaves both alone; it is not used any more",
+                self.name
+            );
+        }
+    }
+
     /// The device has broken a rule.
     #[cold]
     fn fail(&self, fault: &ringroad_ring::DriverFault) {
@@ -334,7 +346,7 @@ impl AttachedSource<'_> {
         let (Some(queue), Some(counters)) = (&mut self.driven.queue, self.shared.counters[0].first()) else { return };
         end(queue, counters);
         if queue.wants_notification() {
-            self.driven.notifier.kick();
+            self.shared.kick(&self.driven.notifier);
             counters.notifications.add(1);
         }
     }
@@ -410,7 +422,7 @@ impl AttachedSink<'_> {
         }
         queue.publish();
         if queue.wants_notification() {
-            notifier.kick();
+            self.shared.kick(notifier);
             self.counters.notifications.add(1);
         }
         self.counters.frames.add(sent as u64);

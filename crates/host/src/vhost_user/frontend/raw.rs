@@ -7,11 +7,17 @@ use ringroad_ring::{Addresses, Features, bits};
 use std::{
     fs::File,
     io::{self, Read},
+    net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd},
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
     time::{Duration, Instant},
 };
 use vhost::{
@@ -23,22 +29,42 @@ use vhost::{
 };
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+/// How long a device may take to answer. Longer than any takes to map memory or to stop a queue.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Reports of the device that are read at a time.
+const REPORTS: usize = 64;
+
 /// The notification descriptors of one queue.
 #[derive(Debug)]
 pub struct Notifier {
     kick: EventFd,
     call: EventFd,
+    /// A kick blocked: it is not written to again.
+    spoilt: AtomicBool,
 }
 
 impl Notifier {
     pub(super) fn new() -> io::Result<Notifier> {
+        sys::guard::start()?;
         let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
-        Ok(Notifier { kick: eventfd()?, call: eventfd()? })
+        Ok(Notifier { kick: eventfd()?, call: eventfd()?, spoilt: AtomicBool::new(false) })
     }
 
-    /// Notifies the device.
+    /// Notifies the device, unless that has blocked once: see [`Notifier::is_spoilt`].
     pub fn kick(&self) {
-        let _ = self.kick.write(1);
+        if self.is_spoilt() {
+            return;
+        }
+        if sys::guard::add_one(sys::borrow(&self.kick)).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
+            self.spoilt.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether a notification blocked, which only a misbehaving device causes (it fills the counter and clears
+    /// O_NONBLOCK). It is not notified any more.
+    pub fn is_spoilt(&self) -> bool {
+        self.spoilt.load(Ordering::Relaxed)
     }
 
     /// Returns the descriptor that is readable when the device has notified.
@@ -56,9 +82,9 @@ impl Notifier {
         Ok(())
     }
 
-    /// Clears pending notifications.
+    /// Clears pending notifications. Never blocks, whatever the device does to the descriptor.
     pub fn clear(&self) {
-        let _ = self.call.read();
+        sys::guard::drain(sys::borrow(&self.call));
     }
 }
 
@@ -111,13 +137,24 @@ impl RawConnection {
             match connect(&path).and_then(|socket| socket.set_nonblocking(false).map(|()| socket)) {
                 Ok(socket) => return Ok(socket),
                 Err(error) if start.elapsed() >= patience => return Err(ConnectError::Connect { path, error }),
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                Err(_) => thread::sleep(Duration::from_millis(10)),
             }
         }
     }
 
     /// Negotiates those of the `wanted` features that the device offers, for a device with `vrings` vrings.
     pub(crate) fn negotiate(
+        socket: UnixStream,
+        path: &Path,
+        wanted: u64,
+        protocol: Protocol,
+        vrings: u64,
+    ) -> Result<RawConnection, ConnectError> {
+        let patient = socket.try_clone()?;
+        in_time(&patient, || Self::try_negotiate(socket, path, wanted, protocol, vrings))
+    }
+
+    fn try_negotiate(
         socket: UnixStream,
         path: &Path,
         wanted: u64,
@@ -153,7 +190,7 @@ impl RawConnection {
 
     /// Sends SET_FEATURES. Must be called before the methods below that set up memory and rings.
     pub(crate) fn accept(&self) -> Result<(), ConnectError> {
-        self.frontend.set_features(self.acked).map_err(refused(&self.path, "SET_FEATURES"))
+        in_time(&self.socket, || self.frontend.set_features(self.acked)).map_err(refused(&self.path, "SET_FEATURES"))
     }
 
     /// Returns whether the device has disconnected.
@@ -167,8 +204,12 @@ impl RawConnection {
         const CONFIG_CHANGE: u32 = 2;
         let Some(notices) = &mut self.notices else { return false };
         let (mut changed, mut header) = (false, [[0; 4]; 3]);
-        // The device writes whole messages; this kind has no payload, and no other one was negotiated.
-        while notices.read_exact(header.as_flattened_mut()).is_ok() {
+        // The device writes whole messages; this kind has no payload, and no other one was negotiated. One that never stops has
+        // the others read by the next call.
+        for _ in 0..REPORTS {
+            if notices.read_exact(header.as_flattened_mut()).is_err() {
+                break;
+            }
             changed |= header.map(u32::from_ne_bytes).starts_with(&[CONFIG_CHANGE]);
         }
         changed
@@ -185,7 +226,7 @@ impl RawConnection {
             return Ok(None);
         }
         let flags = VhostUserConfigFlags::empty();
-        let config = self.frontend.get_config(0, len as u32, flags, &vec![0; len]);
+        let config = in_time(&self.socket, || self.frontend.get_config(0, len as u32, flags, &vec![0; len]));
         Ok(Some(config.map_err(refused(&self.path, "GET_CONFIG"))?.1))
     }
 
@@ -208,7 +249,8 @@ impl RawConnection {
             mmap_offset: 0,
             mmap_handle: file.as_raw_fd(),
         };
-        self.frontend.set_mem_table(&[region]).map_err(refused(&self.path, "SET_MEM_TABLE"))?;
+        in_time(&self.socket, || self.frontend.set_mem_table(&[region]))
+            .map_err(refused(&self.path, "SET_MEM_TABLE"))?;
         Ok(())
     }
 
@@ -241,15 +283,25 @@ impl RawConnection {
             avail_ring_addr: at.driver,
             log_addr: None,
         };
+        in_time(&self.socket, || self.try_ring_at(index, &ring, base, notifier))
+    }
+
+    fn try_ring_at(
+        &self,
+        index: usize,
+        ring: &VringConfigData,
+        base: u32,
+        notifier: &Notifier,
+    ) -> Result<(), ConnectError> {
         let refused = |what| refused(&self.path, what);
-        let frontend = &self.frontend;
-        frontend.set_vring_num(index, size as u16).map_err(refused("SET_VRING_NUM"))?;
+        let (frontend, size) = (&self.frontend, ring.queue_size);
+        frontend.set_vring_num(index, size).map_err(refused("SET_VRING_NUM"))?;
         match self.acked & bits::RING_PACKED {
             0 => frontend.set_vring_base(index, base as u16),
             _ => quirks::set_vring_base(&self.socket, index as u32, base),
         }
         .map_err(refused("SET_VRING_BASE"))?;
-        frontend.set_vring_addr(index, &ring).map_err(refused("SET_VRING_ADDR"))?;
+        frontend.set_vring_addr(index, ring).map_err(refused("SET_VRING_ADDR"))?;
         frontend.set_vring_call(index, &notifier.call).map_err(refused("SET_VRING_CALL"))?;
         frontend.set_vring_kick(index, &notifier.kick).map_err(refused("SET_VRING_KICK"))?;
         Ok(())
@@ -262,7 +314,8 @@ impl RawConnection {
     pub fn enable(&mut self, vrings: usize) -> Result<(), ConnectError> {
         if self.acked & bits::PROTOCOL_FEATURES != 0 {
             for index in 0..vrings {
-                self.frontend.set_vring_enable(index, true).map_err(refused(&self.path, "SET_VRING_ENABLE"))?;
+                let enabled = in_time(&self.socket, || self.frontend.set_vring_enable(index, true));
+                enabled.map_err(refused(&self.path, "SET_VRING_ENABLE"))?;
             }
         }
         Ok(())
@@ -271,11 +324,50 @@ impl RawConnection {
     /// Stops vrings, after which the device leaves their memory alone. Yields each vring with its base, up to the first one
     /// for which the device does not reply.
     pub fn stop(&self, vrings: usize) -> impl Iterator<Item = (usize, u32)> {
-        (0..vrings).map_while(|index| Some((index, self.frontend.get_vring_base(index).ok()?)))
+        let stop = |index| in_time(&self.socket, || self.frontend.get_vring_base(index)).ok();
+        (0..vrings).map_while(move |index| Some((index, stop(index)?)))
     }
+}
+
+/// Sends requests to the device at a socket, and waits for its answers. A device that takes longer than [`PATIENCE`] is
+/// disconnected, so that they fail: the `vhost` crate goes on waiting after a timeout of the socket.
+fn in_time<T>(socket: &UnixStream, requests: impl FnOnce() -> T) -> T {
+    let (done, is_done) = mpsc::channel::<()>();
+    let watch = move || {
+        if is_done.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    };
+    thread::scope(|scope| {
+        // Without a thread left, it is waited for.
+        let _ = thread::Builder::new().name("patience".into()).stack_size(64 << 10).spawn_scoped(scope, watch);
+        let result = requests();
+        drop(done);
+        result
+    })
 }
 
 pub(super) fn refused(path: &Path, what: &'static str) -> impl Fn(vhost::Error) -> ConnectError {
     let path = path.to_owned();
     move |error| ConnectError::Refused { path: path.clone(), what, error: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn a_device_that_reports_without_end_is_read_in_parts() {
+        let (socket, _device) = UnixStream::pair().unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let frontend = Frontend::from_stream(socket.try_clone().unwrap(), 2);
+        let (path, protocol, notices) = (PathBuf::new(), Protocol::empty(), Some(ours));
+        let mut connection = RawConnection { frontend, socket, path, acked: 0, protocol, notices };
+        let report = [2, 1, 0_u32].map(u32::to_ne_bytes);
+        theirs.write_all(&report.as_flattened().repeat(2 * REPORTS + 1)).unwrap();
+        let changed: Vec<bool> = (0..4).map(|_| connection.config_changed()).collect();
+        assert_eq!(changed, [true, true, true, false]);
+    }
 }
