@@ -260,8 +260,11 @@ fn forbidden_operations_fail() {
         fs::write(other.join("there"), "secret").unwrap();
         folder.give(&other.join("there"));
 
+        fs::write(mine.join("file"), "").unwrap();
+        folder.give(&mine.join("file"));
         for (act, with) in [
             ("listen", path(&mine, "socket")),
+            ("mode", path(&mine, "file")),
             ("connect", open.to_string()),
             ("thread", String::new()),
             ("see-itself", String::new()),
@@ -299,6 +302,9 @@ fn forbidden_operations_fail() {
                 Some(EACCES),
                 true,
             ),
+            ("setuid-file", path(&other, "there"), Some(EPERM), true),
+            ("setgid-file-at", path(&other, "there"), Some(EPERM), true),
+            ("setuid-memfd", String::new(), Some(EPERM), true),
             ("folder", path(&other, "folder"), Some(EACCES), true),
             ("folder", path(&mine, "folder"), Some(EACCES), true),
             ("listen", path(&other, "socket"), Some(EACCES), true),

@@ -20,6 +20,7 @@ use std::{
         fd::AsFd,
         linux::net::SocketAddrExt,
         unix::{
+            fs::PermissionsExt,
             net::{SocketAddr as UnixAddr, UnixListener, UnixStream},
             process::CommandExt,
         },
@@ -89,6 +90,7 @@ fn run(act: &str, with: &str) -> Try {
         "write" => fs::write(with, "x"),
         "remove" => fs::remove_file(with),
         "folder" => fs::create_dir(with),
+        "mode" | "setuid-file" | "setgid-file-at" | "setuid-memfd" => set_mode(act, with),
         "device" => {
             let path = std::ffi::CString::new(with)?;
             let mode = (libc::S_IFCHR | 0o600) as usize;
@@ -122,6 +124,22 @@ fn run(act: &str, with: &str) -> Try {
         // A system call that does not exist.
         "unknown" => call(1000, [0; 6]),
         _ => panic!("no act {act:?}"),
+    }
+}
+
+/// Changes what may be done with a file, by each of the system calls for it.
+fn set_mode(act: &str, with: &str) -> Try {
+    match act {
+        "mode" => fs::set_permissions(with, fs::Permissions::from_mode(0o660)),
+        "setuid-file" => fs::set_permissions(with, fs::Permissions::from_mode(0o4755)),
+        "setgid-file-at" => {
+            let path = std::ffi::CString::new(with)?;
+            call(libc::SYS_fchmodat, [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0o2755, 0, 0, 0])
+        }
+        _ => {
+            let (_, file) = Region::create(4096, 0, false).map_err(io::Error::other)?;
+            file.set_permissions(fs::Permissions::from_mode(0o4755))
+        }
     }
 }
 

@@ -107,7 +107,6 @@ const HERE: &[i64] = &[
     libc::SYS_rename,
     libc::SYS_renameat,
     libc::SYS_readlink,
-    libc::SYS_chmod,
     libc::SYS_chown,
     libc::SYS_lchown,
     libc::SYS_dup2,
@@ -194,8 +193,6 @@ const CONTROL: &[i64] = &[
     libc::SYS_faccessat,
     libc::SYS_faccessat2,
     libc::SYS_fallocate,
-    libc::SYS_fchmod,
-    libc::SYS_fchmodat,
     libc::SYS_fchown,
     libc::SYS_fchownat,
     libc::SYS_fdatasync,
@@ -283,6 +280,12 @@ fn general(tcp: bool) -> Rules {
     rules.extend(CONTROL.iter().chain(HERE).map(|&call| (call, Vec::new())));
     allow_each(&mut rules, libc::SYS_ioctl, 1, IOCTL.iter().copied());
     allow_each(&mut rules, libc::SYS_fcntl, 1, FCNTL.iter().map(|&command| value(command)));
+    // Landlock has no rule for modes. Permissions only: root's programs must not be made to run as root for everybody.
+    let bits = value(0o7000);
+    allow(&mut rules, libc::SYS_fchmod, &[&[Arg::Bits(1, bits, 0)]]);
+    allow(&mut rules, libc::SYS_fchmodat, &[&[Arg::Bits(2, bits, 0)]]);
+    #[cfg(target_arch = "x86_64")]
+    allow(&mut rules, libc::SYS_chmod, &[&[Arg::Bits(1, bits, 0)]]);
     allow(&mut rules, libc::SYS_socket, &[&[Arg::Is(0, value(libc::AF_UNIX))]]);
     if tcp {
         // TCP under both its protocol numbers and nothing else: Landlock restricts the ports of TCP, but not of MPTCP or UDP.
