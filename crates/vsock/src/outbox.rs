@@ -75,8 +75,6 @@ pub(crate) struct Outbox<O> {
     groups: HashMap<u64, Group>,
     turns: BTreeMap<u64, u64>,
     place: u64,
-    /// Number of packets in all flows.
-    packets: usize,
 }
 
 /// The next packet to move.
@@ -95,7 +93,6 @@ impl<O: Owner> Outbox<O> {
             groups: HashMap::new(),
             turns: BTreeMap::new(),
             place: 0,
-            packets: 0,
         }
     }
 
@@ -118,7 +115,6 @@ impl<O: Owner> Outbox<O> {
             group.turns.insert(place, key);
             let flow = Flow { owner: owner.clone(), packets: VecDeque::from([packet]), deficit: 0, place };
             self.flows.insert(key, flow);
-            self.packets += 1;
             return true;
         };
         let data = |header: &VsockHdr| header.kind == TYPE_STREAM && header.op == Op::Data as u16;
@@ -134,7 +130,6 @@ impl<O: Owner> Outbox<O> {
         }
         packet.charge.shrink(FLOW);
         flow.packets.push_back(packet);
-        self.packets += 1;
         true
     }
 
@@ -199,15 +194,11 @@ impl<O: Owner> Outbox<O> {
         let (key, last) = (owner.key(), self.last());
         let Some(flow) = self.flows.get_mut(&key) else {
             // The owner was removed in the meantime, with all its packets but this one.
-            self.packets = self.packets.saturating_sub(1);
             return true;
         };
         let over = left.is_none();
         flow.deficit = flow.deficit.saturating_sub(used);
-        match left {
-            Some(packet) => flow.packets.push_front(packet),
-            None => self.packets = self.packets.saturating_sub(1),
-        }
+        left.into_iter().for_each(|packet| flow.packets.push_front(packet));
         let (is_empty, is_done) = (flow.packets.is_empty(), flow.deficit == 0);
         if let Some(group) = self.groups.get_mut(&owner.group()) {
             if is_done && !is_empty {
@@ -238,7 +229,6 @@ impl<O: Owner> Outbox<O> {
                 self.groups.remove(&owner.group());
             }
         }
-        self.packets = self.packets.saturating_sub(flow.packets.len());
         flow.packets.len()
     }
 
@@ -258,10 +248,5 @@ impl<O: Owner> Outbox<O> {
     /// Returns the number of data packets of an owner.
     pub(crate) fn packets_of(&self, owner: &O) -> usize {
         self.flows.get(&owner.key()).map_or(0, |flow| flow.packets.len())
-    }
-
-    /// Returns the number of packets.
-    pub(crate) fn len(&self) -> usize {
-        self.control.len() + self.packets
     }
 }

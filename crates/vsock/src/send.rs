@@ -469,13 +469,12 @@ impl<L: Link, O: Owner> Sender<L, O> {
 
     /// Drops all queued packets, when the peer has lost its state.
     pub fn clear(&self) {
-        // With the ring locked, the worker has no packet in its hands.
+        // With the ring locked, the worker has no packet in its hands, unless a panic took it from them: nothing waits now.
         let link = self.link.lock();
         let old = {
             let mut outbox = self.outbox.lock();
-            let old = std::mem::replace(&mut *outbox, Outbox::new());
-            self.waiting.fetch_sub(old.len(), Ordering::Release);
-            old
+            self.waiting.store(0, Ordering::Release);
+            std::mem::replace(&mut *outbox, Outbox::new())
         };
         // Free the packets after releasing the ring, as there may be many.
         drop(link);

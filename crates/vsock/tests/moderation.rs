@@ -3,12 +3,16 @@
 
 mod common;
 
-use common::raw::{Guest, PACKED, PORT, SPLIT, Shape};
+use common::{
+    GUEST, HOST,
+    raw::{Guest, PACKED, PORT, SPLIT, Shape, Side},
+};
 use ringroad_ring::Used;
-use ringroad_vsock::{Settings, bits};
+use ringroad_vsock::{Broken, Host, Key, NoRelay, OpenResult, Queue, Settings, SocketType, Stack, bits};
 use ringroad_wire::vsock_hdr::Op;
 use std::{
-    sync::atomic::Ordering,
+    sync::{Arc, OnceLock, Weak, atomic::Ordering, mpsc},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -121,4 +125,58 @@ fn a_queue_that_stops_leaves_nothing_unsaid() {
         assert!(rig.guest.host.set_inlet(None).is_some());
         assert_eq!((rig.notified(), rig.due()), (1, None));
     }
+}
+
+/// Checks at each notification that another thread can use the ring: a write to a descriptor of a hostile frontend may block.
+#[derive(Clone, Default)]
+struct Probe {
+    stack: Arc<OnceLock<Weak<Stack<Side>>>>,
+    /// Whether it could, for each notification so far.
+    free: Arc<parking_lot::Mutex<Vec<bool>>>,
+}
+
+impl Host<NoRelay> for Probe {
+    fn notify(&self, _: Queue) {
+        let stack = self.stack.get().and_then(Weak::upgrade).unwrap();
+        let (sender, used) = mpsc::channel();
+        thread::spawn(move || {
+            stack.disable_notification();
+            let _ = sender.send(());
+        });
+        self.free.lock().push(used.recv_timeout(Duration::from_secs(1)).is_ok());
+    }
+
+    fn wake(&self) {}
+
+    fn broken(&self, _: Queue, _: Broken) {}
+
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+        OpenResult::Refused
+    }
+
+    fn room(&self, _: Key) {}
+}
+
+#[test]
+fn the_ring_is_free_while_a_guest_is_notified() {
+    let settings = Settings { interrupt_delay: DELAY, ..Settings::default() };
+    let mut guest = Guest::bare(Shape { queue_size: SIZE, settings, ..Shape::default() });
+    let (probe, start) = (Probe::default(), Instant::now());
+    // The same rings, with another host.
+    let stack = Arc::new(Stack::<Side>::new(HOST, Some(GUEST), settings, Box::new(probe.clone())));
+    probe.stack.set(Arc::downgrade(&stack)).unwrap();
+    stack.set_inlet(guest.host.set_inlet(None));
+    let mut send = |packets: usize| {
+        (0..packets).for_each(|_| guest.send(guest.header(Op::Reset, PORT, PORT), &[]));
+        while stack.work_at(start) {}
+    };
+    send(SIZE as usize / 4);
+    assert_eq!(*probe.free.lock(), [true], "a burst");
+    send(1);
+    stack.tick(start + DELAY);
+    assert_eq!(*probe.free.lock(), [true; 2], "the deadline");
+    send(1);
+    let queue = stack.set_inlet(None);
+    assert_eq!(*probe.free.lock(), [true; 3], "the end of the queue");
+    assert!(queue.is_some());
 }

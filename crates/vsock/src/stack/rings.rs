@@ -8,7 +8,11 @@ use crate::{
     side::{Inlet, Queue, Side, Taken},
     types::SocketType,
 };
-use std::{sync::atomic::Ordering, time::Instant};
+use parking_lot::MutexGuard;
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 impl<S: Side> Stack<S> {
     /// Sets or removes the ring that carries packets to the peer. Connections survive and continue with the next ring, unless
@@ -20,8 +24,10 @@ impl<S: Side> Stack<S> {
     /// Sets or removes the ring that carries packets from the peer.
     pub fn set_inlet(&self, inlet: Option<S::Inlet>) -> Option<S::Inlet> {
         let mut incoming = self.incoming.lock();
-        self.release(&mut incoming);
-        std::mem::replace(&mut incoming.inlet, inlet)
+        let owed = incoming.release();
+        let before = std::mem::replace(&mut incoming.inlet, inlet);
+        self.end_take(incoming, owed);
+        before
     }
 
     /// Sets the negotiated socket types; with none, nothing can be connected.
@@ -86,11 +92,10 @@ impl<S: Side> Stack<S> {
     fn serve(&self, now: Option<Instant>) -> bool {
         let mut any = false;
         if !self.led.load(Ordering::SeqCst) {
-            let mut incoming = self.incoming.lock();
             // Bounded, so that other peers are served too.
             let mut bytes = 0;
             for _ in 0..BURSTS {
-                let taken = self.take(&mut incoming, None, now);
+                let taken = self.take(self.incoming.lock(), None, now);
                 any |= taken.packets > 0;
                 bytes += taken.bytes;
                 if taken.packets == 0 || bytes >= TAKEN {
@@ -157,7 +162,7 @@ impl<S: Side> Stack<S> {
 
     /// Polls the ring, unless another thread is using it. Returns the number of packets received.
     pub(crate) fn pump(&self, wanted: Option<&mut Wanted<'_>>) -> usize {
-        self.incoming.try_lock().map_or(0, |mut incoming| self.take(&mut incoming, wanted, None).packets)
+        self.incoming.try_lock().map_or(0, |incoming| self.take(incoming, wanted, None).packets)
     }
 
     /// Makes a program the leader, which receives packets in the worker's place. Returns `false` if there is one already.
@@ -204,21 +209,24 @@ impl<S: Side> Stack<S> {
     /// Takes a burst of packets. `now`: the notification of their buffers may wait.
     fn take(
         &self,
-        incoming: &mut Incoming<S::Inlet>,
+        mut incoming: MutexGuard<'_, Incoming<S::Inlet>>,
         mut wanted: Option<&mut Wanted<'_>>,
         now: Option<Instant>,
     ) -> Taken {
         let Some(inlet) = &mut incoming.inlet else { return Taken::default() };
         match inlet.take(|header, payload| self.receive(&header, payload, wanted.as_deref_mut())) {
             Ok(taken) => {
-                if taken.packets > 0 && !self.defer(incoming, taken, now) {
-                    self.release(incoming);
-                }
                 self.counters.received.fetch_add(taken.packets as u64, Ordering::Relaxed);
+                if taken.packets > 0 {
+                    let delay = now.map(|now| (now, self.settings.read().interrupt_delay));
+                    let owed = !incoming.defer(taken, delay) && incoming.release();
+                    self.end_take(incoming, owed);
+                }
                 taken
             }
             Err(broken) => {
                 (incoming.inlet, incoming.held) = (None, Held::default());
+                drop(incoming);
                 self.counters.faults.fetch_add(1, Ordering::Relaxed);
                 self.host.broken(Queue::In, broken);
                 Taken::default()
@@ -226,25 +234,11 @@ impl<S: Side> Stack<S> {
         }
     }
 
-    /// Counts packets whose buffers were returned. Returns whether the notification waits for more of them.
-    fn defer(&self, incoming: &mut Incoming<S::Inlet>, taken: Taken, now: Option<Instant>) -> bool {
-        let Incoming { inlet, held, .. } = incoming;
-        held.packets += taken.packets;
-        held.bytes = held.bytes.saturating_add(taken.bytes);
-        let Some(now) = now else { return false };
-        let delay = self.settings.read().interrupt_delay;
-        let room = inlet.as_ref().is_some_and(|inlet| held.packets < inlet.patience()) && held.bytes < HELD;
-        if !room || delay.is_zero() {
-            return false;
-        }
-        held.due.get_or_insert(now + delay);
-        true
-    }
-
-    /// Notifies the peer of all buffers returned to it, if it wants to be.
-    fn release(&self, incoming: &mut Incoming<S::Inlet>) {
-        let Held { packets, .. } = std::mem::take(&mut incoming.held);
-        if packets > 0 && incoming.inlet.as_mut().is_some_and(Inlet::wants_notification) {
+    /// Unlocks the ring, then notifies the peer if it is owed that: a write to the descriptor of a hostile peer may block for a
+    /// moment, and other threads use the ring.
+    fn end_take(&self, incoming: MutexGuard<'_, Incoming<S::Inlet>>, owed: bool) {
+        drop(incoming);
+        if owed {
             self.host.notify(Queue::In);
         }
     }
@@ -252,9 +246,8 @@ impl<S: Side> Stack<S> {
     /// Notifies the peer of returned buffers that have waited long enough.
     pub(super) fn settle(&self, now: Instant) {
         let mut incoming = self.incoming.lock();
-        if incoming.held.due.is_some_and(|due| due <= now) {
-            self.release(&mut incoming);
-        }
+        let owed = incoming.held.due.is_some_and(|due| due <= now) && incoming.release();
+        self.end_take(incoming, owed);
     }
 
     pub(crate) fn effect(&self, effect: Effect) {
@@ -269,5 +262,28 @@ impl<S: Side> Stack<S> {
         } else if wake {
             self.host.wake();
         }
+    }
+}
+
+impl<I: Inlet> Incoming<I> {
+    /// Counts packets whose buffers were returned. Returns whether the notification waits for more of them. `delay`: the time,
+    /// and how long it may wait; `None`: it may not.
+    fn defer(&mut self, taken: Taken, delay: Option<(Instant, Duration)>) -> bool {
+        let Incoming { inlet, held, .. } = self;
+        held.packets += taken.packets;
+        held.bytes = held.bytes.saturating_add(taken.bytes);
+        let Some((now, delay)) = delay else { return false };
+        let room = inlet.as_ref().is_some_and(|inlet| held.packets < inlet.patience()) && held.bytes < HELD;
+        if !room || delay.is_zero() {
+            return false;
+        }
+        held.due.get_or_insert(now + delay);
+        true
+    }
+
+    /// Ends the wait for more packets. Returns whether the peer is to be notified of all buffers returned to it.
+    fn release(&mut self) -> bool {
+        let Held { packets, .. } = std::mem::take(&mut self.held);
+        packets > 0 && self.inlet.as_mut().is_some_and(Inlet::wants_notification)
     }
 }
