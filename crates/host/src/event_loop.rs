@@ -138,13 +138,23 @@ impl<C: Send + 'static> EventLoop<C> {
             let prepared = prepare();
             let go = prepared.is_ok();
             let _ = started.send(prepared);
+            let _ended = Ended(&this);
             if go {
                 run();
             }
-            *this.commands.lock() = None;
         })?;
         result.recv().unwrap_or_else(|_| Err(io::Error::other("the thread has ended")))?;
         Ok(thread)
+    }
+}
+
+/// Refuses commands once the thread has ended, even by a panic.
+struct Ended<'a, C>(&'a EventLoop<C>);
+
+impl<C> Drop for Ended<'_, C> {
+    fn drop(&mut self) {
+        // Dropped without the lock: a command may hold anything.
+        let _commands = self.0.commands.lock().take();
     }
 }
 
@@ -263,6 +273,11 @@ mod tests {
         assert_eq!(events.ask(|reply| reply).unwrap(), 7);
         thread.unwrap().join().unwrap();
         assert!(events.ask(|reply| reply).is_err());
+        let panicked = Arc::new(EventLoop::<mpsc::Sender<u32>>::new().unwrap());
+        let thread = panicked.spawn("test", || Ok(()), || panic!("a panic provoked by this test"));
+        // Before its end, or after.
+        assert!(panicked.ask(|reply| reply).is_err());
+        assert!(thread.unwrap().join().is_err());
         let failed = events.spawn("test", || Err(io::Error::other("no such CPU")), || {});
         assert_eq!(failed.unwrap_err().to_string(), "no such CPU");
     }

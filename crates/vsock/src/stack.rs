@@ -236,8 +236,6 @@ const DUE: usize = 256;
 const SWEPT: usize = 4096;
 /// Messages of a connection that may wait in the outbox.
 const MESSAGES: usize = 1024;
-/// Turns spent flushing the outbox when this end closes.
-const LAST_TURNS: usize = 64;
 /// First ephemeral port; those below are for well-known services.
 const FIRST_PORT: u32 = 1 << 20;
 

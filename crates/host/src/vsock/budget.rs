@@ -102,21 +102,17 @@ impl Budget {
         Some(Place(self.clone()))
     }
 
-    /// Reserves a place for a request to be connected; otherwise counts it as refused.
-    pub(super) fn admit_request(self: &Arc<Self>) -> Option<Place> {
+    /// Reserves a place for a request to be connected, and one among those that wait; otherwise counts it as refused.
+    pub(super) fn admit_request(self: &Arc<Self>) -> Option<(Place, Waiting)> {
         let place = (self.waiting.load(Ordering::Relaxed) < self.most_waiting.load(Ordering::Relaxed))
             .then(|| self.admit())
             .flatten();
-        match &place {
-            Some(_) => _ = self.waiting.fetch_add(1, Ordering::Relaxed),
-            None => self.refuse(),
-        }
-        place
-    }
-
-    /// A request is no longer waiting.
-    pub(super) fn end_wait(&self) {
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        let Some(place) = place else {
+            self.refuse();
+            return None;
+        };
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        Some((place, Waiting(self.clone())))
     }
 
     pub(super) fn refuse(&self) {
@@ -149,6 +145,15 @@ impl Drop for Place {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
         self.0.total.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A request that waits to be connected; counted until dropped.
+pub(super) struct Waiting(Arc<Budget>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -201,10 +206,12 @@ mod tests {
     #[test]
     fn waiting_requests_are_limited_and_refusals_counted() {
         let guest = &budgets(1000, 1)[0];
-        let places: Vec<_> = (0..15).map(|_| guest.admit_request()).collect();
-        assert_eq!(places.iter().flatten().count(), 10);
+        let mut requests: Vec<_> = (0..15).filter_map(|_| guest.admit_request()).collect();
+        assert_eq!(requests.len(), 10);
         assert_eq!(guest.report(), SocketReport { open: 10, refused: 5, ..SocketReport::default() });
-        guest.end_wait();
+        // Connected: it keeps its socket.
+        let (_place, waiting) = requests.pop().unwrap();
+        drop(waiting);
         assert!(guest.admit_request().is_some());
     }
 }

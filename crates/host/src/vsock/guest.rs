@@ -265,16 +265,16 @@ impl Host<HostRelay> for Arc<Env> {
             return OpenResult::Refused;
         }
         let Some(target) = self.target(key.port) else { return OpenResult::Refused };
-        let Some(place) = self.budget.admit_request() else { return self.refuse(key) };
+        let Some((place, waiting)) = self.budget.admit_request() else { return self.refuse(key) };
         let wire = Arc::new(Wire::new(&self.mail, place, matches!(target, Target::Tcp(_))));
         let relay = HostRelay { wire: wire.clone(), awaits_ok: false };
         if self.mail.is_worker_thread() {
             // Called while the guest's packets are processed: connected later in its turn, within the limits of the turn.
-            self.mail.send(Command::Open(key, wire, Some(target), false));
+            self.mail.send(Command::Open(key, wire, Some((target, waiting)), false));
             return OpenResult::Pending(relay, Instant::now());
         }
         // A thread of this program processes the guest's packets itself: it connects right away, at its own expense.
-        self.budget.end_wait();
+        drop(waiting);
         if self.budget.connects.take().is_none() {
             self.budget.refuse();
             return self.refuse(key);

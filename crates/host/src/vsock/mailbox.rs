@@ -73,6 +73,13 @@ impl<C> Mailbox<C> {
         into.extend(commands.drain(..count));
         (work, !commands.is_empty())
     }
+
+    /// Drops all commands.
+    pub(super) fn clear(&self) {
+        let commands = std::mem::take(&mut *self.commands.lock());
+        // Without the lock, as this may close sockets.
+        drop(commands);
+    }
 }
 
 #[cfg(test)]

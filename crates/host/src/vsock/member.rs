@@ -5,6 +5,7 @@ mod accept;
 mod sockets;
 
 use super::{
+    budget::Waiting,
     guest::Guest,
     programs::PendingPrograms,
     relay::{Command, Target, Wire},
@@ -14,7 +15,7 @@ use std::{
     collections::{HashMap, VecDeque},
     net::Shutdown,
     os::unix::net::UnixListener,
-    sync::Arc,
+    sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 use vmm_sys_util::epoll::{Epoll, EventSet};
@@ -70,7 +71,7 @@ pub(super) struct Member {
     /// Sockets with events to handle, in order.
     ready: VecDeque<u64>,
     /// Sockets to connect, in order.
-    opening: VecDeque<u64>,
+    opening: VecDeque<(u64, Waiting)>,
     programs: PendingPrograms,
     /// Sockets with granted kernel memory.
     grown: VecDeque<u64>,
@@ -85,6 +86,8 @@ pub(super) struct Member {
     active_since: Option<Instant>,
     /// The stack's `work` was requested, and has not run since: a packet may be in the outbox.
     work_pending: bool,
+    /// Told when it has run.
+    waiting_control: Option<mpsc::Sender<()>>,
     /// When the next socket may be connected, if not now.
     connect_at: Option<Instant>,
     /// When the next program may be accepted, if not now.
@@ -118,6 +121,7 @@ impl Member {
             events: false,
             active_since: None,
             work_pending: false,
+            waiting_control: None,
             connect_at: None,
             accept_at: None,
             swept: Instant::now(),
@@ -129,8 +133,15 @@ impl Member {
     }
 
     /// Closes its host sockets and returns the one that programs connect to.
-    pub(super) fn end(self) -> Option<UnixListener> {
-        self.listener
+    pub(super) fn end(mut self) -> Option<UnixListener> {
+        self.listener.take()
+    }
+
+    /// Has its stack's `work` run in its next turn. `control`, which waits for that, is told.
+    pub(super) fn request_work(&mut self, control: mpsc::Sender<()>) {
+        self.waiting_control = Some(control);
+        self.work_pending = true;
+        self.activate();
     }
 
     /// Starts to poll its rings.
@@ -161,6 +172,7 @@ impl Member {
         if self.active_since.is_some() && !self.mail {
             self.work_pending = false;
             any |= self.guest.stack.work_at(start);
+            self.waiting_control.take().inspect(|control| _ = control.send(()));
             any |= self.handle_commands();
         }
         any |= self.connect(until);
@@ -293,5 +305,12 @@ impl Member {
             // A socket is free: programs waiting in the backlog can be accepted.
             self.accept_at = None;
         }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        // What nobody will handle: requests hold places for sockets, and through them the mailbox itself.
+        self.guest.env.mail.clear();
     }
 }

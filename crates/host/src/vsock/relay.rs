@@ -1,7 +1,7 @@
 //! Host sockets behind a guest's connections. The connection writes to its socket, the worker (`member.rs`) reads from it.
 
 use super::{
-    budget::{Budget, Place},
+    budget::{Budget, Place, Waiting},
     mailbox::Mailbox,
 };
 use crate::sys;
@@ -34,8 +34,8 @@ pub(super) type Mail = Mailbox<Command>;
 pub(super) enum Command {
     /// A connection has room again: read from its host socket.
     Room(Key),
-    /// A connection that the guest has requested. Target `None`: connecting has begun already; `true`: it is connected.
-    Open(Key, Arc<Wire>, Option<Target>, bool),
+    /// A connection that the guest has requested. Without a target connecting has begun already; `true`: it is connected.
+    Open(Key, Arc<Wire>, Option<(Target, Waiting)>, bool),
     /// Writing to a socket failed; `true`: it was reset.
     Failed(u64, bool),
     /// A socket was granted kernel memory.

@@ -19,6 +19,9 @@ use ringroad_vsock::{Config, Events, Hub, RxQueue, Stack, TxQueue, socket_types}
 use std::sync::Arc;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+/// Turns in which resets are sent to a guest whose device is removed.
+const LAST_TURNS: usize = 64;
+
 /// A running vsock device. Dropped, it disconnects its frontend and removes its sockets.
 pub struct VsockServer {
     guest: Arc<Guest>,
@@ -114,12 +117,28 @@ impl Drop for VsockServer {
         // One by one, then by a transport reset, for connections with other guests and for resets that found no room in the
         // ring.
         guest.stack.close();
+        for _ in 0..LAST_TURNS {
+            let before = guest.stack.report().ways.queued;
+            if !guest.stack.is_waiting()
+                || !take_turn(&self.events, guest)
+                || guest.stack.report().ways.queued == before
+            {
+                break;
+            }
+        }
         guest.vrings.lock().stale = true;
         guest.send_transport_reset();
         self.socket = None;
         guest.stack.reset();
         let _ = self.events.ask(|reply| Control::Remove(guest.env.mail.guest, reply));
     }
+}
+
+/// Has the worker process packets of a guest, as many as fit into a turn, and waits for that. The caller's thread does not do it
+/// itself: the worker, and with it all other guests, would wait for the same locks. Returns `false` if there was no turn: the
+/// worker has ended, or a bug has stopped the device.
+fn take_turn(events: &EventLoop<Control>, guest: &Guest) -> bool {
+    events.ask(|reply| Control::Turn(guest.env.mail.guest, reply)).is_ok()
 }
 
 /// The device behind the vhost-user socket.
@@ -218,8 +237,8 @@ impl VhostDevice for VsockDevice {
             self.events.unwatch(&kick);
         }
         if index == TX {
-            // Packets sent so far are processed.
-            guest.stack.work();
+            // Packets sent so far are processed, as many as fit into a turn. What is left stays in the ring.
+            take_turn(&self.events, guest);
             *guest.env.notifiers.kick.lock() = None;
             guest.env.notifiers.unwait.write(1).unwrap_or_default();
         }

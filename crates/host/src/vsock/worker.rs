@@ -41,6 +41,8 @@ pub(super) enum Control {
     /// Replaces the socket that programs connect to.
     Listen(u32, Option<UnixListener>, mpsc::Sender<()>),
     Configure(Option<usize>, Duration, mpsc::Sender<io::Result<()>>),
+    /// Gives a guest a turn in which its packets are processed.
+    Turn(u32, mpsc::Sender<()>),
     /// A guest has mail.
     Mail(u32),
     Stop,
@@ -319,6 +321,7 @@ impl<'a> Loop<'a> {
                     self.poll = poll;
                     let _ = reply.send(pin(cpu));
                 }
+                Control::Turn(guest, reply) => self.list(guest, |member| member.request_work(reply)),
                 Control::Mail(guest) => self.list(guest, |member| member.mail = true),
                 Control::Stop => return false,
             }
@@ -352,7 +355,85 @@ impl<'a> Loop<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::Token;
+    use super::*;
+    use crate::vsock::{budget::Budget, config::VsockConfig, guest::Env, mailbox::Mailbox};
+    use ringroad_vsock::{Addr, Host, Key, OpenResult, SocketType};
+    use vmm_sys_util::eventfd::EventFd;
+
+    /// A mailbox that is used by the worker's thread only.
+    struct Own;
+
+    impl Post for Own {
+        fn post(&self, _: u32) {}
+
+        fn is_worker_thread(&self) -> bool {
+            true
+        }
+    }
+
+    /// A guest that may make one connect a second, and has made it.
+    fn guest() -> Arc<Guest> {
+        let config = VsockConfig { connects: 1, host: Some("/nowhere".into()), ..VsockConfig::default() };
+        let budget = Budget::new(&config, Arc::new(Total::new()));
+        let env = Env::new(&config, Arc::new(Mailbox::new(0, Arc::new(Own))), budget).unwrap();
+        env.budget.connects.take().unwrap();
+        Arc::new(Guest::new(&config, env, EventFd::new(0).unwrap()))
+    }
+
+    /// Requests a connection to a host socket. Returns whether the request waits.
+    fn request(guest: &Guest, port: u32) -> bool {
+        let key = Key { port, peer: Addr { cid: 3, port: 1 } };
+        matches!(guest.env.open(key, SocketType::Stream), OpenResult::Pending(..))
+    }
+
+    #[test]
+    fn a_panic_returns_what_the_guest_had() {
+        let (guest, events) = (guest(), EventLoop::new().unwrap());
+        let mut worker = Loop::new(&events, Duration::ZERO);
+        worker.add(guest.clone(), None).unwrap();
+        assert!(request(&guest, 1));
+        worker.round();
+        assert!(!request(&guest, 2), "there is a place for one");
+        worker.panicked(0, "a panic provoked by this test");
+        assert_eq!(guest.env.budget.report().open, 0);
+        assert!(request(&guest, 3), "the place is free again");
+    }
+
+    #[test]
+    fn control_that_waits_for_a_turn_is_told_whatever_happens() {
+        let (guest, events) = (guest(), EventLoop::new().unwrap());
+        let mut worker = Loop::new(&events, Duration::ZERO);
+        let turn = |worker: &mut Loop<'_>, what: &dyn Fn(&mut Loop<'_>)| {
+            let (reply, told) = mpsc::channel();
+            events.send(Control::Turn(0, reply));
+            assert!(worker.handle_control());
+            what(worker);
+            told.try_recv()
+        };
+        let gone = Err(mpsc::TryRecvError::Disconnected);
+        assert_eq!(turn(&mut worker, &|_| {}), gone, "there is no such guest");
+        worker.add(guest, None).unwrap();
+        assert_eq!(turn(&mut worker, &|_| {}), Err(mpsc::TryRecvError::Empty));
+        assert_eq!(turn(&mut worker, &|worker| _ = worker.round()), Ok(()));
+        assert_eq!(turn(&mut worker, &|worker| worker.panicked(0, "a panic provoked by this test")), gone);
+        assert_eq!(turn(&mut worker, &|worker| _ = worker.round()), Ok(()), "the guest has started over");
+        assert_eq!(turn(&mut worker, &|worker| _ = worker.members.remove(&0)), gone);
+    }
+
+    #[test]
+    fn a_guest_that_is_removed_leaves_no_requests_behind() {
+        let (guest, events) = (guest(), EventLoop::new().unwrap());
+        let mut worker = Loop::new(&events, Duration::ZERO);
+        worker.add(guest.clone(), None).unwrap();
+        // The worker has not seen it yet.
+        assert!(request(&guest, 1));
+        assert_eq!(guest.env.budget.report().open, 1);
+        let (reply, removed) = mpsc::channel();
+        events.send(Control::Remove(0, reply));
+        assert!(worker.handle_control());
+        removed.recv().unwrap();
+        assert_eq!(guest.env.budget.report().open, 0);
+    }
 
     #[test]
     fn tokens_survive_encoding() {

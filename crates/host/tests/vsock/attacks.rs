@@ -462,6 +462,68 @@ fn unused_kernel_memory_is_returned_for_others() {
     });
 }
 
+/// The worker takes the packets that were sent before a queue stops, in the guest's turn and within its limits. The thread of the
+/// frontend's socket does no work for the guest.
+#[test]
+fn requests_at_a_stop_wait_for_their_turn() {
+    let pair = Pair::new(|config| config.connects = 20);
+    let mut attacker = pair.attacker();
+    let _listener = pair.listen_on_host(7);
+    // The quota is used up.
+    assert_eq!(attacker.connect(7, 0, 20), (20, 0));
+    // The worker no longer polls the ring, and there is no kick.
+    thread::sleep(Duration::from_millis(20));
+    for port in 100..110 {
+        assert!(attacker.put(Attacker::header(Op::Request, port, 7), &[]));
+    }
+    attacker.driver.tx.publish();
+    let base = attacker.peer.get_base(1);
+    assert_eq!((base, pair.server.sockets().refused), (30, 0), "taken, and none refused");
+    let mut opened = 0;
+    soon("all requests are granted", || {
+        attacker.take(|header| opened += usize::from(header.op == Op::Response as u16));
+        opened == 10
+    });
+    pair.rig.expect_service();
+}
+
+#[test]
+fn a_queue_that_stops_with_packets_left_resumes_there() {
+    const PACKETS: usize = 400;
+    let pair = Pair::new(|_| {});
+    let mut attacker = Attacker::new(&pair.attacker.socket, 1024);
+    soon("the device runs", || pair.server.stack().is_running());
+    let listener = pair.listen_on_host(7);
+    assert_eq!(attacker.connect(7, 0, 1), (1, 0));
+    let (mut program, _) = listener.accept().unwrap();
+    program.set_read_timeout(Some(PATIENCE)).unwrap();
+    thread::sleep(Duration::from_millis(20));
+    for index in 0..PACKETS {
+        let payload: Vec<u8> = (100 * index..100 * (index + 1)).map(known).collect();
+        assert!(attacker.put(Attacker::header(Op::Data, 0, 7), &payload));
+    }
+    attacker.driver.tx.publish();
+    let mut got = 0;
+    let mut bases = Vec::new();
+    while got < 100 * PACKETS {
+        let base = attacker.peer.get_base(1);
+        // A turn's worth at least: what was taken by then has arrived, and nothing else does.
+        bases.push(base);
+        program.set_nonblocking(true).unwrap();
+        let mut bytes = vec![0; 100 * PACKETS];
+        while let Ok(count @ 1..) = program.read(&mut bytes) {
+            assert!(bytes[..count].iter().enumerate().all(|(at, &byte)| byte == known(got + at)), "from {got} on");
+            got += count;
+        }
+        assert_eq!(got, 100 * (base as usize - 1), "stopped at {bases:?}");
+        attacker.peer.ok(SET_VRING_BASE, &words(&[1, base]), &[]);
+        let kick = attacker.vrings[1].kick.as_raw_fd();
+        attacker.peer.ok(SET_VRING_KICK, &longs(&[1]), &[kick]);
+    }
+    assert!(bases[0] > 100 && *bases.last().unwrap() == PACKETS as u32 + 1, "{bases:?}");
+    assert_eq!(pair.server.stack().report().wrong, 0);
+}
+
 #[test]
 fn memory_is_checked_while_any_vring_uses_it() {
     let pair = Pair::new(|_| {});

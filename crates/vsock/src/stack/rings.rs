@@ -1,7 +1,7 @@
 //! How a stack uses its rings, and who serves them: the worker, programs that poll, or one program that waits for packets in the
 //! worker's place (the leader). How programs wait is in `edge/wait.rs`.
 
-use super::{BURSTS, HELD, Held, Incoming, LAST_TURNS, PacketOwner, Slot, Stack, TAKEN};
+use super::{BURSTS, HELD, Held, Incoming, PacketOwner, Slot, Stack, TAKEN};
 use crate::{
     connection::{CloseReason, Wanted},
     send::Effect,
@@ -60,13 +60,12 @@ impl<S: Side> Stack<S> {
         self.leave_hub();
     }
 
-    /// This end is shutting down: resets all connections and allows no new ones.
+    /// This end is shutting down: resets all connections and allows no new ones. Resets for which there is no room wait for
+    /// [`Stack::work`].
     pub fn close(&self) {
         self.set_socket_types(&[]);
         let conns: Vec<_> = self.table.lock().conns.values().map(|slot| slot.conn.clone()).collect();
         conns.iter().for_each(|conn| self.abort(conn));
-        // Flush while there is room, but not without limit.
-        let _ = (0..LAST_TURNS).find(|_| !self.flush());
     }
 
     /// Returns whether connections closed at this end still wait for the peer to close them.

@@ -3,7 +3,10 @@
 use super::{Entry, Member, State};
 use crate::{
     sys,
-    vsock::relay::{Target, Wire, is_reset},
+    vsock::{
+        budget::Waiting,
+        relay::{Target, Wire, is_reset},
+    },
 };
 use log::Level;
 use ringroad_vsock::{Key, MAX_PACKET};
@@ -29,11 +32,11 @@ fn is_readable(events: EventSet) -> bool {
 }
 
 impl Member {
-    pub(super) fn open(&mut self, key: Key, wire: Arc<Wire>, target: Option<Target>, connected: bool) {
+    pub(super) fn open(&mut self, key: Key, wire: Arc<Wire>, target: Option<(Target, Waiting)>, connected: bool) {
         let slot = wire.slot;
         let state = match target {
-            Some(target) => {
-                self.opening.push_back(slot);
+            Some((target, waiting)) => {
+                self.opening.push_back((slot, waiting));
                 State::Waiting { key, target }
             }
             None if connected => State::Relay { key },
@@ -61,13 +64,12 @@ impl Member {
     pub(super) fn connect(&mut self, until: Instant) -> bool {
         let mut any = false;
         while self.connect_at.is_none()
-            && let Some(&slot) = self.opening.front()
+            && let Some(&(slot, _)) = self.opening.front()
         {
             let entry = self.entries.get_mut(&slot);
             let Some(Entry { wire, state: state @ State::Waiting { .. }, .. }) = entry else {
                 // The request was abandoned.
                 self.opening.pop_front();
-                self.guest.env.budget.end_wait();
                 continue;
             };
             if self.guest.env.budget.connects.take().is_none() {
@@ -75,7 +77,6 @@ impl Member {
                 break;
             }
             self.opening.pop_front();
-            self.guest.env.budget.end_wait();
             any = true;
             let State::Waiting { key, ref target } = *state else { continue };
             let result = wire.connect(target);
