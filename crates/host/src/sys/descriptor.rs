@@ -5,12 +5,31 @@ use rustix::{
     fs::{self, MemfdFlags, SealFlags},
     net::{AddressFamily, SocketType, sockopt},
 };
-use std::{fs::File, io, os::fd::BorrowedFd};
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+};
+
+/// SO_PASSRIGHTS (Linux 6.16), which the `libc` crate does not have: whether a Unix socket takes descriptors.
+const PASS_RIGHTS: libc::c_int = 83;
 
 /// Returns whether it is a Unix stream socket. A descriptor that is not a socket is refused before any operation of its file is
 /// called, and these two options take no lock.
 pub(crate) fn is_unix_stream(fd: BorrowedFd<'_>) -> bool {
     sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX) && sockopt::socket_type(fd) == Ok(SocketType::STREAM)
+}
+
+/// Has a Unix socket refuse messages with descriptors (SCM_RIGHTS). A listening socket passes that on to those that are accepted
+/// from it. Kernels before Linux 6.16 cannot.
+///
+/// A descriptor that nobody takes is closed by the thread that reads the message, or closes the socket, and that may take as long
+/// as its sender likes: a TCP socket with unsent data and SO_LINGER, for instance.
+pub(crate) fn refuse_descriptors(fd: BorrowedFd<'_>) {
+    let off: libc::c_int = 0;
+    let len = size_of_val(&off) as libc::socklen_t;
+    // SAFETY: the option is an int, which outlives the call.
+    unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, PASS_RIGHTS, (&raw const off).cast(), len) };
 }
 
 /// Creates a memfd whose length cannot be changed.

@@ -118,8 +118,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
+/// Makes a call that a peer can make block, and interrupts it if it does.
 #[inline]
-fn guarded<T>(call: impl Fn() -> T) -> T {
+pub(crate) fn guarded<T>(call: impl FnOnce() -> T) -> T {
     thread_local!(static MINE: OnceCell<Mine> = const { OnceCell::new() });
     MINE.with(|mine| {
         let slot = &*mine.get_or_init(Mine::new).0;

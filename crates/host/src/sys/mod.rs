@@ -7,7 +7,7 @@ pub(crate) mod guard;
 mod tun;
 
 pub(crate) use confine::{add_filter, no_new_privileges};
-pub(crate) use descriptor::{has_seals, is_unix_stream, sealed_memory};
+pub(crate) use descriptor::{has_seals, is_unix_stream, refuse_descriptors, sealed_memory};
 pub(crate) use tun::{mtu, open_tap, set_carrier, set_link, set_mtu, set_tap_header, set_tap_offloads};
 
 use ringroad_mem::Span;
@@ -255,17 +255,25 @@ pub(crate) fn send_spans<'a>(fd: BorrowedFd<'_>, spans: impl Iterator<Item = Spa
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Reads from a socket into spans without blocking. Returns how many bytes were read; 0 at the end of the stream.
+/// Reads from a socket without blocking. Returns how many bytes were read; 0 at the end of the stream. Guarded, as in
+/// [`receive_spans`].
+pub(crate) fn receive(fd: BorrowedFd<'_>, target: &mut [u8]) -> io::Result<usize> {
+    let (len, _) = guard::guarded(|| net::recv(fd, target, RecvFlags::DONTWAIT))?;
+    Ok(len)
+}
+
+/// Reads from a socket into spans without blocking. Returns how many bytes were read; 0 at the end of the stream. Guarded, as the
+/// call closes descriptors that the peer has sent: see [`refuse_descriptors`].
 pub(crate) fn receive_spans(fd: BorrowedFd<'_>, spans: &[Span<'_>]) -> io::Result<usize> {
     let (mut list, count) = pieces(spans.iter().copied());
     // SAFETY: spans are writable memory of their length, kept mapped by their lifetimes; the kernel returns EFAULT where a
     // peer has truncated the file.
-    let result = unsafe {
+    let result = guard::guarded(|| unsafe {
         let mut message = std::mem::zeroed::<libc::msghdr>();
         message.msg_iov = list.as_mut_ptr();
         message.msg_iovlen = count;
         libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT)
-    };
+    });
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 

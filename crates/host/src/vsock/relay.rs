@@ -175,6 +175,10 @@ impl Drop for Wire {
     fn drop(&mut self) {
         let Granted { incoming, outgoing } = std::mem::take(self.granted.get_mut());
         self.budget().give_back(incoming + outgoing);
+        // Guarded, as what is unread may hold descriptors, which are closed with it: see `sys::refuse_descriptors`.
+        if let Some(socket) = self.socket.take() {
+            sys::guard::guarded(|| drop(socket));
+        }
     }
 }
 
@@ -265,6 +269,7 @@ pub(super) fn is_reset(socket: &Socket, error: io::ErrorKind) -> bool {
 fn connect_unix(path: &Path) -> io::Result<Socket> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
+    sys::refuse_descriptors(socket.as_fd());
     let _ = socket.set_send_buffer_size(BASE);
     socket.connect(&SockAddr::unix(path)?)?;
     Ok(socket)

@@ -11,12 +11,16 @@ use crate::{
     event_loop::EventLoop,
     notes,
     socket::{Place, bind},
+    sys,
     vhost_user::{Kick, Ring, Socket, SocketConfig, SocketError, VhostDevice, Vring},
 };
 use parking_lot::Mutex;
 use ringroad_ring::bits;
 use ringroad_vsock::{Config, Events, Hub, RxQueue, Stack, TxQueue, socket_types};
-use std::sync::Arc;
+use std::{
+    os::{fd::AsFd, unix::net::UnixListener},
+    sync::Arc,
+};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Turns in which resets are sent to a guest whose device is removed.
@@ -45,8 +49,7 @@ impl VsockServer {
     pub fn start(config: VsockConfig, worker: &VsockWorker) -> Result<VsockServer, SocketError> {
         let name = &*config.name;
         let failed = |error| SocketError::Start { name: name.to_owned(), error };
-        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
-        let (listener, host) = host.unzip();
+        let (listener, host) = listen(&config)?.unzip();
         let budget = Budget::new(&config, worker.total.clone());
         let env = Env::new(&config, Arc::new(worker.mailbox()), budget).map_err(failed)?;
         let attention = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
@@ -91,8 +94,7 @@ impl VsockServer {
         if before == config.host {
             return Ok(());
         }
-        let host = config.host.as_deref().map(|path| bind(name, path, config.access)).transpose()?;
-        let (listener, host) = host.unzip();
+        let (listener, host) = listen(config)?.unzip();
         routes.lock().host.clone_from(&config.host);
         let _ = self.events.ask(|reply| Control::Listen(mail.guest, listener, reply));
         // The old socket is removed.
@@ -132,6 +134,14 @@ impl Drop for VsockServer {
         guest.stack.reset();
         let _ = self.events.ask(|reply| Control::Remove(guest.env.mail.guest, reply));
     }
+}
+
+/// Creates the socket that programs connect to, if there is to be one.
+fn listen(config: &VsockConfig) -> Result<Option<(UnixListener, Place)>, SocketError> {
+    let Some(path) = &config.host else { return Ok(None) };
+    let (listener, place) = bind(&config.name, path, config.access)?;
+    sys::refuse_descriptors(listener.as_fd());
+    Ok(Some((listener, place)))
 }
 
 /// Has the worker process packets of a guest, as many as fit into a turn, and waits for that. The caller's thread does not do it

@@ -7,6 +7,7 @@ use ringroad_vsock::{Driver, DriverConfig, Inlet, Link, Payload};
 use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
     collections::VecDeque,
+    net::{TcpListener, TcpStream},
     ops::Range,
     os::fd::AsRawFd,
     sync::{
@@ -14,6 +15,7 @@ use std::{
         atomic::{AtomicBool, AtomicUsize},
     },
 };
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 const ATTACKER: u64 = 4;
 
@@ -541,6 +543,41 @@ fn memory_is_checked_while_any_vring_uses_it() {
     }
     pair.attacker();
     pair.rig.expect_service();
+}
+
+/// Returns a socket whose last close takes ten seconds: its peer does not read.
+fn lingering() -> (socket2::Socket, TcpListener) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let socket = socket2::Socket::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+    socket.set_nonblocking(true).unwrap();
+    while socket.send(&[7; 16 << 10]).is_ok() {}
+    socket.set_linger(Some(Duration::from_secs(10))).unwrap();
+    (socket, listener)
+}
+
+/// A descriptor in a message is closed by whoever reads the message, if nobody else has it open.
+#[test]
+fn descriptors_from_programs_delay_nobody() {
+    let pair = Pair::new(|_| {});
+    let _attacker = pair.attacker();
+    let (program, guest) = pair.rig.to_guest(1);
+    let service = pair.rig.listen_on_host(2);
+    let to_service = pair.rig.dial(2).unwrap();
+    let (service, _) = service.accept().unwrap();
+    // A program sends one with its line, and with a line that is not read to its end; a service sends one with its data.
+    for (socket, bytes) in [(pair.program(), &b"CONNECT 1\n"[..]), (pair.program(), &[b'x'; 100]), (service, b"data")] {
+        let (lingering, _listener) = lingering();
+        if socket.send_with_fds(&[bytes], &[lingering.as_raw_fd()]).is_err() {
+            // Refused by the kernel: it is closed here.
+            lingering.set_linger(None).unwrap();
+        }
+        drop((lingering, socket));
+        for _ in 0..10 {
+            at_once(|| exchange(&program, &guest));
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+    drop(to_service);
 }
 
 /// The log lines of all tests.

@@ -112,7 +112,7 @@ impl Member {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => return self.turn_away(slot, format_args!("{error}")),
         };
-        let _ = io::Read::read(&mut { socket }, line.get_mut(..len).unwrap_or_default());
+        let _ = sys::receive(socket.as_fd(), line.get_mut(..len).unwrap_or_default());
         let relay = HostRelay { wire: entry.wire.clone(), awaits_ok: true };
         let peer = Addr { cid: self.guest.cid, port };
         match self.guest.stack.connect_relay(peer, SocketType::Stream, relay, Instant::now()) {

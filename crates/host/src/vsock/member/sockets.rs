@@ -188,7 +188,7 @@ impl Member {
             key,
             MAX_PACKET,
             &mut |spans| note.borrow_mut()(sys::receive_spans(socket.as_fd(), spans)),
-            &mut |bytes| note.borrow_mut()(io::Read::read(&mut { socket }, bytes)),
+            &mut |bytes| note.borrow_mut()(sys::receive(socket.as_fd(), bytes)),
         );
         match (sent, failed) {
             (Ok(Some(count @ 1..)), _) => {
