@@ -13,7 +13,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
@@ -23,6 +23,9 @@ use vmm_sys_util::{
 /// How long an unread socket waits for its second write: usually longer than User-Mode Linux takes to read it, much shorter
 /// than its tick of 10 ms.
 const PATIENCE: Duration = Duration::from_micros(100);
+
+/// How long to wait for other threads that are signalling a descriptor: the guard interrupts a write that blocks sooner.
+const RETIREMENT: Duration = Duration::from_millis(100);
 
 /// A frontend's descriptor for notifications, an eventfd or a socket. Cheap to clone, so that no lock is held while
 /// signalling.
@@ -69,6 +72,15 @@ impl Call {
             let _ = reminder.timer.lock().reset(PATIENCE, None);
         }
     }
+
+    /// Closes the descriptor, for control. Waits until no other thread is signalling it, which would close it otherwise: a worker
+    /// shall not, as a peer can make that slow.
+    pub(crate) fn retire(self) {
+        let start = Instant::now();
+        while Arc::strong_count(&self.0) > 1 && start.elapsed() < RETIREMENT {
+            thread::sleep(PATIENCE);
+        }
+    }
 }
 
 /// A timer for one socket, restarted by each notification.
@@ -96,7 +108,8 @@ impl Reminder {
 
 impl Drop for Reminder {
     fn drop(&mut self) {
-        let _closed_without_the_lock = self.clock.targets.lock().remove(&self.key);
+        // Closed without the lock, which all notifications of sockets need.
+        let _target = self.clock.targets.lock().remove(&self.key);
     }
 }
 
@@ -140,7 +153,7 @@ mod tests {
         fs::File,
         io::Read,
         os::{fd::OwnedFd, unix::net::UnixStream},
-        time::Instant,
+        sync::atomic::AtomicBool,
     };
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -207,6 +220,23 @@ mod tests {
         drop(call);
         assert!(!clock.targets.lock().contains_key(&key));
         assert_eq!({ &theirs }.read(&mut [0; 64]).unwrap(), 0, "the end of the stream: all copies are closed");
+    }
+
+    #[test]
+    fn control_closes_a_descriptor_after_others_have_used_it() {
+        let call = call(sys::duplicate(&EventFd::new(EFD_NONBLOCK).unwrap()).unwrap());
+        let (other, used) = (call.clone(), Arc::new(AtomicBool::new(false)));
+        let worker = thread::spawn({
+            let used = used.clone();
+            move || {
+                thread::sleep(Duration::from_millis(20));
+                used.store(true, Ordering::Relaxed);
+                drop(other);
+            }
+        });
+        call.retire();
+        assert!(used.load(Ordering::Relaxed), "it was closed by the worker");
+        worker.join().unwrap();
     }
 
     #[test]

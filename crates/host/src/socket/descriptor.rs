@@ -7,7 +7,7 @@
 //! which fails on anything but a socket, and by F_GET_SEALS, which only files in memory support. Refused descriptors are
 //! closed by a separate thread ([`Disposal`]).
 
-use crate::sys;
+use crate::sys::{self, PeerFile};
 use ringroad_mem::Region;
 use std::{
     fs::{self, File},
@@ -82,7 +82,7 @@ impl AsRawFd for Kick {
 /// Nothing else: a write to a pipe may block, and other sockets have locks that a peer can hold (TCP, while it copies from a
 /// page that the peer does not provide).
 pub(crate) struct CallFd {
-    file: File,
+    file: PeerFile,
     socket: bool,
 }
 
@@ -97,7 +97,7 @@ impl CallFd {
         // Not relied upon, as the frontend can clear it again. It spares an honest frontend whose descriptor is full from
         // blocking.
         match sys::set_nonblocking(file.as_fd()) {
-            Ok(()) => Ok(CallFd { file, socket }),
+            Ok(()) => Ok(CallFd { file: PeerFile::new(file), socket }),
             Err(error) => Err(Refused { file, expected: "one that accepts O_NONBLOCK", found: error.to_string() }),
         }
     }
@@ -120,7 +120,7 @@ impl AsFd for CallFd {
 }
 
 /// A descriptor for requests to a frontend: a Unix stream socket.
-pub(crate) struct ChannelFd(File);
+pub(crate) struct ChannelFd(PeerFile);
 
 impl ChannelFd {
     /// Checks a file from the frontend.
@@ -129,7 +129,7 @@ impl ChannelFd {
             let found = name(&file);
             return Err(Refused { file, expected: "a Unix stream socket", found });
         }
-        Ok(ChannelFd(file))
+        Ok(ChannelFd(PeerFile::new(file)))
     }
 
     /// Sends BACKEND_CONFIG_CHANGE_MSG without asking for a reply, unless what was sent before has not been read.

@@ -1,6 +1,7 @@
 //! Inspects a peer's descriptor without calling a file system: the file may be on a FUSE mount of the peer, where `fstat` and
 //! `fstatfs` block for as long as the peer likes.
 
+use super::guard;
 use rustix::{
     fs::{self, MemfdFlags, SealFlags},
     net::{AddressFamily, SocketType, sockopt},
@@ -8,7 +9,8 @@ use rustix::{
 use std::{
     fs::File,
     io,
-    os::fd::{AsRawFd, BorrowedFd},
+    mem::ManuallyDrop,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
 };
 
 /// SO_PASSRIGHTS (Linux 6.16), which the `libc` crate does not have: whether a Unix socket takes descriptors.
@@ -30,6 +32,29 @@ pub(crate) fn refuse_descriptors(fd: BorrowedFd<'_>) {
     let len = size_of_val(&off) as libc::socklen_t;
     // SAFETY: the option is an int, which outlives the call.
     unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, PASS_RIGHTS, (&raw const off).cast(), len) };
+}
+
+/// A peer's file that may be a Unix socket. Closing that also closes the descriptors in messages that nobody has read, which the
+/// guard keeps short: see [`refuse_descriptors`].
+pub(crate) struct PeerFile(ManuallyDrop<File>);
+
+impl PeerFile {
+    pub(crate) fn new(file: File) -> PeerFile {
+        PeerFile(ManuallyDrop::new(file))
+    }
+}
+
+impl AsFd for PeerFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for PeerFile {
+    fn drop(&mut self) {
+        // SAFETY: the file is not used after this.
+        guard::guarded(|| unsafe { ManuallyDrop::drop(&mut self.0) });
+    }
 }
 
 /// Creates a memfd whose length cannot be changed.

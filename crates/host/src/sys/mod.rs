@@ -7,7 +7,7 @@ pub(crate) mod guard;
 mod tun;
 
 pub(crate) use confine::{add_filter, no_new_privileges};
-pub(crate) use descriptor::{has_seals, is_unix_stream, refuse_descriptors, sealed_memory};
+pub(crate) use descriptor::{PeerFile, has_seals, is_unix_stream, refuse_descriptors, sealed_memory};
 pub(crate) use tun::{mtu, open_tap, set_carrier, set_link, set_mtu, set_tap_header, set_tap_offloads};
 
 use ringroad_mem::Span;

@@ -100,8 +100,9 @@ impl Interrupts {
     /// Sets or removes the descriptor of an interrupt. A pin that gets one is not masked.
     pub(super) fn assign(&self, kind: InterruptKind, index: usize, call: Option<Call>) {
         let Some(vector) = self.vector(kind, index) else { return };
-        // The old descriptor is closed without the lock.
-        let _before = std::mem::replace(&mut *vector.lock(), call);
+        let before = std::mem::replace(&mut *vector.lock(), call);
+        // Without the lock.
+        before.into_iter().for_each(Call::retire);
         if kind == InterruptKind::Intx {
             self.mask(false);
         }

@@ -67,8 +67,9 @@ impl Vring {
     /// Replaces a descriptor.
     pub(super) fn set_fd(&self, call: Option<Call>, err: bool) {
         let place = if err { &self.0.err } else { &self.0.call };
-        // The old descriptor is closed without the lock.
-        let _before = std::mem::replace(&mut *place.lock(), call);
+        let before = std::mem::replace(&mut *place.lock(), call);
+        // Without the lock.
+        before.into_iter().for_each(Call::retire);
     }
 }
 

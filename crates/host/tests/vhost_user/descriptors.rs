@@ -6,7 +6,7 @@ use crate::{
 };
 use std::{
     fs::{File, OpenOptions},
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::net::{UnixDatagram, UnixStream},
@@ -16,6 +16,7 @@ use std::{
 use vmm_sys_util::{
     epoll::Epoll,
     eventfd::{EFD_CLOEXEC, EventFd},
+    sock_ctrl_msg::ScmSocket,
     timerfd::TimerFd,
 };
 
@@ -79,6 +80,37 @@ fn descriptors_that_block_control() {
         assert!(guest.peer.ends());
         ends_soon(rig);
     }
+}
+
+/// A socket whose last close also closes a descriptor that nobody has read, which takes ten seconds: a TCP socket with unsent data
+/// and SO_LINGER.
+fn slow_to_close() -> (UnixStream, TcpListener) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let socket = socket2::Socket::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+    socket.set_nonblocking(true).unwrap();
+    while socket.send(&[7; 16 << 10]).is_ok() {}
+    socket.set_linger(Some(Duration::from_secs(10))).unwrap();
+    let (socket_in, unread) = UnixStream::pair().unwrap();
+    socket_in.send_with_fd(&b"x"[..], socket.as_raw_fd()).unwrap();
+    (unread, listener)
+}
+
+#[test]
+fn a_call_descriptor_that_is_slow_to_close() {
+    let rig = Rig::new("slowclose");
+    let mut guest = rig.guest(0, SPLIT);
+    let (call, _listener) = slow_to_close();
+    for request in [SET_VRING_CALL, SET_VRING_ERR] {
+        guest.peer.ok(request, &longs(&[1]), &[call.as_raw_fd()]);
+    }
+    drop(call);
+    // Whoever has it last closes it: the socket's thread, or the worker if it notifies the driver just then.
+    let start = Instant::now();
+    for request in [SET_VRING_CALL, SET_VRING_ERR] {
+        guest.peer.ok(request, &longs(&[1]), &[eventfd().as_raw_fd()]);
+    }
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    exchange(&mut guest, &mut rig.others().0);
 }
 
 #[test]
