@@ -78,6 +78,10 @@ pub(super) struct Member {
     commands: Vec<Command>,
     /// There may be commands.
     pub mail: bool,
+    /// The guest has kicked, or control wants its packets processed.
+    pub kicked: bool,
+    /// The frontend of some guest has truncated memory.
+    pub memory_suspect: bool,
     /// There may be socket events.
     pub events: bool,
     /// There may be programs to accept.
@@ -118,6 +122,8 @@ impl Member {
             grown: VecDeque::new(),
             commands: Vec::new(),
             mail: true,
+            kicked: false,
+            memory_suspect: false,
             events: false,
             active_since: None,
             work_pending: false,
@@ -140,12 +146,11 @@ impl Member {
     /// Has its stack's `work` run in its next turn. `control`, which waits for that, is told.
     pub(super) fn request_work(&mut self, control: mpsc::Sender<()>) {
         self.waiting_control = Some(control);
-        self.work_pending = true;
-        self.activate();
+        (self.kicked, self.work_pending) = (true, true);
     }
 
     /// Starts to poll its rings.
-    pub(super) fn activate(&mut self) {
+    fn activate(&mut self) {
         if self.active_since.is_none() {
             self.guest.stack.disable_notification();
         }
@@ -157,13 +162,20 @@ impl Member {
         let (accepts, connects) = (self.accept_at.is_none(), self.connect_at.is_none());
         let sockets = self.events || !self.ready.is_empty();
         let waiting = self.accepts_pending && accepts || !self.opening.is_empty() && connects;
-        self.active_since.is_some() || self.mail || sockets || waiting
+        self.active_since.is_some() || self.kicked || self.mail || sockets || waiting
     }
 
     /// Takes a turn. Returns whether there was anything to do.
     pub(super) fn turn(&mut self, poll: Duration) -> bool {
         let start = Instant::now();
         let until = start + TURN;
+        // Here and not when it happens: whatever uses the guest's rings is part of its turn, where a panic stops it alone.
+        if std::mem::take(&mut self.memory_suspect) {
+            self.guest.check_memory();
+        }
+        if std::mem::take(&mut self.kicked) {
+            self.activate();
+        }
         if std::mem::take(&mut self.late) {
             self.tick(start);
         }

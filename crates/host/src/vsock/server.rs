@@ -191,9 +191,6 @@ impl VhostDevice for VsockDevice {
             let watched = self.events.watch(kick, Token::Kick(guest.env.mail.guest).to_data());
             watched.map_err(|error| format!("cannot watch the kick descriptor: {error}; expected an eventfd"))?;
         }
-        if index == TX {
-            guest.env.notifiers.kick.lock().clone_from(&kick);
-        }
         let resumed = vrings.stopped.get(index) == Some(&Some(base));
         if index == TX && !resumed {
             // The driver, or this process, has restarted.
@@ -231,6 +228,9 @@ impl VhostDevice for VsockDevice {
         if guest.is_started() {
             // Not before: the start of the transmit queue resets the connections that another guest has requested by then.
             guest.stack.set_socket_types(socket_types(acked));
+        }
+        if index == TX {
+            guest.env.notifiers.kick.lock().clone_from(&kick);
         }
         if let Some(place) = self.kicks.lock().get_mut(index) {
             *place = kick.filter(|_| index != EVENT);

@@ -187,7 +187,9 @@ impl<'a> Loop<'a> {
             }
             if ringroad_mem::faults() != self.faults {
                 self.faults = ringroad_mem::faults();
-                self.members.values().for_each(|member| member.guest.check_memory());
+                let guests: Vec<u32> = self.members.keys().copied().collect();
+                guests.into_iter().for_each(|guest| self.list(guest, |member| member.memory_suspect = true));
+                any = true;
             }
             if !any && !self.deactivate() {
                 any = true;
@@ -295,7 +297,7 @@ impl<'a> Loop<'a> {
 
     fn event(&mut self, token: Token) {
         match token {
-            Token::Kick(guest) => self.list(guest, Member::activate),
+            Token::Kick(guest) => self.list(guest, |member| member.kicked = true),
             Token::Listener(guest) => self.list(guest, |member| member.accepts_pending = true),
             Token::Sockets(guest) => self.list(guest, |member| member.events = true),
         }
