@@ -59,7 +59,8 @@ impl fmt::Display for Misuse {
                 write!(out, "took {spent:.1?} of CPU time, expected microseconds: how many epoll instances watch it?")?;
             }
         }
-        write!(out, "; no new connection for {:.1?}", self.exclusion())
+        let exclusion = Duration::from_millis(self.exclusion().as_millis() as u64);
+        write!(out, "; no new connection for {exclusion:?}")
     }
 }
 
