@@ -59,10 +59,10 @@ pub(crate) fn send(fd: BorrowedFd<'_>, message: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Resets a peer's eventfd to zero. Never blocks: `eventfd_read` honours RWF_NOWAIT (Linux 5.8).
-pub(crate) fn drain(fd: BorrowedFd<'_>) {
+/// Resets a peer's eventfd to zero; returns whether it was more. Never blocks: `eventfd_read` honours RWF_NOWAIT (Linux 5.8).
+pub(crate) fn drain(fd: BorrowedFd<'_>) -> bool {
     // Offset -1: an eventfd has no file position.
-    let _ = preadv2(fd, &mut [IoSliceMut::new(&mut [0; 8])], u64::MAX, ReadWriteFlags::NOWAIT);
+    preadv2(fd, &mut [IoSliceMut::new(&mut [0; 8])], u64::MAX, ReadWriteFlags::NOWAIT).is_ok()
 }
 
 /// Starts the guard thread, if it is not running. Must be called before the first notification.

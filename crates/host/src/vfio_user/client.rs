@@ -28,6 +28,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Interval between attempts to connect.
 const RETRY: Duration = Duration::from_millis(10);
 
+/// What is said of a device that is too slow.
+const TIMEOUT: &str = "the device has not answered in time";
+
 /// Why a device did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -81,6 +84,8 @@ pub struct Client {
     id: u16,
     capabilities: Capabilities,
     accesses: Accesses,
+    /// How long a reply may take.
+    patience: Duration,
     /// A message that is sent, then its reply.
     buffer: Vec<u8>,
     /// Why the connection is over, if it is.
@@ -103,13 +108,13 @@ impl Client {
             }
         };
         // Zero would be no limit.
-        let patience = Some(patience.max(Duration::from_millis(1)));
+        let patience = patience.max(Duration::from_millis(1));
         stream.set_nonblocking(false).map_err(failed)?;
-        stream.set_read_timeout(patience).map_err(failed)?;
-        stream.set_write_timeout(patience).map_err(failed)?;
+        stream.set_read_timeout(Some(patience)).map_err(failed)?;
+        stream.set_write_timeout(Some(patience)).map_err(failed)?;
         let capabilities = Capabilities { write_multiple: false, transfer: 0, fds: 0 };
         let (accesses, buffer) = (Accesses::default(), Vec::new());
-        let mut client = Client { stream, id: 0, capabilities, accesses, buffer, over: None };
+        let mut client = Client { stream, id: 0, capabilities, accesses, patience, buffer, over: None };
         let proposal = version::proposal();
         let reply = client.ask(command::VERSION, &[&proposal], &[], 4096)?;
         let checked = version::check(reply);
@@ -371,9 +376,13 @@ impl Client {
         const HEADER: usize = size_of::<Header>();
         self.buffer.clear();
         self.buffer.resize(HEADER + most, 0);
-        let mut len = 0;
+        let (mut len, mut start) = (0, None);
         let mut files = Vec::new();
         loop {
+            // The timeout of the socket is that of each part.
+            if len > 0 && start.get_or_insert_with(Instant::now).elapsed() >= self.patience {
+                return Err(TIMEOUT.to_owned());
+            }
             let rest = self.buffer.get_mut(len..).unwrap_or_default();
             len += match receive(self.stream.as_fd(), rest, &mut files, true) {
                 Ok(0) => return Err("closed by the device".to_owned()),
@@ -412,7 +421,7 @@ fn refused(command: u16, errno: i32) -> ClientError {
 
 fn explain(error: io::Error) -> String {
     match error.kind() {
-        ErrorKind::WouldBlock => "the device has not answered in time".to_owned(),
+        ErrorKind::WouldBlock => TIMEOUT.to_owned(),
         _ => error.to_string(),
     }
 }

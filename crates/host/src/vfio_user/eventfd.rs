@@ -24,7 +24,7 @@ impl InterruptFd {
     /// Returns whether the interrupt has been signalled since the last call.
     #[inline]
     pub fn take(&self) -> bool {
-        self.0.read().is_ok()
+        sys::guard::drain(self.as_fd())
     }
 
     /// Sleeps until the interrupt is signalled, for whole milliseconds of `timeout` at most; then as [`InterruptFd::take`].
@@ -40,5 +40,23 @@ impl InterruptFd {
 impl AsFd for InterruptFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         sys::borrow(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{sync::mpsc, thread};
+
+    /// The device shares the descriptor: it can take the interrupt itself, and clear O_NONBLOCK.
+    #[test]
+    fn does_not_block_whatever_the_device_does_to_it() {
+        let interrupt = InterruptFd::new().unwrap();
+        interrupt.0.write(3).unwrap();
+        assert!(interrupt.take() && !interrupt.take());
+        sys::set_blocking(interrupt.as_fd());
+        let (done, wait) = mpsc::channel();
+        thread::spawn(move || done.send((interrupt.take(), interrupt.wait(Duration::from_millis(1)).unwrap())));
+        assert_eq!(wait.recv_timeout(Duration::from_secs(5)), Ok((false, false)));
     }
 }

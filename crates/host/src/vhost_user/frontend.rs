@@ -7,8 +7,8 @@ mod raw;
 use super::quirks;
 use crate::sys;
 pub use error::{CommandError, ConnectError};
-use raw::refused;
 pub use raw::{Notifier, RawConnection};
+use raw::{in_time, refused};
 use ringroad_net::{
     Config, Driver, DriverConfig, bits,
     control::{self, Command, DriverControl, Interrupts, StatisticTypes, Statistics},
@@ -104,7 +104,8 @@ impl Connector {
     fn negotiate(&self, patience: Duration, features: u64) -> Result<RawConnection, ConnectError> {
         let socket = RawConnection::open(&self.socket, self.listen, patience)?;
         if self.queue_pairs > 1 {
-            let found = quirks::queue_pairs(&socket).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
+            let found =
+                in_time(&socket, || quirks::queue_pairs(&socket)).map_err(refused(&self.socket, "GET_QUEUE_NUM"))?;
             let controls = self.features & bits::NET_F_CTRL_VQ != 0;
             if found < self.queue_pairs.into() || controls && found > self.queue_pairs.into() {
                 return Err(ConnectError::Queues { found, wanted: self.queue_pairs });

@@ -114,6 +114,29 @@ fn nobody_there() {
 }
 
 #[test]
+fn an_answer_that_never_comes_to_its_end() {
+    let folder = Folder::new("slow");
+    let path = folder.file("slow.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut stream = listener.accept().unwrap().0;
+            let _ = stream.read(&mut [0; 4096]);
+            for byte in message(1, VERSION, 1, &[0; 200]) {
+                thread::sleep(Duration::from_millis(50));
+                if stream.write_all(&[byte]).is_err() {
+                    break;
+                }
+            }
+        });
+        let start = Instant::now();
+        let result = Client::connect(&path, Duration::from_millis(300));
+        assert!(matches!(&result, Err(ClientError::Over(why)) if why.contains("in time")), "{result:?}");
+        assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    });
+}
+
+#[test]
 fn servers_that_lie() {
     let folder = Folder::new("lies");
     let good = b"\0\0\x01\0{\"capabilities\":{}}\0";

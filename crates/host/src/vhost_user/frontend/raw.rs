@@ -331,7 +331,7 @@ impl RawConnection {
 
 /// Sends requests to the device at a socket, and waits for its answers. A device that takes longer than [`PATIENCE`] is
 /// disconnected, so that they fail: the `vhost` crate goes on waiting after a timeout of the socket.
-fn in_time<T>(socket: &UnixStream, requests: impl FnOnce() -> T) -> T {
+pub(super) fn in_time<T>(socket: &UnixStream, requests: impl FnOnce() -> T) -> T {
     let (done, is_done) = mpsc::channel::<()>();
     let watch = move || {
         if is_done.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
