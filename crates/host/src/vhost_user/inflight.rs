@@ -12,16 +12,32 @@ use vhost::vhost_user::message::VhostUserInflight as Message;
 /// The vrings that a message can address.
 const MOST_QUEUES: u16 = 256;
 
-/// The region that was made last at a socket, over all its connections.
+/// The region that was used last at a socket, over all its connections, and its offset in its file.
 ///
-/// A frontend can keep the descriptors of all regions that it asks for, and what a device writes there counts as the daemon's
-/// memory. So only the last one keeps its contents.
+/// A frontend can keep the descriptors of all regions that it asks for or hands over, and what a device writes there counts as
+/// the daemon's memory. So only the last one keeps its contents.
 #[derive(Clone, Default)]
-pub(crate) struct LastMade(Arc<Mutex<Option<Arc<Region>>>>);
+pub(crate) struct LastUsed(Arc<Mutex<Option<(Arc<Region>, u64)>>>);
+
+impl LastUsed {
+    /// Empties the region that was used before this one, unless it is the same. No vring may use it any more.
+    pub(crate) fn replace(&self, by: &InflightRegion) {
+        let mut last = self.0.lock();
+        if let Some((before, _)) = last.take_if(|(before, offset)| !by.is_at(before, *offset)) {
+            empty(&before);
+        }
+        // The longest mapping of it covers all that may have been written.
+        if last.as_ref().is_none_or(|(before, _)| before.len() < by.region.len()) {
+            *last = Some((by.region.clone(), by.offset));
+        }
+    }
+}
 
 /// A region that the frontend keeps for the next back end.
 pub(crate) struct InflightRegion {
     region: Arc<Region>,
+    /// Where it begins in its file, in bytes.
+    offset: u64,
     queues: u16,
     queue_size: u16,
     /// Whether it was last used for packed rings; `None`: not used yet.
@@ -30,23 +46,15 @@ pub(crate) struct InflightRegion {
 
 impl InflightRegion {
     /// Creates a region with room for either layout; the first `vrings` queues are tracked. Also returns the reply to the
-    /// frontend and the descriptor to send with it. The region that was made before is emptied: no vring may use it.
-    pub(crate) fn make(
-        asked: &Message,
-        vrings: usize,
-        last: &LastMade,
-    ) -> Result<(InflightRegion, Message, File), String> {
+    /// frontend and the descriptor to send with it.
+    pub(crate) fn make(asked: &Message, vrings: usize) -> Result<(InflightRegion, Message, File), String> {
         let (queues, queue_size) = (asked.num_queues, asked.queue_size);
         check(queues, queue_size)?;
         let len = pages(queues.into(), queue_size);
         let file =
             sys::sealed_memory(len as u64).map_err(|error| format!("cannot create an inflight region: {error}"))?;
         let message = quirks::inflight(asked, len as u64);
-        let made = Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?;
-        if let Some(before) = last.0.lock().replace(made.region.clone()) {
-            empty(&before);
-        }
-        Ok((made, message, file))
+        Ok((Self::map(len, vrings, &message, |len| Region::map(&file, 0, len, 0, 0))?, message, file))
     }
 
     /// Maps a region that the frontend hands back, from any back end.
@@ -67,7 +75,17 @@ impl InflightRegion {
         let (queues, queue_size) = (told.num_queues, told.queue_size);
         let most = pages(vrings.min(queues.into()), queue_size);
         let region = map(len.min(most) as u64).map_err(|error| format!("cannot map the inflight region: {error}"))?;
-        Ok(InflightRegion { region, queues, queue_size, packed: None })
+        Ok(InflightRegion { region, offset: told.mmap_offset, queues, queue_size, packed: None })
+    }
+
+    /// Returns whether it is the region at this offset of the same file.
+    fn is_at(&self, other: &Region, offset: u64) -> bool {
+        (self.region.identity(), self.offset) == (other.identity(), offset)
+    }
+
+    /// Returns whether both are the same part of the same file.
+    pub(crate) fn is_same(&self, other: &InflightRegion) -> bool {
+        self.is_at(&other.region, other.offset)
     }
 
     /// Returns the part of a vring that starts in this layout; [`Inflight::NONE`] if the region does not cover it.

@@ -3,7 +3,7 @@
 
 use super::{
     device::VhostDevice,
-    inflight::LastMade,
+    inflight::LastUsed,
     quirks::{self, CANNOT_REFUSE, Early, explain, is_violation},
     session::{Session, SessionContext},
 };
@@ -136,7 +136,7 @@ impl Socket {
             alarm,
             disposal: Disposal::default(),
             notes,
-            inflight: LastMade::default(),
+            inflight: LastUsed::default(),
         };
         let current = Current::default();
         let thread = {

@@ -5,7 +5,7 @@ mod messages;
 
 use super::{
     Ring, VhostDevice, Vring,
-    inflight::{InflightRegion, LastMade},
+    inflight::{InflightRegion, LastUsed},
 };
 use crate::{
     Quota,
@@ -45,8 +45,8 @@ pub(crate) struct SessionContext {
     pub disposal: Disposal,
     /// Where the positions of the device's rings are recorded.
     pub notes: Notes,
-    /// The inflight region that was made last.
-    pub inflight: LastMade,
+    /// The inflight region that was used last.
+    pub inflight: LastUsed,
 }
 
 /// One connection.
@@ -269,6 +269,12 @@ impl<D: VhostDevice> Session<D> {
             result = result.and(self.start(index));
         }
         (changed, result)
+    }
+
+    /// Tracks queues in this region from their next start on.
+    fn use_inflight(&mut self, region: InflightRegion) {
+        self.context.inflight.replace(&region);
+        self.inflight = Some(region);
     }
 
     /// Returns to the state of a new connection, but keeps memory and notification descriptors, which belong to the frontend.

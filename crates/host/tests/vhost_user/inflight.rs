@@ -167,8 +167,8 @@ fn regions_that_a_frontend_keeps_hold_no_memory() {
         // A reconnected frontend resumes by the last one, which has its contents until another is made.
         guest.peer.0.shutdown(Shutdown::Both).unwrap();
         guest.peer = ports.connect(0, acked);
-        let (file, size) = kept.last().unwrap();
-        set_inflight_for(&mut guest.peer, (file, *size), ENTRIES);
+        let &(ref file, size) = kept.last().unwrap();
+        set_inflight_for(&mut guest.peer, (file, size), ENTRIES);
         start(&mut guest, fresh);
         exchange(&mut guest, &mut other);
         check(&kept);
@@ -178,6 +178,20 @@ fn regions_that_a_frontend_keeps_hold_no_memory() {
         guest = guest.again();
         exchange(&mut guest, &mut other);
         check(&kept);
+        // Nor do those that it makes itself, one after the other.
+        for _ in 0..3 {
+            let region = (memory(size as usize), size);
+            guest.peer.refused(SET_INFLIGHT_FD, &inflight(region.1, 2, ENTRIES), &[region.0.as_raw_fd()]);
+            logged(&ports.name, &["another inflight region while queue 0 runs"]);
+            for index in 0..2 {
+                guest.peer.get_base(index);
+            }
+            set_inflight_for(&mut guest.peer, (&region.0, region.1), ENTRIES);
+            guest = guest.again();
+            kept.push(region);
+            exchange(&mut guest, &mut other);
+            check(&kept);
+        }
     }
 }
 

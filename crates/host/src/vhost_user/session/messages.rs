@@ -294,20 +294,15 @@ impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
     }
 
     fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        // Queues that run move to the new region, so that nothing is written to the previous one any more.
-        let (made, resumed) = self.while_stopped(|session| {
-            session.inflight = None;
-            let (vrings, last) = (session.vrings.len(), &session.context.inflight);
-            let (region, message, file) = InflightRegion::make(inflight, vrings, last)?;
-            session.inflight = Some(region);
-            Ok::<_, String>((message, file))
-        });
-        if resumed.is_err() {
-            // The queue was refused; the frontend waits for a region all the same.
-            self.refused = false;
-        }
-        match made {
-            Ok(answer) => Ok(answer),
+        match InflightRegion::make(inflight, self.vrings.len()) {
+            Ok((region, message, file)) => {
+                // Queues that run move to the new region. One that cannot is refused; the frontend waits for a region all the same.
+                let (_, moved) = self.while_stopped(|session| session.use_inflight(region));
+                if moved.is_err() {
+                    self.refused = false;
+                }
+                Ok((message, file))
+            }
             Err(why) => {
                 // The only reply is a region: without one the frontend would wait forever, so the connection ends.
                 say!(self.context.lines, Error, "{}: GET_INFLIGHT_FD: {why}", self.device.name());
@@ -323,7 +318,16 @@ impl<D: VhostDevice> VhostUserBackendReqHandlerMut for Session<D> {
         };
         match InflightRegion::take(inflight, &file, self.vrings.len()) {
             Ok(region) => {
-                self.inflight = Some(region);
+                if self.inflight.as_ref().is_some_and(|before| !before.is_same(&region)) {
+                    if let Some(index) = (0..self.vrings.len()).find(|&index| self.is_running(index)) {
+                        return self.refuse(format_args!(
+                            "another inflight region while queue {index} runs, expected GET_VRING_BASE first"
+                        ));
+                    }
+                    // Those that a driver's fault has stopped still have the previous one.
+                    (0..self.vrings.len()).for_each(|index| self.stop(index));
+                }
+                self.use_inflight(region);
                 Ok(())
             }
             Err(why) => self.refuse(why),
