@@ -12,12 +12,15 @@ use vhost::vhost_user::message::VhostUserInflight as Message;
 /// The vrings that a message can address.
 const MOST_QUEUES: u16 = 256;
 
-/// The region that was used last at a socket, over all its connections, and its offset in its file.
+/// A region and its offset in its file, in bytes.
+type Placed = (Arc<Region>, u64);
+
+/// The region that was used last at a socket, over all its connections.
 ///
 /// A frontend can keep the descriptors of all regions that it asks for or hands over, and what a device writes there counts as
 /// the daemon's memory. So only the last one keeps its contents.
 #[derive(Clone, Default)]
-pub(crate) struct LastUsed(Arc<Mutex<Option<(Arc<Region>, u64)>>>);
+pub(crate) struct LastUsed(Arc<Mutex<Option<Placed>>>);
 
 impl LastUsed {
     /// Empties the region that was used before this one, unless it is the same. No vring may use it any more.
