@@ -107,7 +107,9 @@ impl Door {
             return self.connects.until().or_else(|| Some(Instant::now() + RETRY));
         }
         match listener.accept() {
-            Ok(_) => {
+            Ok((stream, _)) => {
+                // Guarded, as in `serving::close`.
+                sys::guard::guarded(|| drop(stream));
                 let Door { name, peer, .. } = self;
                 say!(
                     self.lines,

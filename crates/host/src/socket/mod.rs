@@ -19,4 +19,4 @@ pub use limits::{Limits, Rate};
 pub(crate) use limits::{Lines, say};
 pub use place::{Access, SocketError};
 pub(crate) use place::{Place, bind, connect};
-pub(crate) use serving::{Current, Serving};
+pub(crate) use serving::{Current, Serving, close};

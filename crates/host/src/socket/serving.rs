@@ -1,5 +1,6 @@
 //! The thread that serves a socket, as its owner sees it: dropped, it ends soon, whatever its peer does.
 
+use crate::sys;
 use parking_lot::Mutex;
 use std::{
     net::Shutdown,
@@ -16,6 +17,13 @@ const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 /// The current connection. A peer that sends half a message, or does not read replies, blocks the thread; dropping the [`Serving`]
 /// shuts the connection down.
 pub(crate) type Current = Arc<Mutex<Option<UnixStream>>>;
+
+/// Closes the connection, for the thread. Without the lock, which the owner needs, and guarded: what the peer has sent last and
+/// nobody has read may hold descriptors that are slow to close (`sys::refuse_descriptors`).
+pub(crate) fn close(current: &Current) {
+    let stream = current.lock().take();
+    sys::guard::guarded(|| drop(stream));
+}
 
 /// A running thread.
 pub(crate) struct Serving {

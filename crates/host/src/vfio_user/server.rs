@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     Quota,
-    socket::{Access, Alarm, Current, Disposal, Door, Limits, Lines, Place, Serving, SocketError, bind, say},
+    socket::{Access, Alarm, Current, Disposal, Door, Limits, Lines, Place, Serving, SocketError, bind, close, say},
     sys,
 };
 use parking_lot::Mutex;
@@ -176,7 +176,7 @@ impl<D: VfioDevice> Thread<D> {
                 drop(session);
                 self.device.disconnected();
             }));
-            *self.current.lock() = None;
+            close(&self.current);
             // Also of a client that has left since.
             let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));
             let exclusion = if let Ok(End::Excluded(misuse)) = &end { Some(misuse.exclusion()) } else { None };

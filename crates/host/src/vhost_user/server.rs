@@ -11,7 +11,8 @@ use crate::{
     Quota,
     notes::Notes,
     socket::{
-        Access, Alarm, Current, Disposal, Door, Limits, Lines, Misuse, Place, RETRY, Serving, SocketError, bind, say,
+        Access, Alarm, Current, Disposal, Door, Limits, Lines, Misuse, Place, RETRY, Serving, SocketError, bind, close,
+        say,
     },
     sys,
 };
@@ -210,7 +211,7 @@ impl<D: VhostDevice> Thread<D> {
             let end = catch_unwind(AssertUnwindSafe(|| self.serve(stream, &session)));
             // Stops the queues. Not within the call above: a panic during unwinding aborts the process.
             let stopped = catch_unwind(AssertUnwindSafe(|| drop(session)));
-            *self.current.lock() = None;
+            close(&self.current);
             self.device.disconnected();
             // Also of a frontend that has left since.
             let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));

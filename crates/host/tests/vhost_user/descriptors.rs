@@ -11,6 +11,7 @@ use std::{
         fd::{AsRawFd, OwnedFd},
         unix::net::{UnixDatagram, UnixStream},
     },
+    thread,
     time::{Duration, Instant},
 };
 use vmm_sys_util::{
@@ -82,17 +83,51 @@ fn descriptors_that_block_control() {
     }
 }
 
-/// A socket whose last close also closes a descriptor that nobody has read, which takes ten seconds: a TCP socket with unsent data
-/// and SO_LINGER.
-fn slow_to_close() -> (UnixStream, TcpListener) {
+/// A TCP socket with unsent data and SO_LINGER: its last close takes ten seconds.
+fn lingering() -> (socket2::Socket, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let socket = socket2::Socket::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
     socket.set_nonblocking(true).unwrap();
     while socket.send(&[7; 16 << 10]).is_ok() {}
     socket.set_linger(Some(Duration::from_secs(10))).unwrap();
-    let (socket_in, unread) = UnixStream::pair().unwrap();
-    socket_in.send_with_fd(&b"x"[..], socket.as_raw_fd()).unwrap();
+    (socket, listener)
+}
+
+/// A socket whose last close also closes a lingering one, which nobody has read.
+fn slow_to_close() -> (UnixStream, TcpListener) {
+    let ((socket, listener), (from, unread)) = (lingering(), UnixStream::pair().unwrap());
+    from.send_with_fd(&b"x"[..], socket.as_raw_fd()).unwrap();
     (unread, listener)
+}
+
+#[test]
+fn a_connection_that_is_slow_to_close() {
+    let rig = Rig::new("unread");
+    let mut listeners = Vec::new();
+    let start = Instant::now();
+    for _ in 0..4 {
+        let mut peer = Peer::connect(&rig.socket(0));
+        peer.ask_u64(GET_FEATURES);
+        // A violation ends the connection. What follows is not read, if it arrives in time.
+        let (socket, listener) = lingering();
+        peer.send(&message(GET_FEATURES, 0, u32::MAX, &[]), &[]);
+        peer.send(&[0; 12], &[socket.as_raw_fd()]);
+        // By another thread: this may be the last one.
+        thread::spawn(move || drop(socket));
+        assert!(peer.ends());
+        listeners.push(listener);
+    }
+    // Nor is anything of a frontend that is turned away.
+    let mut guest = rig.guest(0, SPLIT);
+    let (socket, _listener) = lingering();
+    let mut second = Peer(UnixStream::connect(rig.socket(0)).unwrap());
+    second.send(&[0; 12], &[socket.as_raw_fd()]);
+    thread::spawn(move || drop(socket));
+    assert!(second.ends());
+    exchange(&mut guest, &mut rig.others().0);
+    guest.peer.ask_u64(GET_FEATURES);
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    ends_soon(rig);
 }
 
 #[test]
