@@ -64,7 +64,7 @@ impl<C> Mailbox<C> {
     }
 
     /// Takes up to `most` commands. Returns whether the stack's `work` was requested, and whether there are more commands.
-    pub(super) fn take(&self, most: usize, into: &mut Vec<C>) -> (bool, bool) {
+    pub(super) fn take(&self, most: usize, into: &mut VecDeque<C>) -> (bool, bool) {
         // Cleared first: anything added from here on posts the guest again.
         self.listed.swap(false, Ordering::AcqRel);
         let work = self.work.swap(false, Ordering::Relaxed);
@@ -105,7 +105,7 @@ mod tests {
         let mail = Mailbox::new(7, posts.clone());
         (0..5).for_each(|slot| mail.send(slot));
         assert_eq!(std::mem::take(&mut *posts.0.lock()), [7]);
-        let mut commands = Vec::new();
+        let mut commands = VecDeque::new();
         assert_eq!(mail.take(3, &mut commands), (false, true));
         mail.request_work();
         assert_eq!(std::mem::take(&mut *posts.0.lock()), [7]);

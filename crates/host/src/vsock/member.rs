@@ -22,7 +22,7 @@ use vmm_sys_util::epoll::{Epoll, EventSet};
 
 /// Time limit of a turn, checked between steps; a step in progress, such as the stack's `work`, is completed.
 const TURN: Duration = Duration::from_micros(100);
-/// Commands of the stack that are handled before and after its work.
+/// Commands of the stack that are handled before and after its work, at most.
 const COMMANDS: usize = 128;
 /// Programs accepted, or turned away because they are late, in a turn.
 const ACCEPTS: usize = 32;
@@ -75,7 +75,7 @@ pub(super) struct Member {
     programs: PendingPrograms,
     /// Sockets with granted kernel memory.
     grown: VecDeque<u64>,
-    commands: Vec<Command>,
+    commands: VecDeque<Command>,
     /// There may be commands.
     pub mail: bool,
     /// The guest has kicked, or control wants its packets processed.
@@ -120,7 +120,7 @@ impl Member {
             opening: VecDeque::new(),
             programs: PendingPrograms::default(),
             grown: VecDeque::new(),
-            commands: Vec::new(),
+            commands: VecDeque::new(),
             mail: true,
             kicked: false,
             memory_suspect: false,
@@ -179,13 +179,13 @@ impl Member {
         if std::mem::take(&mut self.late) {
             self.tick(start);
         }
-        let mut any = self.handle_commands();
+        let mut any = self.handle_commands(until);
         // While commands are left, the guest's packets, which can cause more of them, are not processed.
         if self.active_since.is_some() && !self.mail {
             self.work_pending = false;
             any |= self.guest.stack.work_at(start);
             self.waiting_control.take().inspect(|control| _ = control.send(()));
-            any |= self.handle_commands();
+            any |= self.handle_commands(until);
         }
         any |= self.connect(until);
         self.fetch();
@@ -257,17 +257,17 @@ impl Member {
         self.sweeps = self.sweeps.max(u8::from(!self.grown.is_empty()));
     }
 
-    /// Handles commands from its stack. Returns whether there were any.
-    fn handle_commands(&mut self) -> bool {
-        let mut commands = std::mem::take(&mut self.commands);
-        let (work, more) = self.guest.env.mail.take(COMMANDS, &mut commands);
-        self.mail = more;
+    /// Handles commands from its stack, one at least. Returns whether there were any.
+    fn handle_commands(&mut self, until: Instant) -> bool {
+        let room = COMMANDS.saturating_sub(self.commands.len());
+        let (work, more) = self.guest.env.mail.take(room, &mut self.commands);
         if work {
             self.work_pending = true;
             self.activate();
         }
-        let any = !commands.is_empty();
-        for command in commands.drain(..) {
+        let mut any = false;
+        while let Some(command) = self.commands.pop_front() {
+            any = true;
             match command {
                 Command::Room(key) => {
                     if let Some(&slot) = self.slots.get(&key) {
@@ -286,8 +286,12 @@ impl Member {
                 Command::Grown(slot) => self.grown.push_back(slot),
                 Command::Close(slot) => self.close(slot),
             }
+            // Each may be several system calls, and a guest can end thousands of connections at once.
+            if Instant::now() >= until {
+                break;
+            }
         }
-        self.commands = commands;
+        self.mail = more || !self.commands.is_empty();
         any
     }
 
