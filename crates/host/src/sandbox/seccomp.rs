@@ -298,7 +298,7 @@ fn general(tcp: bool) -> Rules {
         }
     }
     allow(&mut rules, libc::SYS_socketpair, &[&[Arg::Is(0, value(libc::AF_UNIX))]]);
-    // Other levels are excluded; they have options to attach packet filters, for instance.
+    // Other levels are excluded; they have options that change the host's packet filter, for instance (IPT_SO_SET_REPLACE).
     for call in [libc::SYS_setsockopt, libc::SYS_getsockopt] {
         allow_each(&mut rules, call, 1, [value(libc::SOL_SOCKET), value(libc::IPPROTO_TCP)]);
     }

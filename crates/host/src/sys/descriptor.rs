@@ -5,6 +5,7 @@ use super::guard;
 use rustix::{
     fs::{self, MemfdFlags, SealFlags},
     net::{AddressFamily, SocketType, sockopt},
+    process::{self, Resource},
 };
 use std::{
     fs::File,
@@ -59,6 +60,10 @@ impl Drop for PeerFile {
 
 /// Creates a memfd whose length cannot be changed.
 pub(crate) fn sealed_memory(len: u64) -> io::Result<File> {
+    // The kernel would send SIGXFSZ, which ends the process.
+    if process::getrlimit(Resource::Fsize).current.is_some_and(|most| most < len) {
+        return Err(rustix::io::Errno::FBIG.into());
+    }
     let file = File::from(fs::memfd_create("ringroad", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
     file.set_len(len)?;
     fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
