@@ -6,12 +6,13 @@
 //! only while that one is in the outbox, and then nothing is sent directly; and moving packets out of the outbox requires the
 //! ring's lock.
 //!
-//! The outbox serves connections by deficit round robin, counted in bytes. Control packets (all but
-//! data and shutdown) are sent before all data and have ring descriptors reserved for them, so they are never starved.
+//! The outbox serves guests, and the connections of each, by deficit round robin, counted in bytes. Control packets (all but data
+//! and shutdown) are sent before the data of their guest and have ring descriptors reserved for them. When there is no room for
+//! data, some of them overtake it, but only so many that the data gets its turn.
 
 use crate::{
     account::{FLOW, PACKET},
-    outbox::{Outbox, Owner, Packet, Turn},
+    outbox::{Control, Outbox, Owner, Packet, Turn},
     payload::Payload,
     sync::{AtomicUsize, Mutex, Ordering},
     types::{Broken, MAX_PACKET},
@@ -29,11 +30,6 @@ use std::{
 const OVERHEAD: usize = 64;
 /// Bytes after which packets are published, even if more follow.
 const PUBLISH: usize = 32 << 10;
-/// Answers to packets of no connection that may wait. Answers beyond that are dropped.
-const UNOWNED: usize = 1024;
-/// The same limit including resets of connections: a peer that takes nothing while one connection after another is reset misses
-/// the later resets.
-const RESETS: usize = 1 << 16;
 /// Packets that a sender writes to the ring directly, or that a connection sends per turn: receive buffers may be tiny.
 const PACKETS: usize = 128;
 /// What the worker moves in one go; then it serves other stacks.
@@ -335,7 +331,7 @@ impl<L: Link, O: Owner> Sender<L, O> {
         }
     }
 
-    /// Sends a control packet, ahead of queued data.
+    /// Sends a control packet, ahead of the queued data of its group. `owner` unset: an answer to a packet of no connection.
     pub fn send_control(&self, owner: Option<&O>, header: VsockHdr) -> Effect {
         let mut effect = Effect::default();
         if let Some(mut guard) = self.free()
@@ -355,11 +351,11 @@ impl<L: Link, O: Owner> Sender<L, O> {
                 }
             }
         }
-        let limit = if owner.is_none() { UNOWNED } else { RESETS };
+        let group = owner.map(Owner::group);
         // A reset is not tied to its connection, which is about to be removed.
         let owner = owner.filter(|_| header.op != Op::Reset as u16);
         let mut outbox = self.outbox.lock();
-        match outbox.push_control(owner, header, limit) {
+        match outbox.push_control(owner, group, header) {
             Ok(()) => {
                 self.waiting.fetch_add(1, Ordering::Release);
                 effect.wake = true;
@@ -380,10 +376,15 @@ impl<L: Link, O: Owner> Sender<L, O> {
         let mut guard = self.link.lock();
         let Some(link) = &mut *guard else { return effect };
         let mut owners: Vec<O> = Vec::new();
-        let (mut packets, mut bytes) = (0, 0);
-        while let Some(turn) = { self.outbox.lock().next() } {
+        let (mut packets, mut bytes, mut has_room) = (0, 0, true);
+        loop {
+            let Some(turn) = self.outbox.lock().next(has_room) else {
+                // Data may have been given room in the meantime.
+                has_room = !has_room && link.await_room();
+                if has_room { continue } else { break }
+            };
             let result = match &turn {
-                Turn::Control { owner, header, .. } => {
+                Turn::Control { packet: Control { owner, header, .. }, .. } => {
                     place(link, owner.as_ref(), *header, &mut Payload::empty(), 0, true).map(|placed| (placed, None))
                 }
                 Turn::Data { owner, packet, allowance } => {
@@ -409,9 +410,12 @@ impl<L: Link, O: Owner> Sender<L, O> {
                     owners.push(owner.clone());
                 }
             }
-            let nothing = placed.packets == 0;
+            if placed.packets == 0 {
+                has_room = matches!(turn, Turn::Control { .. });
+            }
+            let is_full = placed.packets == 0 && has_room;
             self.end_turn(turn, &placed);
-            if nothing && (effect.broken.is_some() || !link.await_room()) {
+            if effect.broken.is_some() || is_full && !link.await_room() {
                 break;
             }
             // Count attempts that found no room as well: a peer could withdraw and offer the same buffer forever.
@@ -430,8 +434,12 @@ impl<L: Link, O: Owner> Sender<L, O> {
     /// Returns what is left of a packet to the outbox.
     fn end_turn(&self, turn: Turn<O>, placed: &Placed) {
         match turn {
-            Turn::Control { place, owner, header } => {
-                if placed.all || !self.outbox.lock().push_back(place, owner, header) {
+            Turn::Control { packet, overtakes } => {
+                let mut outbox = self.outbox.lock();
+                if placed.all {
+                    outbox.sent(packet.group, overtakes);
+                }
+                if placed.all || !outbox.push_back(packet) {
                     self.waiting.fetch_sub(1, Ordering::Release);
                 }
             }

@@ -567,6 +567,26 @@ fn a_guest_with_a_thousand_flows_gets_the_same_share_as_one_with_one_flow() {
 }
 
 #[test]
+fn a_guest_with_few_resets_may_add_more_when_another_has_used_up_the_limit() {
+    const RESETS: u64 = 1 << 16;
+    let ring = Ring { each: MAX_PACKET, ..Ring::default() };
+    let sender = Sender::new(true);
+    sender.replace(Some(ring.clone()));
+    let reset =
+        |group| sender.send_control(Some(&flow(1, group)), VsockHdr { op: Op::Reset as u16, ..data(group as u32) });
+    assert!((0..RESETS).all(|_| reset(7).wake));
+    assert!(!reset(7).wake);
+    // Its share is half of the limit, and a third when there is one more.
+    let queued = |group| (0..RESETS).filter(|_| reset(group).wake).count() as u64;
+    assert_eq!(queued(2), RESETS / 2);
+    assert_eq!(queued(3), RESETS / 3);
+    assert!(![7, 2, 3].map(|group| reset(group).wake).contains(&true));
+    ring.room.store(usize::MAX / 2, Ordering::Relaxed);
+    while sender.flush(|_| {}).more {}
+    assert!(!sender.is_waiting());
+}
+
+#[test]
 fn a_burst_is_limited_in_bytes() {
     for acked in [SPLIT, PACKED] {
         let settings = Settings { buffer: 8 << 20, ..Settings::default() };

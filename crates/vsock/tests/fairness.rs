@@ -318,11 +318,11 @@ fn control_packets_are_sent_before_data() {
     let mut controls = 0;
     for step in 0..30 {
         let before = ring.packets().len();
-        // Control packets with and without an owner; as many as there is room for, or fewer, or more.
+        // Control packets that are tied to their owner, and resets; as many as there is room for, or fewer, or more.
         for _ in 0..step % 4 {
-            let owner = (controls % 2 == 0).then(|| Conn::new(100 + controls));
-            let header = VsockHdr { dst_port: controls, op: Op::CreditUpdate as u16, ..VsockHdr::default() };
-            assert!(sender.send_control(owner.as_ref(), header).wake);
+            let op = if controls % 2 == 0 { Op::CreditUpdate } else { Op::Reset };
+            let header = VsockHdr { dst_port: controls, op: op as u16, ..VsockHdr::default() };
+            assert!(sender.send_control(Some(&Conn::new(100 + controls)), header).wake);
             controls += 1;
         }
         ring.give(2);
@@ -383,7 +383,10 @@ fn data_packets_leave_buffers_for_control_packets() {
     let ring = Ring::new(5, 3);
     let sender = sender(&ring, true);
     let conn = Conn::new(1);
-    let control = |serial| sender.send_control(None, VsockHdr { dst_port: serial, op: 3, ..VsockHdr::default() });
+    let control = |serial| {
+        let header = VsockHdr { dst_port: serial, op: Op::Reset as u16, ..VsockHdr::default() };
+        sender.send_control(Some(&conn), header)
+    };
     let waits: Vec<_> = (0..4).map(|serial| send(&sender, &conn, serial, 10)).collect();
     assert_eq!(waits, [false, false, true, true]);
     flush(&sender);
@@ -483,8 +486,9 @@ fn answers_without_a_connection_are_dropped_when_too_many_wait() {
     ring.give(300);
     flush(&sender);
     flush(&sender);
-    assert_eq!((0..400).filter(|_| answer()).count(), 300);
-    assert_eq!(sender.ways(), Ways { direct: 0, queued: 300, dropped: 102 });
+    // Those with an owner were sent as well, in their turns.
+    assert_eq!((0..400).filter(|_| answer()).count(), 200);
+    assert_eq!(sender.ways(), Ways { direct: 0, queued: 300, dropped: 202 });
     sender.clear();
     assert_eq!((0..UNOWNED + 5).filter(|_| answer()).count(), UNOWNED);
     ring.give(2 * UNOWNED);
@@ -500,7 +504,7 @@ fn broken(conn: &Conn, control: bool) -> Sender<Ring, Conn> {
     assert!(send(&sender, conn, 0, 10));
     assert!(send(&sender, conn, 1, 10));
     if control {
-        assert!(sender.send_control(None, VsockHdr { dst_port: 2, op: 3, ..VsockHdr::default() }).wake);
+        assert!(sender.send_control(Some(conn), VsockHdr { dst_port: 2, op: 3, ..VsockHdr::default() }).wake);
     }
     ring.0.lock().unwrap().broken = true;
     assert!(sender.flush(|_| {}).broken.is_some());
@@ -586,7 +590,8 @@ fn reserves(link: impl Link, inlet: &mut impl Inlet) {
     assert_eq!(controls, [vec![false; room], vec![true; RESERVE]].concat());
     assert_eq!(bytes, room * 100);
     flush(&sender);
-    assert_eq!(take_all(inlet), (vec![true, false], 100));
+    // There is room for data again, whose turn it has been all the time.
+    assert_eq!(take_all(inlet), (vec![false, true], 100));
     assert!(!sender.is_waiting());
     assert_eq!(conn.queued(), 0);
     assert!(!send(&sender, &conn, 0, 100));

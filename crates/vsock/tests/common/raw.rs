@@ -219,8 +219,8 @@ impl Guest {
         self.send_chain(&[&header.to_bytes(), payload].concat(), &[], 0);
     }
 
-    /// Returns the packets the device has sent so far, and makes their buffers available again.
-    pub fn take(&mut self) -> Vec<Packet> {
+    /// Returns the packets the device has sent so far, with their buffers.
+    pub fn collect(&mut self) -> Vec<(Packet, Vec<Buffer>)> {
         let (mut packets, mut used) = (Vec::new(), [Used::default(); 64]);
         loop {
             let count = self.rx.take_used(&mut used).unwrap();
@@ -242,12 +242,22 @@ impl Guest {
                     (header.buf_alloc, header.fwd_cnt) = (0, 0);
                 }
                 assert_eq!(header.len as usize, bytes.len() - SIZE, "{header:?}");
-                packets.push(Packet { header, payload: bytes.split_off(SIZE) });
-                let id = self.rx.add(&[], &chain).unwrap();
-                self.posted.insert(id, chain);
+                packets.push((Packet { header, payload: bytes.split_off(SIZE) }, chain));
             }
-            self.rx.publish();
         }
+    }
+
+    /// Returns the packets the device has sent so far, and makes their buffers available again.
+    pub fn take(&mut self) -> Vec<Packet> {
+        let taken = self.collect();
+        let mut again = |(packet, chain): (Packet, Vec<Buffer>)| {
+            let id = self.rx.add(&[], &chain).unwrap();
+            self.posted.insert(id, chain);
+            packet
+        };
+        let packets = taken.into_iter().map(&mut again).collect();
+        self.rx.publish();
+        packets
     }
 
     /// Lets the device work until it sends nothing more; returns its packets.
