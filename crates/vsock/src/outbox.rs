@@ -92,8 +92,8 @@ struct Group<O> {
 /// The packets that wait for the worker. Positions are increasing numbers: the lowest is served next, and entries can be removed
 /// without a search.
 pub(crate) struct Outbox<O> {
-    /// Position among the control packets of its group by owner and operation. One packet of each operation is enough, as its credit fields are filled in
-    /// when it is sent.
+    /// Position among the control packets of a group by owner and operation. One packet of each operation is enough, as its credit
+    /// fields are filled in when it is sent.
     pending: HashMap<(usize, u16), u64>,
     flows: HashMap<usize, Flow<O>>,
     groups: HashMap<GroupId, Group<O>>,

@@ -43,13 +43,11 @@ impl Flooder {
     }
 }
 
-/// Lets the receiver offer `step` buffers at a time while it is flooded, until it has all data that another guest and a program
-/// of the host have for it.
-fn flooded(acked: u64, step: usize) {
-    let hub = Hub::new(1000);
-    let mut flooder = Flooder { guest: member(&hub, GUEST, acked, 32), round: 0 };
-    let mut receiver = member(&hub, RECEIVER, acked, 2);
-    let mut sender = member(&hub, SENDER, acked, 32);
+/// Lets the receiver offer `step` buffers at a time while `flood` causes control packets for it, until it has all data that
+/// another guest and a program of the host have for it.
+fn flooded(hub: &Arc<Hub<Side>>, acked: u64, step: usize, mut flood: impl FnMut(&mut Guest)) {
+    let mut receiver = member(hub, RECEIVER, acked, 2);
+    let mut sender = member(hub, SENDER, acked, 32);
     let listener = listener(&receiver);
     let program = receiver.connect(&listener, 5, PORT);
     let across = |from: &Guest, op, to: &Guest| VsockHdr { dst_cid: to.cid, ..from.header(op, 7, 7) };
@@ -58,7 +56,7 @@ fn flooded(acked: u64, step: usize) {
     receiver.exchange(across(&receiver, Op::Response, &sender), &[]);
     assert_eq!(sender.receive().len(), 1);
 
-    flooder.flood();
+    flood(&mut receiver);
     let bytes = vec![1; PACKETS * 4096];
     assert_eq!((&program).write(&bytes).unwrap(), bytes.len());
     sender.send(VsockHdr { len: bytes.len() as u32, ..across(&sender, Op::Data, &receiver) }, &bytes);
@@ -68,27 +66,38 @@ fn flooded(acked: u64, step: usize) {
     while left != [0; 2] {
         // The others have a third of the buffers each; some overtake, and some stay reserved.
         assert!(offered <= 3 * 2 * PACKETS, "{left:?} bytes not received, but {control} control packets");
-        flooder.flood();
+        flood(&mut receiver);
         (0..step).for_each(|_| receiver.post(&[BUFFER]));
         offered += step;
         while receiver.host.work() {}
         for (packet, _) in receiver.collect() {
-            match packet.header.src_cid {
-                GUEST => control += 1,
-                SENDER => left[0] -= packet.payload.len(),
-                _ => left[1] -= packet.payload.len(),
-            }
+            control += usize::from(packet.payload.is_empty());
+            left[usize::from(packet.header.src_cid == SENDER)] -= packet.payload.len();
         }
     }
     // The flood has its turns as well.
     assert!(control >= PACKETS / 2, "{control}");
 }
 
+const STEPS: [usize; 3] = [1, 7, 32];
+
 #[test]
 fn a_flood_of_control_packets_does_not_starve_the_data_of_others() {
-    for acked in [SPLIT, PACKED] {
-        for step in [1, 7, 32] {
-            flooded(acked, step);
-        }
+    for (acked, step) in [SPLIT, PACKED].into_iter().flat_map(|acked| STEPS.map(|step| (acked, step))) {
+        let hub = Hub::new(1000);
+        let mut flooder = Flooder { guest: member(&hub, GUEST, acked, 32), round: 0 };
+        flooded(&hub, acked, step, |_| flooder.flood());
+    }
+}
+
+/// They are a group of their own.
+#[test]
+fn answers_to_packets_of_no_connection_take_turns_with_data() {
+    for (acked, step) in [SPLIT, PACKED].into_iter().flat_map(|acked| STEPS.map(|step| (acked, step))) {
+        flooded(&Hub::new(1000), acked, step, |receiver| {
+            let headers: Vec<_> = (0..FLOOD).map(|port| receiver.header(Op::CreditUpdate, 1000 + port, 80)).collect();
+            headers.into_iter().for_each(|header| receiver.send(header, &[]));
+            while receiver.host.work() {}
+        });
     }
 }
