@@ -18,11 +18,19 @@ use vmm_sys_util::eventfd::EventFd;
 /// What a write may take: a hundred times what it does.
 const SLOW: Duration = Duration::from_micros(100);
 
-/// How much more all writes of a connection together may take at once.
-const CREDIT: Duration = Duration::from_millis(5);
+/// So many slow writes in a row raise the alarm. One is no proof: in a virtual machine, the CPU clock goes on while the host runs
+/// something else.
+const ROW: u32 = 4;
 
-/// And in the long run: one part in so many of the time.
-const SHARE: u32 = 200;
+/// How much more than [`SLOW`] all writes of a connection together may take at once if quick ones are among them …
+const CREDIT: Duration = Duration::from_millis(50);
+/// … and in the long run: one part in so many of the time.
+const SHARE: u32 = 50;
+/// What one of them counts at most.
+const ONE: Duration = Duration::from_millis(10);
+
+/// A peer whose writes were slow cannot reconnect for so many times what they took.
+const PENALTY: u32 = 200;
 
 /// How many writes are timed by the CPU clock after a slow one: all vrings of a device have their turn.
 const SUSPECT: u32 = 256;
@@ -44,7 +52,7 @@ impl Misuse {
     pub(crate) fn exclusion(self) -> Duration {
         match self {
             Misuse::Blocked => EXCLUSION,
-            Misuse::Slow(spent) => EXCLUSION.max(spent * SHARE),
+            Misuse::Slow(spent) => EXCLUSION.max(spent * PENALTY),
         }
     }
 }
@@ -77,9 +85,26 @@ pub(crate) struct Alarm {
 #[derive(Default)]
 struct Cost {
     misuse: Option<Misuse>,
-    /// CPU time of slow writes, less what has been earned up to `at`.
-    spent: Duration,
+    /// Slow writes since the last quick one.
+    row: u32,
+    /// What slow writes count, less what has been earned up to `at`.
+    debt: Duration,
     at: Option<Instant>,
+    /// CPU time of slow writes since there was no debt.
+    spent: Duration,
+}
+
+impl Cost {
+    fn owe(&mut self, excess: Duration, now: Instant) {
+        let earned = self.at.replace(now).map_or(Duration::ZERO, |at| now.saturating_duration_since(at) / SHARE);
+        self.debt = self.debt.saturating_sub(earned);
+        if self.debt.is_zero() {
+            self.spent = Duration::ZERO;
+        }
+        self.debt += excess.min(ONE);
+        self.spent += excess;
+        self.row += 1;
+    }
 }
 
 impl Alarm {
@@ -117,12 +142,14 @@ impl Alarm {
         } else {
             let _ = self.suspect.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         }
-        let Some(excess) = spent.and_then(|spent| spent.checked_sub(SLOW)) else { return };
-        let (mut cost, now) = (self.cost.lock(), Instant::now());
-        let earned = cost.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at) / SHARE);
-        cost.spent = cost.spent.saturating_sub(earned) + excess;
-        cost.at = Some(now);
-        if cost.spent > CREDIT {
+        let Some(spent) = spent else { return };
+        let mut cost = self.cost.lock();
+        let Some(excess) = spent.checked_sub(SLOW) else {
+            cost.row = 0;
+            return;
+        };
+        cost.owe(excess, Instant::now());
+        if cost.row >= ROW || cost.debt > CREDIT {
             let spent = cost.spent;
             self.raise(&mut cost, Misuse::Slow(spent));
         }
@@ -142,10 +169,10 @@ impl Alarm {
         self.cost.lock().misuse.take()
     }
 
-    /// A new connection. What the peer has spent stays.
+    /// A new connection. What the peer owes stays.
     pub(crate) fn reset(&self) {
         let mut cost = self.cost.lock();
-        cost.misuse = None;
+        (cost.misuse, cost.row) = (None, 0);
         self.raised.store(false, Ordering::Release);
         // May be left over from the connection before.
         let _ = self.attention.read();
@@ -216,7 +243,7 @@ mod tests {
         let written = eventfd.read().unwrap();
         assert!(written < 10, "{written} writes");
         let Some(Misuse::Slow(spent)) = alarm.take() else { panic!("no alarm after {written} writes") };
-        assert!(spent > CREDIT && Misuse::Slow(spent).exclusion() >= SHARE * CREDIT, "{spent:?}");
+        assert!(spent > ROW * SLOW && Misuse::Slow(spent).exclusion() >= PENALTY * spent, "{spent:?}");
         // The next connection is timed from its first write on.
         alarm.reset();
         (0..100).for_each(|_| call.signal());
@@ -237,6 +264,38 @@ mod tests {
         }
         assert_eq!((alarm.take(), alarm.suspect.load(Ordering::Relaxed)), (None, SUSPECT));
         (0..SUSPECT * 2).for_each(|_| alarm.guard(|| Ok(())));
-        assert_eq!(alarm.cost.lock().spent, Duration::ZERO);
+        assert_eq!((alarm.cost.lock().debt, alarm.suspect.load(Ordering::Relaxed)), (Duration::ZERO, 0));
+    }
+
+    /// A write that uses the CPU.
+    fn slow(time: Duration) -> io::Result<()> {
+        let start = sys::thread_time();
+        while sys::thread_time().saturating_sub(start) < time {}
+        Ok(())
+    }
+
+    #[test]
+    fn what_happens_now_and_then_raises_nothing() {
+        let alarm = alarm();
+        for long in [20, 200, 20] {
+            alarm.guard(|| slow(Duration::from_millis(long)));
+            (0..10).for_each(|_| alarm.guard(|| Ok(())));
+        }
+        assert_eq!(alarm.take(), None);
+        // Each of three that are known counts 10 ms, and a little was earned.
+        let Cost { debt, spent, .. } = *alarm.cost.lock();
+        assert!(debt <= 2 * ONE && spent > Duration::from_millis(200), "{debt:?} of {spent:?}");
+    }
+
+    #[test]
+    fn quick_writes_in_between_do_not_hide_slow_ones() {
+        let (alarm, mut count) = (alarm(), 0);
+        while alarm.take().is_none() {
+            alarm.guard(|| slow(Duration::from_millis(12)));
+            alarm.guard(|| Ok(()));
+            count += 1;
+            assert!(count < 20, "no alarm");
+        }
+        assert!(count > ROW, "{count}");
     }
 }
