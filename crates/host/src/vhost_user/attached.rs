@@ -170,7 +170,14 @@ impl AttachedPort {
         if self.shared.acked & bits::NET_F_STATUS != 0 && connection.config_changed() {
             match is_up(&mut connection) {
                 Ok(up) => self.shared.link.store(up, Ordering::Relaxed),
-                Err(error) => log::warn!("port {}: cannot read the link's state: {error}", self.shared.name),
+                // Once: such a device could have a line logged each time.
+                Err(error) if !self.shared.failed.swap(true, Ordering::Relaxed) => {
+                    log::error!(
+                        "port {}: cannot read the link's state: {error}; the device is not used any more",
+                        self.shared.name
+                    );
+                }
+                Err(_) => {}
             }
         }
         self.shared.link.load(Ordering::Relaxed)

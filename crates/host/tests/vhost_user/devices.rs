@@ -28,6 +28,8 @@ enum Attack {
     Kick,
     /// It reports a change of its configuration space, and answers no request any more.
     Silence,
+    /// It reports a change of its configuration space, and answers with half of that.
+    Half,
 }
 
 /// A device that takes every message and never looks at its rings.
@@ -89,6 +91,9 @@ fn serve(mut socket: UnixStream, attack: Attack, begun: &Arc<AtomicBool>) {
         let answer = match request {
             GET_FEATURES => longs(&[SPLIT | Features::STATUS.bits()]),
             GET_PROTOCOL_FEATURES => longs(&[PROTOCOL]),
+            GET_CONFIG if attack == Attack::Half && begun.load(Ordering::Acquire) => {
+                payload[..payload.len() / 2].to_vec()
+            }
             GET_CONFIG | GET_VRING_BASE => payload,
             _ => continue,
         };
@@ -136,6 +141,18 @@ fn a_device_that_blocks_kicks_is_given_up() {
     let device = Device::new("device-kick", Attack::Kick);
     let port = connect(&device);
     assert!(port.is_closed(), "it must not be kicked any more");
+    ends("stopping", move || drop(port));
+}
+
+#[test]
+fn a_device_that_answers_half_is_given_up() {
+    let device = Device::new("device-half", Attack::Half);
+    let port = connect(&device);
+    device.begin();
+    assert!(within(PATIENCE, || {
+        port.link();
+        port.is_closed()
+    }));
     ends("stopping", move || drop(port));
 }
 
