@@ -178,7 +178,7 @@ fn a_call_that_thousands_watch() {
         config.port("a1");
         config.vsock("va", 1001, "");
     });
-    scene.attack(5.0, |daemon, until| {
+    scene.attack(8.0, |daemon, until| {
         while Instant::now() < until {
             let Ok(mut port) = NetPort::connect(&daemon.socket("a1"), false) else { return };
             for queue in [RX, TX] {
