@@ -1,10 +1,9 @@
-//! What a peer may make its notifications cost. Raised by the threads that notify it, on descriptors that it has sent; taken by the
-//! thread of its socket, which disconnects it.
+//! Limits the CPU time that notifying a peer may cost. The threads that write to the peer's descriptors raise the alarm; the thread
+//! of its socket takes it and disconnects the peer.
 //!
-//! A write to an eventfd or a socket runs, with a lock held, a function for everyone who waits for the descriptor. A frontend can
-//! have it watched by as many epoll instances as it likes: 0.14 µs each, 40 000 of them from 600 descriptors. So writes are timed
-//! by the wall clock, which costs little; as the writer may also have been preempted, those that follow a slow one are timed
-//! by the CPU clock of the thread.
+//! A write to an eventfd or a socket wakes every waiter, under the wait queue's lock. A frontend can add its descriptor to any
+//! number of epoll instances, at 0.14 µs of each write: 600 descriptors suffice for 40 000 waiters. Writes are timed by the wall
+//! clock, which is cheap. A slow one may only have been preempted, so the writes after it are timed by the thread's CPU clock.
 
 use crate::sys;
 use parking_lot::Mutex;
@@ -15,7 +14,7 @@ use std::{
 };
 use vmm_sys_util::eventfd::EventFd;
 
-/// What a write may take: a hundred times what it does.
+/// Longest time of an ordinary write: a hundred times the usual.
 const SLOW: Duration = Duration::from_micros(100);
 
 /// So many writes in a row that take longer than [`LONG`] raise the alarm. One is no proof: in a virtual machine, the CPU clock goes

@@ -143,7 +143,7 @@ impl Member {
         self.listener.take()
     }
 
-    /// Has its stack's `work` run in its next turn. `control`, which waits for that, is told.
+    /// Runs the stack's `work` in the next turn, then notifies `control`.
     pub(super) fn request_work(&mut self, control: mpsc::Sender<()>) {
         self.waiting_control = Some(control);
         (self.kicked, self.work_pending) = (true, true);
@@ -326,7 +326,7 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        // What nobody will handle: requests hold places for sockets, and through them the mailbox itself.
+        // Pending commands hold socket places, and references back to this mailbox: without this, neither would be freed.
         self.guest.env.mail.clear();
     }
 }
