@@ -11,6 +11,7 @@ use ringroad_mem::Region;
 use ringroad_net::bits;
 use std::{
     fs,
+    net::{TcpListener, TcpStream},
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::{fs::MetadataExt, net::UnixStream},
@@ -115,4 +116,14 @@ pub fn held((device, inode): (u64, u64)) -> (usize, usize) {
 pub fn identity(file: &fs::File) -> (u64, u64) {
     let meta = file.metadata().unwrap();
     (meta.dev(), meta.ino())
+}
+
+/// A TCP socket with unsent data and SO_LINGER: its last close takes ten seconds.
+pub fn lingering() -> (socket2::Socket, TcpListener) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let socket = socket2::Socket::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+    socket.set_nonblocking(true).unwrap();
+    while socket.send(&[7; 16 << 10]).is_ok() {}
+    socket.set_linger(Some(Duration::from_secs(10))).unwrap();
+    (socket, listener)
 }

@@ -6,7 +6,7 @@ use crate::{
 };
 use std::{
     fs::{File, OpenOptions},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::net::{UnixDatagram, UnixStream},
@@ -81,16 +81,6 @@ fn descriptors_that_block_control() {
         assert!(guest.peer.ends());
         ends_soon(rig);
     }
-}
-
-/// A TCP socket with unsent data and SO_LINGER: its last close takes ten seconds.
-fn lingering() -> (socket2::Socket, TcpListener) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let socket = socket2::Socket::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
-    socket.set_nonblocking(true).unwrap();
-    while socket.send(&[7; 16 << 10]).is_ok() {}
-    socket.set_linger(Some(Duration::from_secs(10))).unwrap();
-    (socket, listener)
 }
 
 /// A socket whose last close also closes a lingering one, which nobody has read.

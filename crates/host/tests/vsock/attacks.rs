@@ -2,12 +2,11 @@
 //! packets and messages by hand.
 
 use super::*;
-use crate::common::{self, Peer, Vring, longs, mem_table, request::*, words};
+use crate::common::{self, Peer, Vring, lingering, longs, mem_table, request::*, words};
 use ringroad_vsock::{Driver, DriverConfig, Inlet, Link, Payload};
 use ringroad_wire::vsock_hdr::{Op, TYPE_STREAM, VsockHdr};
 use std::{
     collections::VecDeque,
-    net::{TcpListener, TcpStream},
     ops::Range,
     os::fd::AsRawFd,
     sync::{
@@ -543,16 +542,6 @@ fn memory_is_checked_while_any_vring_uses_it() {
     }
     pair.attacker();
     pair.rig.expect_service();
-}
-
-/// Returns a socket whose last close takes ten seconds: its peer does not read.
-fn lingering() -> (socket2::Socket, TcpListener) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let socket = socket2::Socket::from(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
-    socket.set_nonblocking(true).unwrap();
-    while socket.send(&[7; 16 << 10]).is_ok() {}
-    socket.set_linger(Some(Duration::from_secs(10))).unwrap();
-    (socket, listener)
 }
 
 /// A descriptor in a message is closed by whoever reads the message, if nobody else has it open.
