@@ -1,7 +1,10 @@
 //! Descriptors for notifying a frontend: SET_VRING_CALL and SET_VRING_ERR of vhost-user, SET_IRQS of vfio-user. Created by the
-//! sessions, signalled by the devices. What a write may cost is the business of `alarm.rs`.
+//! sessions, signalled by the devices. What a write may cost is the business of `peer.rs`.
 
-use super::{alarm::Alarm, descriptor::CallFd};
+use super::{
+    descriptor::CallFd,
+    peer::{Peer, Target},
+};
 use crate::sys;
 use parking_lot::Mutex;
 use std::{
@@ -41,29 +44,16 @@ struct Inner {
     reminder: Option<Reminder>,
 }
 
-/// What is written to.
-struct Target {
-    fd: CallFd,
-    /// Of the connection that sent it.
-    alarm: Arc<Alarm>,
-}
-
-impl Target {
-    fn write(&self) {
-        self.alarm.guard(|| self.fd.add_one());
-    }
-}
-
 impl Call {
-    /// `alarm` is raised by a write that blocks, and by slow ones.
-    pub(crate) fn new(fd: CallFd, alarm: Arc<Alarm>) -> Call {
+    /// A descriptor that a peer has sent.
+    pub(crate) fn new(fd: CallFd, peer: &Arc<Peer>) -> Call {
         let is_socket = fd.is_socket();
-        let target = Arc::new(Target { fd, alarm });
+        let target = Target::new(fd, peer.clone());
         let reminder = if is_socket { Reminder::new(&target).ok() } else { None };
         Call(Arc::new(Inner { target, reminder }))
     }
 
-    /// Notifies the frontend. A peer whose descriptor is full misses the notification; one whose alarm is raised is not
+    /// Notifies the frontend. A peer whose descriptor is full misses the notification; one that made a write block is not
     /// notified any more.
     pub(crate) fn signal(&self) {
         let Inner { target, reminder } = &*self.0;
@@ -71,6 +61,11 @@ impl Call {
         if let Some(reminder) = reminder {
             let _ = reminder.timer.lock().reset(PATIENCE, None);
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn target(&self) -> Arc<Target> {
+        self.0.target.clone()
     }
 
     /// Closes the descriptor, for control. Waits until no other thread is signalling it, which would close it otherwise: a worker
@@ -160,7 +155,7 @@ mod tests {
     fn call(file: File) -> Call {
         sys::guard::start().unwrap();
         let fd = CallFd::new(file).unwrap_or_else(|refused| panic!("{refused}"));
-        Call::new(fd, Arc::new(Alarm::new(EventFd::new(EFD_NONBLOCK).unwrap())))
+        Call::new(fd, &Arc::new(Peer::new().unwrap()))
     }
 
     fn socket() -> (Call, UnixStream) {

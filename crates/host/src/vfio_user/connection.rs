@@ -9,7 +9,7 @@ use super::{
     session::{LONGEST, check},
     version::FDS,
 };
-use crate::{Quota, socket::Misuse};
+use crate::Quota;
 use std::{
     fs::File,
     io,
@@ -27,8 +27,8 @@ pub(super) enum End {
     Closed(String),
     /// The client did what it may not.
     Violation(String),
-    /// Interrupts cost others too much.
-    Excluded(Misuse),
+    /// Signalling an interrupt blocked.
+    Excluded,
 }
 
 impl From<io::Error> for End {

@@ -129,7 +129,7 @@ impl Interrupts {
 mod tests {
     use super::*;
     use crate::{
-        socket::{Alarm, CallFd},
+        socket::{CallFd, Peer},
         sys,
     };
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -138,7 +138,7 @@ mod tests {
         sys::guard::start().unwrap();
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
         let fd = CallFd::new(sys::duplicate(&eventfd).unwrap()).unwrap_or_else(|refused| panic!("{refused}"));
-        (eventfd, Some(Call::new(fd, Arc::new(Alarm::new(EventFd::new(EFD_NONBLOCK).unwrap())))))
+        (eventfd, Some(Call::new(fd, &Arc::new(Peer::new().unwrap()))))
     }
 
     #[test]

@@ -9,7 +9,9 @@ use super::{
 };
 use crate::{
     Quota,
-    socket::{Access, Alarm, Current, Disposal, Door, Limits, Lines, Place, Serving, SocketError, bind, close, say},
+    socket::{
+        Access, Current, Disposal, Door, EXCLUSION, Limits, Lines, Peer, Place, Serving, SocketError, bind, close, say,
+    },
     sys,
 };
 use parking_lot::Mutex;
@@ -109,21 +111,20 @@ impl Server {
     pub fn start<D: VfioDevice>(config: ServerConfig<'_>, device: D) -> Result<Server, SocketError> {
         let ServerConfig { name, path, limits, access, poll } = config;
         let failed = |error: io::Error| SocketError::Start { name: name.to_owned(), error };
-        let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed);
         let (listener, place) = bind(name, path, access)?;
         sys::guard::start().map_err(failed)?;
-        let (stop, attention) = (eventfd()?, eventfd()?);
-        let alarm = Arc::new(Alarm::new(attention.try_clone().map_err(failed)?));
+        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
+        let peer = Arc::new(Peer::new().map_err(failed)?);
         let (lines, connects) = (Lines::new(name, limits.lines), Arc::new(limits.connects.quota()));
         let limits = Arc::new(Mutex::new(limits));
         let context =
-            SessionContext { limits: limits.clone(), lines: lines.clone(), alarm, disposal: Disposal::default() };
+            SessionContext { limits: limits.clone(), lines: lines.clone(), peer, disposal: Disposal::default() };
         let (current, poll) = (Current::default(), Arc::new(Poll::new(poll)));
         let thread = {
             let (stop, name) = (stop.try_clone().map_err(failed)?, device.name().to_owned());
             let (path, listener, peer) = (path.to_owned(), Some(listener), "client");
             let door = Door { name, peer, listener, path, stop, connects: connects.clone(), lines: lines.clone() };
-            let thread = Thread { device, attention, current: current.clone(), door, context, poll: poll.clone() };
+            let thread = Thread { device, current: current.clone(), door, context, poll: poll.clone() };
             thread::Builder::new()
                 .name(format!("vfio {name}", name = config.name))
                 .stack_size(256 << 10)
@@ -153,7 +154,6 @@ impl Server {
 
 struct Thread<D> {
     device: D,
-    attention: EventFd,
     current: Current,
     door: Door,
     context: SessionContext,
@@ -178,8 +178,9 @@ impl<D: VfioDevice> Thread<D> {
             }));
             close(&self.current);
             // Also of a client that has left since.
-            let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));
-            let exclusion = if let Ok(End::Excluded(misuse)) = &end { Some(misuse.exclusion()) } else { None };
+            let end = end.map(|end| if self.context.peer.has_blocked() { End::Excluded } else { end });
+            self.context.peer.reset();
+            let excluded = matches!(end, Ok(End::Excluded));
             self.say(end);
             if stopped.is_err() {
                 log::error!(
@@ -187,7 +188,7 @@ impl<D: VfioDevice> Thread<D> {
                 );
                 return;
             }
-            if exclusion.is_some_and(|exclusion| self.door.stops_within(exclusion)) {
+            if excluded && self.door.stops_within(EXCLUSION) {
                 return;
             }
         }
@@ -212,9 +213,12 @@ impl<D: VfioDevice> Thread<D> {
         match end {
             Ok(End::Closed(why)) => say!(lines, Info, "{name}: client disconnected: {why}"),
             Ok(End::Violation(why)) => say!(lines, Error, "{name}: {why}; disconnected"),
-            Ok(End::Excluded(misuse)) => {
-                say!(lines, Error, "{name}: client disconnected: writing to the descriptor of an interrupt {misuse}")
-            }
+            Ok(End::Excluded) => say!(
+                lines,
+                Error,
+                "{name}: client disconnected: a write to the descriptor of an interrupt blocked (counter full and O_NONBLOCK \
+                 cleared), expected one that does not block; no new connection for {EXCLUSION:?}"
+            ),
             Err(_) => say!(
                 lines,
                 Error,
@@ -229,7 +233,7 @@ impl<D: VfioDevice> Thread<D> {
             Ok(current) => *self.current.lock() = Some(current),
             Err(error) => return error.into(),
         }
-        self.context.alarm.reset();
+        self.context.peer.reset();
         let mut connection = Connection::new(stream, self.context.limits.lock().messages.quota());
         let Err(end) = self.serve_all(&mut connection, session);
         // Of a message that did not get through.
@@ -258,26 +262,35 @@ impl<D: VfioDevice> Thread<D> {
         }
     }
 
+    /// Signals the interrupts that others have left to this thread. Returns when to do it again.
+    fn attend(&self) -> Result<Option<Instant>, End> {
+        let SessionContext { peer, lines, .. } = &self.context;
+        let late = peer.attend();
+        if let Some(complaint) = peer.complaint() {
+            say!(lines, Warn, "{}: signalling interrupts {complaint}", self.device.name());
+        }
+        if peer.has_blocked() { Err(End::Excluded) } else { Ok(late) }
+    }
+
     /// Waits until the client has sent something (`true`) or the caller is to check again.
     fn wait(&self, connection: &mut Connection) -> Result<bool, End> {
         let now = Instant::now();
         connection.accept = connection.accept.filter(|&until| until > now);
         // At least a millisecond: with 0, poll would not sleep at all.
-        let timeout = connection.accept.map(|until| (until - now).max(Duration::from_millis(1)));
+        let late = self.attend()?;
+        let timeout = [connection.accept, late].into_iter().flatten().min();
+        let timeout = timeout.map(|until| until.saturating_duration_since(now).max(Duration::from_millis(1)));
         let more = connection.has_more();
         let timeout = if more { Some(Duration::ZERO) } else { timeout };
         let fds = [
             Some(sys::borrow(&self.door.stop)),
-            Some(sys::borrow(&self.attention)),
+            Some(self.context.peer.attention()),
             Some(connection.stream.as_fd()),
             self.door.listener.as_ref().filter(|_| connection.accept.is_none()).map(|listener| listener.as_fd()),
         ];
         match sys::wait_readable(fds, timeout)? {
             [true, ..] => Err(removed()),
-            [_, true, ..] => {
-                let _ = self.attention.read();
-                self.context.alarm.take().map_or(Ok(false), |misuse| Err(End::Excluded(misuse)))
-            }
+            [_, true, ..] => Ok(false),
             [_, _, readable, _] if readable || more => Ok(true),
             // Turned away only if the first client is still connected, checked after the second one has arrived: a client
             // that closes and reconnects, perhaps between the two checks, must find its old connection ended.

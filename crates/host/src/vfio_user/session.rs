@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Quota,
-    socket::{Alarm, Call, CallFd, Disposal, Limits, Lines, MemoryFile, Refused, say},
+    socket::{Call, CallFd, Disposal, Limits, Lines, MemoryFile, Peer, Refused, say},
 };
 use libc::{EINVAL, ENOTSUP};
 use parking_lot::Mutex;
@@ -38,7 +38,7 @@ pub(super) struct SessionContext {
     pub limits: Arc<Mutex<Limits>>,
     pub lines: Lines,
     /// Raised when the descriptor of an interrupt blocks.
-    pub alarm: Arc<Alarm>,
+    pub peer: Arc<Peer>,
     /// Closes refused descriptors.
     pub disposal: Disposal,
 }
@@ -272,7 +272,7 @@ impl<D: VfioDevice> Session<D> {
         let mut calls = Vec::with_capacity(files.len());
         while !files.is_empty() {
             let fd = CallFd::new(files.remove(0)).map_err(|refused| self.refuse_file("interrupt", refused))?;
-            calls.push(Call::new(fd, self.context.alarm.clone()));
+            calls.push(Call::new(fd, &self.context.peer));
         }
         let mut calls = calls.into_iter();
         let interrupts = self.device.interrupts();

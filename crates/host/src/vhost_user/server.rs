@@ -11,8 +11,8 @@ use crate::{
     Quota,
     notes::Notes,
     socket::{
-        Access, Alarm, Current, Disposal, Door, Limits, Lines, Misuse, Place, RETRY, Serving, SocketError, bind, close,
-        say,
+        Access, Current, Disposal, Door, EXCLUSION, Limits, Lines, Peer, Place, RETRY, Serving, SocketError, bind,
+        close, say,
     },
     sys,
 };
@@ -123,7 +123,7 @@ impl Socket {
         .unzip();
         sys::guard::start().map_err(failed)?;
         let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(failed)?;
-        let alarm = Arc::new(Alarm::new(attention.try_clone().map_err(failed)?));
+        let peer = Arc::new(Peer::new().map_err(failed)?);
         let lines = Lines::new(name, limits.lines);
         let connects = Arc::new(limits.connects.quota());
         let limits = Arc::new(parking_lot::Mutex::new(limits));
@@ -131,14 +131,8 @@ impl Socket {
         let device = make().map_err(failed)?;
         // Notes have one writer: they are opened once this process has the socket.
         let notes = Notes::open(name, path, device.vrings().len());
-        let context = SessionContext {
-            limits,
-            lines,
-            alarm,
-            disposal: Disposal::default(),
-            notes,
-            inflight: LastUsed::default(),
-        };
+        let context =
+            SessionContext { limits, lines, peer, disposal: Disposal::default(), notes, inflight: LastUsed::default() };
         let current = Current::default();
         let thread = {
             let stop = stop.try_clone().map_err(failed)?;
@@ -181,8 +175,8 @@ struct Thread<D> {
 enum End {
     /// The reason, for the log.
     Closed(String),
-    /// Notifications to the frontend cost others too much.
-    Excluded(Misuse),
+    /// Notifying the frontend blocked.
+    Excluded,
 }
 
 fn closed(why: &str) -> End {
@@ -214,14 +208,20 @@ impl<D: VhostDevice> Thread<D> {
             close(&self.current);
             self.device.disconnected();
             // Also of a frontend that has left since.
-            let end = end.map(|end| self.context.alarm.take().map_or(end, End::Excluded));
+            let end = end.map(|end| if self.context.peer.has_blocked() { End::Excluded } else { end });
+            self.context.peer.reset();
             let mut pause = self.door.listener.is_none().then_some(RETRY);
             match end {
                 Ok(End::Closed(why)) => say!(lines, Info, "{name}: frontend disconnected: {why}"),
-                Ok(End::Excluded(misuse)) => {
+                Ok(End::Excluded) => {
                     self.device.count_fault(None);
-                    pause = Some(misuse.exclusion());
-                    say!(lines, Error, "{name}: frontend disconnected: writing to a call or err descriptor {misuse}");
+                    pause = Some(EXCLUSION);
+                    say!(
+                        lines,
+                        Error,
+                        "{name}: frontend disconnected: a write to a call or err descriptor blocked (counter full and O_NONBLOCK \
+                         cleared), expected one that does not block; no new connection for {EXCLUSION:?}"
+                    );
                 }
                 Err(_) => {
                     self.device.count_fault(None);
@@ -264,7 +264,7 @@ impl<D: VhostDevice> Thread<D> {
             Err(error) => return End::Closed(error.to_string()),
         };
         *self.current.lock() = Some(current);
-        self.context.alarm.reset();
+        self.context.peer.reset();
         let messages = self.context.limits.lock().messages.quota();
         let mut idle = Idle::default();
         let mut handler = BackendReqHandler::from_stream(stream, session.clone());
@@ -288,18 +288,30 @@ impl<D: VhostDevice> Thread<D> {
         }
     }
 
+    /// Sends the notifications that others have left to this thread. Returns when to do it again.
+    fn attend(&self) -> Result<Option<Instant>, End> {
+        let SessionContext { peer, lines, .. } = &self.context;
+        let late = peer.attend();
+        if let Some(complaint) = peer.complaint() {
+            say!(lines, Warn, "{}: writes to call and err descriptors {complaint}", self.device.name());
+        }
+        if peer.has_blocked() { Err(End::Excluded) } else { Ok(late) }
+    }
+
     /// Waits until the frontend has sent something (`true`) or the caller is to check again.
     fn wait(&self, socket: &UnixStream, idle: &mut Idle) -> Result<bool, End> {
         let now = Instant::now();
         idle.accept = idle.accept.filter(|&until| until > now);
         idle.read = idle.read.filter(|&until| until > now);
-        let timeout = [idle.read, idle.accept].into_iter().flatten().min();
+        let late = self.attend()?;
+        let timeout = [idle.read, idle.accept, late].into_iter().flatten().min();
         // At least a millisecond: with 0, poll would not sleep at all.
-        let timeout = timeout.map(|until| (until - now).max(Duration::from_millis(1)));
+        let timeout = timeout.map(|until| until.saturating_duration_since(now).max(Duration::from_millis(1)));
         let listener = self.door.listener.as_ref().filter(|_| idle.accept.is_none());
         let fds = [
             Some(sys::borrow(&self.door.stop)),
             Some(sys::borrow(&self.attention)),
+            Some(self.context.peer.attention()),
             Some(socket.as_fd()).filter(|_| idle.read.is_none()),
             listener.map(|listener| listener.as_fd()),
         ];
@@ -307,10 +319,10 @@ impl<D: VhostDevice> Thread<D> {
             Ok([true, ..]) => Err(closed("the device is being removed")),
             Ok([_, true, ..]) => {
                 let _ = self.attention.read();
-                let misuse = self.context.alarm.take();
-                Err(misuse.map_or(closed("an error has stopped the device (see the line above)"), End::Excluded))
+                Err(closed("an error has stopped the device (see the line above)"))
             }
-            Ok([_, _, true, _]) => Ok(true),
+            Ok([_, _, true, ..]) => Ok(false),
+            Ok([_, _, _, true, _]) => Ok(true),
             // Turned away only if the first frontend is still connected, checked after the second one has arrived: a
             // frontend that closes and reconnects, perhaps between the two checks, must find its old connection ended.
             Ok([.., true]) => match sys::wait_readable([Some(socket.as_fd())], Some(Duration::ZERO)) {

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     Quota,
     notes::Notes,
-    socket::{Alarm, ChannelFd, Disposal, Kick, Limits, Lines, MemoryFile, Refused, say},
+    socket::{ChannelFd, Disposal, Kick, Limits, Lines, MemoryFile, Peer, Refused, say},
 };
 use parking_lot::Mutex;
 use ringroad_mem::Table;
@@ -40,7 +40,7 @@ pub(crate) struct SessionContext {
     pub limits: Arc<Mutex<Limits>>,
     pub lines: Lines,
     /// Raised when a notification to the frontend blocks.
-    pub alarm: Arc<Alarm>,
+    pub peer: Arc<Peer>,
     /// Closes refused descriptors.
     pub disposal: Disposal,
     /// Where the positions of the device's rings are recorded.

@@ -37,7 +37,7 @@ impl<D: VhostDevice> Session<D> {
     fn set_fd(&mut self, index: u8, file: Option<File>, err: bool) -> Result<()> {
         let (index, file) = self.vring_with_file(index, file)?;
         let call = match file.map(CallFd::new).transpose() {
-            Ok(fd) => fd.map(|fd| Call::new(fd, self.context.alarm.clone())),
+            Ok(fd) => fd.map(|fd| Call::new(fd, &self.context.peer)),
             Err(refused) => return self.refuse_file(Some(index), if err { "err" } else { "call" }, refused),
         };
         if let Some(vring) = self.device.vrings().get(index) {
