@@ -89,7 +89,7 @@ impl<'a, S: Side> Leader<'a, S> {
 
     /// Blocks until there are packets, unless there are some already.
     pub(super) fn wait(&self, until: Option<Instant>) {
-        if !self.0.enable() {
+        if !self.0.enable(true) {
             self.0.host.wait(until);
         }
     }

@@ -107,12 +107,17 @@ impl<S: Side> Stack<S> {
 
     /// Turns notifications on. Returns `true` if packets have arrived already.
     pub fn enable_notification(&self) -> bool {
-        !self.led.load(Ordering::SeqCst) && self.enable()
+        self.enable(false)
     }
 
     /// Turns notifications on, for the worker or for a leader. Returns `true` if packets have arrived already; then they stay off.
-    pub(crate) fn enable(&self) -> bool {
+    /// Does nothing for the worker if there is a leader.
+    pub(crate) fn enable(&self, for_leader: bool) -> bool {
         let mut incoming = self.incoming.lock();
+        // Under the lock: a leader that comes later turns notifications on after this has turned them off.
+        if self.led.load(Ordering::SeqCst) != for_leader {
+            return false;
+        }
         let Incoming { inlet: Some(inlet), pollers: 0, .. } = &mut *incoming else { return false };
         if !inlet.enable_notification() {
             return false;
@@ -171,9 +176,10 @@ impl<S: Side> Stack<S> {
 
     /// There is no leader any more: the worker takes over.
     pub(crate) fn leave_lead(&self) {
-        // Either the worker sees the store, or `enable` below finds the packets that it has left alone.
+        // Either the worker sees the store, or `enable` below finds the packets that it has left alone. If there is the next leader
+        // already, it finds them.
         self.led.store(false, Ordering::SeqCst);
-        if self.enable() {
+        if self.enable(false) {
             self.host.wake();
         }
     }

@@ -2,11 +2,22 @@
 
 use super::{FIRST_PORT, Settings, Stack};
 use crate::{
-    device::DeviceSide,
-    side::{Host, NoRelay, OpenResult, Queue},
+    device::{DeviceSide, RxQueue},
+    payload::Payload,
+    side::{Host, Inlet, NoRelay, OpenResult, Queue, Side, Taken},
     types::{Addr, Broken, Key, SocketType},
 };
-use std::{io, task::Waker, time::Instant};
+use ringroad_wire::vsock_hdr::VsockHdr;
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::Waker,
+    thread,
+    time::Instant,
+};
 
 struct NullHost;
 
@@ -46,4 +57,75 @@ fn ephemeral_ports_wrap_around_and_skip_those_in_use() {
     assert_eq!(ask(81).unwrap(), u32::MAX - 2, "free for another peer port");
     assert_eq!((ask(80).unwrap(), ask(80).unwrap()), (FIRST_PORT + 4, FIRST_PORT + 5));
     assert_eq!(ask(80).unwrap_err().kind(), io::ErrorKind::QuotaExceeded, "the connection limit is reached");
+}
+
+/// A ring of which only the notifications matter.
+#[derive(Default)]
+struct Ring {
+    has_packets: bool,
+    notifies: Arc<AtomicBool>,
+}
+
+impl Inlet for Ring {
+    fn take(&mut self, _: impl FnMut(VsockHdr, Payload<'_>)) -> Result<Taken, Broken> {
+        Ok(Taken::default())
+    }
+
+    fn wants_notification(&mut self) -> bool {
+        false
+    }
+
+    fn enable_notification(&mut self) -> bool {
+        self.notifies.store(true, Ordering::Relaxed);
+        self.has_packets
+    }
+
+    fn disable_notification(&mut self) {
+        self.notifies.store(false, Ordering::Relaxed);
+    }
+}
+
+struct TestSide;
+
+impl Side for TestSide {
+    type Link = RxQueue;
+    type Inlet = Ring;
+    type Relay = NoRelay;
+}
+
+/// A leader that leaves, and a worker that goes idle, leave the notifications of the next leader alone: a packet may just have arrived
+/// of which nobody but that leader would be notified.
+#[test]
+fn the_next_leader_is_notified() {
+    for leaves in [true, false] {
+        let stack = Arc::new(Stack::<TestSide>::new(2, Some(3), Settings::default(), Box::new(NullHost)));
+        let notifies = Arc::new(AtomicBool::new(false));
+        stack.set_inlet(Some(Ring { has_packets: false, notifies: notifies.clone() }));
+        let mut incoming = stack.incoming.lock();
+        assert!(!leaves || stack.take_lead());
+        let other = thread::spawn({
+            let stack = stack.clone();
+            move || {
+                if leaves {
+                    stack.leave_lead();
+                } else {
+                    assert!(!stack.enable_notification());
+                }
+            }
+        });
+        // It waits for the lock, or, once in a while, has not got so far.
+        thread::sleep(std::time::Duration::from_millis(50));
+        while !stack.take_lead() {
+            thread::yield_now();
+        }
+        // The next leader sleeps by the time a packet arrives.
+        if let Some(inlet) = &mut incoming.inlet {
+            assert!(!inlet.enable_notification());
+            inlet.has_packets = true;
+        }
+        drop(incoming);
+        other.join().unwrap();
+        assert!(notifies.load(Ordering::Relaxed));
+        assert!(stack.enable(true), "the next leader sees it");
+    }
 }
