@@ -23,44 +23,38 @@ use vmm_sys_util::{
     timerfd::TimerFd,
 };
 
-/// How long an unread socket waits for its second write: usually longer than User-Mode Linux takes to read it, much shorter
-/// than its tick of 10 ms.
-const PATIENCE: Duration = Duration::from_micros(100);
-
 /// How long to wait for other threads that are signalling a descriptor: the guard interrupts a write that blocks sooner.
 const RETIREMENT: Duration = Duration::from_millis(100);
+const RECHECK: Duration = Duration::from_micros(100);
 
 /// A frontend's descriptor for notifications, an eventfd or a socket. Cheap to clone, so that no lock is held while
 /// signalling.
 ///
 /// User-Mode Linux sends a socket and makes it raise a signal. It misses a signal that arrives just before its idle loop
 /// sleeps, until its next timer tick (Linux 7.2: `os_idle_sleep` checks for pending timer signals only). To avoid that delay,
-/// a socket that is still unread a moment later is written to a second time.
+/// a socket that is still unread a moment later is written to again, and again.
 #[derive(Clone)]
 pub(crate) struct Call(Arc<Inner>);
 
 struct Inner {
     target: Arc<Target>,
-    reminder: Option<Reminder>,
+    /// Dropped with the last clone.
+    _reminder: Option<Reminder>,
 }
 
 impl Call {
     /// A descriptor that a peer has sent.
     pub(crate) fn new(fd: CallFd, peer: &Arc<Peer>) -> Call {
-        let is_socket = fd.is_socket();
-        let target = Target::new(fd, peer.clone());
-        let reminder = if is_socket { Reminder::new(&target).ok() } else { None };
-        Call(Arc::new(Inner { target, reminder }))
+        let timer = if fd.is_socket() { TimerFd::new().ok() } else { None };
+        let target = Target::new(fd, timer, peer.clone());
+        let reminder = Reminder::new(&target).unwrap_or(None);
+        Call(Arc::new(Inner { target, _reminder: reminder }))
     }
 
     /// Notifies the frontend. A peer whose descriptor is full misses the notification; one that made a write block is not
     /// notified any more.
     pub(crate) fn signal(&self) {
-        let Inner { target, reminder } = &*self.0;
-        target.write();
-        if let Some(reminder) = reminder {
-            let _ = reminder.timer.lock().reset(PATIENCE, None);
-        }
+        self.0.target.write();
     }
 
     #[cfg(test)]
@@ -73,31 +67,30 @@ impl Call {
     pub(crate) fn retire(self) {
         let start = Instant::now();
         while Arc::strong_count(&self.0) > 1 && start.elapsed() < RETIREMENT {
-            thread::sleep(PATIENCE);
+            thread::sleep(RECHECK);
         }
     }
 }
 
-/// A timer for one socket, restarted by each notification.
+/// A socket's entry at the [`Clock`].
 struct Reminder {
     key: u64,
-    timer: Mutex<TimerFd>,
     clock: Arc<Clock>,
 }
 
 impl Reminder {
-    fn new(target: &Arc<Target>) -> io::Result<Reminder> {
+    /// Returns `None` if the target has no timer.
+    fn new(target: &Arc<Target>) -> io::Result<Option<Reminder>> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
+        let Some(timer) = &target.timer else { return Ok(None) };
         let clock = Clock::get()?;
-        let timer = TimerFd::new()?;
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
         clock.targets.lock().insert(key, target.clone());
-        let reminder = Reminder { key, timer: Mutex::new(timer), clock };
-        // Edge-triggered, so that the timer need not be read. The timer is closed, and leaves the epoll, before its key is
-        // removed.
+        let reminder = Reminder { key, clock };
+        // Edge-triggered, so that the timer need not be read.
         let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, key);
-        reminder.clock.epoll.ctl(ControlOperation::Add, reminder.timer.lock().as_raw_fd(), event)?;
-        Ok(reminder)
+        reminder.clock.epoll.ctl(ControlOperation::Add, timer.lock().as_raw_fd(), event)?;
+        Ok(Some(reminder))
     }
 }
 
@@ -108,7 +101,7 @@ impl Drop for Reminder {
     }
 }
 
-/// The thread that writes a second time. It is started when a frontend first sends a socket.
+/// The thread that writes again. It is started when a frontend first sends a socket.
 struct Clock {
     epoll: Epoll,
     targets: Mutex<HashMap<u64, Arc<Target>>>,
@@ -134,7 +127,7 @@ impl Clock {
                 if let Some(target) = target
                     && sys::is_unread(target.fd.as_fd()).unwrap_or(false)
                 {
-                    target.write();
+                    target.remind();
                 }
             }
         }
@@ -170,24 +163,29 @@ mod tests {
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
         let call = call(sys::duplicate(&eventfd).unwrap());
         call.signal();
-        thread::sleep(20 * PATIENCE);
+        thread::sleep(20 * RECHECK);
         assert_eq!(eventfd.read().unwrap(), 1);
-        assert!(call.0.reminder.is_none());
+        assert!(call.target().timer.is_none());
     }
 
     #[test]
-    fn an_unread_socket_is_written_twice() {
-        let (call, theirs) = socket();
+    fn an_unread_socket_is_written_to_again() {
+        let (call, mut theirs) = socket();
         call.signal();
         let (mut bytes, start) = ([0; 64], Instant::now());
         let peek = |bytes: &mut [u8]| sys::peek(theirs.as_fd(), bytes).unwrap_or(0);
-        while peek(&mut bytes) < 16 {
-            assert!(start.elapsed() < Duration::from_secs(5), "no second notification");
+        while peek(&mut bytes) < 32 {
+            assert!(start.elapsed() < Duration::from_secs(5), "no fourth notification");
             thread::yield_now();
         }
-        thread::sleep(20 * PATIENCE);
-        assert_eq!(peek(&mut bytes), 16, "expected no third notification");
-        assert_eq!(bytes[..16], [1u64, 1].map(u64::to_ne_bytes).concat());
+        assert!(start.elapsed() > 7 * RECHECK, "each wait is longer than the one before");
+        assert_eq!(bytes[..32], [1u64; 4].map(u64::to_ne_bytes).concat());
+        // Until it is read, but for one that is on its way.
+        while theirs.read(&mut bytes).is_ok() {}
+        thread::sleep(Duration::from_millis(50));
+        let _ = theirs.read(&mut bytes);
+        thread::sleep(Duration::from_millis(100));
+        assert!(theirs.read(&mut bytes).is_err(), "it was read");
     }
 
     #[test]
@@ -198,8 +196,8 @@ mod tests {
             let start = Instant::now();
             call.signal();
             assert_eq!(theirs.read(&mut [0; 64]).unwrap(), 8);
-            let in_time = start.elapsed() < PATIENCE;
-            thread::sleep(10 * PATIENCE);
+            let in_time = start.elapsed() < RECHECK;
+            thread::sleep(10 * RECHECK);
             assert!(!in_time || theirs.read(&mut [0; 64]).is_err());
             in_time
         });
@@ -209,8 +207,8 @@ mod tests {
     #[test]
     fn a_dropped_call_closes_its_descriptors() {
         let (call, theirs) = socket();
-        let clock = call.0.reminder.as_ref().unwrap().clock.clone();
-        let key = call.0.reminder.as_ref().unwrap().key;
+        let clock = call.0._reminder.as_ref().unwrap().clock.clone();
+        let key = call.0._reminder.as_ref().unwrap().key;
         assert!(clock.targets.lock().contains_key(&key));
         drop(call);
         assert!(!clock.targets.lock().contains_key(&key));

@@ -9,14 +9,23 @@ use std::{
     os::fd::BorrowedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::{Duration, Instant},
 };
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::{
+    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
+    timerfd::TimerFd,
+};
 
 /// How long a peer that made a write block cannot reconnect: each attempt costs other ports a few milliseconds.
 pub(crate) const EXCLUSION: Duration = Duration::from_secs(1);
+
+/// How long an unread socket waits for a second write: usually longer than User-Mode Linux takes to read it, much shorter
+/// than its tick of 10 ms.
+const PATIENCE: Duration = Duration::from_micros(100);
+/// How many times an unread socket is written to again. Each wait is twice as long as the one before, together 0.8 s.
+const REMINDERS: u32 = 13;
 
 /// Whom a socket's thread serves, as those see it who notify it; one for all its connections.
 pub(crate) struct Peer {
@@ -47,6 +56,10 @@ impl fmt::Display for Complaint {
 /// A descriptor that is written to.
 pub(super) struct Target {
     pub(super) fd: CallFd,
+    /// Restarted by each notification, for those that may need a second write.
+    pub(super) timer: Option<Mutex<TimerFd>>,
+    /// How many times it was written to again since the last notification.
+    reminders: AtomicU32,
     /// Whose it is.
     peer: Arc<Peer>,
     /// It is among [`Peer::late`].
@@ -79,7 +92,7 @@ impl Peer {
             let Some(target) = self.late.lock().pop_front() else { break };
             // Before the write: a notification from now on needs another one.
             target.is_late.swap(false, Ordering::AcqRel);
-            self.write(&target.fd);
+            target.write_now();
         }
         if !self.late.lock().is_empty() {
             let _ = self.attention.write(1);
@@ -106,28 +119,60 @@ impl Peer {
         // May be left over from the connection before.
         let _ = self.attention.read();
     }
-
-    #[inline]
-    fn write(&self, fd: &CallFd) {
-        if self.cost.time(|| fd.add_one()).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
-            self.blocked.store(true, Ordering::Release);
-            let _ = self.attention.write(1);
-        }
-    }
 }
 
 impl Target {
-    pub(super) fn new(fd: CallFd, peer: Arc<Peer>) -> Arc<Target> {
-        Arc::new(Target { fd, peer, is_late: AtomicBool::new(false) })
+    pub(super) fn new(fd: CallFd, timer: Option<TimerFd>, peer: Arc<Peer>) -> Arc<Target> {
+        Arc::new(Target {
+            fd,
+            timer: timer.map(Mutex::new),
+            reminders: AtomicU32::new(0),
+            peer,
+            is_late: AtomicBool::new(false),
+        })
     }
 
     /// Notifies the peer, or has the socket's thread do it.
     #[inline]
     pub(super) fn write(self: &Arc<Self>) {
-        if self.peer.has_blocked() {
+        if self.peer.cost.is_dear() { self.leave() } else { self.write_now() }
+    }
+
+    /// Notifies the peer and starts the timer.
+    #[inline]
+    fn write_now(&self) {
+        self.notify();
+        if self.timer.is_some() {
+            self.reminders.store(0, Ordering::Relaxed);
+            self.wait(PATIENCE);
+        }
+    }
+
+    /// Notifies a peer again that has not read what was written. It may have missed that too, so the timer is started again.
+    pub(super) fn remind(&self) {
+        self.notify();
+        let count = self.reminders.fetch_add(1, Ordering::Relaxed) + 1;
+        if count < REMINDERS {
+            self.wait(PATIENCE * (1 << count));
+        }
+    }
+
+    fn wait(&self, time: Duration) {
+        if let Some(timer) = &self.timer {
+            let _ = timer.lock().reset(time, None);
+        }
+    }
+
+    #[inline]
+    fn notify(&self) {
+        let Target { peer, fd, .. } = self;
+        if peer.has_blocked() {
             return;
         }
-        if self.peer.cost.is_dear() { self.leave() } else { self.peer.write(&self.fd) }
+        if peer.cost.time(|| fd.add_one()).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
+            peer.blocked.store(true, Ordering::Release);
+            let _ = peer.attention.write(1);
+        }
     }
 
     /// Leaves a write to the socket's thread.
