@@ -1,7 +1,6 @@
 //! What the Unix sockets of all protocols need against their peers: `place` creates them, `limits` bounds what a peer may use,
-//! `descriptor` validates the descriptors that it sends, `call` notifies it without blocking, `peer` and `cost`
-//! bound what that may cost, `door`
-//! lets one in at a time, `serving` ends the thread that serves it. Used by `vhost_user`, `vfio_user` and `vsock`.
+//! `descriptor` validates the descriptors that it sends, `call` notifies it without blocking, `peer` and `cost` bound what that may
+//! cost, `door` lets one in at a time, `serving` ends the thread that serves it. Used by `vhost_user`, `vfio_user` and `vsock`.
 
 mod call;
 mod cost;
