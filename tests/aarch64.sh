@@ -26,6 +26,16 @@ mount --bind "${CARGO_HOME:-$HOME/.cargo}" "$forky/mnt/cargo"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
+# What the emulator does not do: it answers MADV_REMOVE with success and frees nothing, and leaves RLIMIT_DATA alone. These
+# tests are of just that; the kernel's own part is the same on all CPUs.
+skip=()
+for test in words::tests::clearing_frees_whole_pages_and_nothing_beside_the_words \
+  zeros::tests::a_truncation_is_survived_without_private_memory \
+  zeros::tests::a_truncation_is_survived_without_shared_memory \
+  zeros::tests::what_replaces_a_mapping_is_never_seen_in_another; do
+  skip+=(--skip "$test")
+done
+
 emulator="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 status=0
 chroot "$forky" env -u RUSTUP_TOOLCHAIN PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root CARGO_HOME=/mnt/cargo \
@@ -33,7 +43,7 @@ chroot "$forky" env -u RUSTUP_TOOLCHAIN PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=
   CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
   CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$emulator" \
   cargo test --offline --locked --no-fail-fast --manifest-path /mnt/source/Cargo.toml \
-  --target aarch64-unknown-linux-gnu "$@" 2>&1 | tee "$log" || status=1
+  --target aarch64-unknown-linux-gnu "$@" -- "${skip[@]}" 2>&1 | tee "$log" || status=1
 
 sum() { grep -oE "[0-9]+ $1" "$log" | awk '{ sum += $1 } END { print sum + 0 }'; }
 passed=$(sum passed)

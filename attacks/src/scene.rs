@@ -10,8 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The least p99 that a victim's is compared with, and five times the least p50: below it a loaded machine's scheduler decides.
-const FLOOR: Duration = Duration::from_millis(5);
+/// How much worse a victim's latencies may be than without the attack.
+const TIMES: u32 = 5;
+/// How often an attack whose victims fared worse is compared with the same on another daemon.
+const ROUNDS: usize = 3;
 /// By how much the daemon's own memory may grow.
 pub const BUDGET: u64 = 256 << 20;
 /// How long the daemon may take to end.
@@ -33,36 +35,41 @@ fn beside_a_spinner(time: Duration) {
     });
 }
 
+/// What the victims had: frames, echo.
+type Pair = [Figures; 2];
+
 /// A daemon with victims at work. Ports v1, v2 (victims), f1, f2x (free, for frontends that come later), vsock ve (cid 1000).
-#[derive(Debug)]
+#[expect(missing_debug_implementations, reason = "a function has none")]
 pub struct Scene {
     /// The daemon under attack.
     pub daemon: Daemon,
     /// What was wrong so far.
     pub failures: Vec<String>,
-    net: Option<Victim>,
-    echo: Option<Victim>,
+    victims: [Victim; 2],
     /// What victims have without an attack: alone, or beside a thread that takes as much of the CPU as an attacker and does nothing
     /// with it, whichever is worse. What the scheduler costs is not the daemon's doing.
-    calm: [Figures; 2],
+    calm: Pair,
+    setup: Box<dyn Fn(&mut Config)>,
+    stderr: Stderr,
     memory: u64,
     _serial: MutexGuard<'static, ()>,
 }
 
 impl Scene {
     /// Starts all, with more ports as `setup` says, and looks at the victims for two seconds.
-    pub fn new(setup: impl FnOnce(&mut Config)) -> Scene {
+    pub fn new(setup: impl Fn(&mut Config) + 'static) -> Scene {
         Scene::with(Stderr::File, setup)
     }
 
     /// The same with another standard error of the daemon.
-    pub fn with(stderr: Stderr, setup: impl FnOnce(&mut Config)) -> Scene {
+    pub fn with(stderr: Stderr, setup: impl Fn(&mut Config) + 'static) -> Scene {
         let serial = SERIAL.lock().unwrap_or_else(PoisonError::into_inner);
-        let daemon = Daemon::start_with(stderr, |config| {
+        let setup: Box<dyn Fn(&mut Config)> = Box::new(move |config| {
             ["v1", "v2", "f1", "f2x"].iter().for_each(|name| config.port(name));
             config.vsock("ve", 1000, "");
             setup(config);
         });
+        let daemon = Daemon::start_with(stderr, &setup);
         let net = Victim::net(&daemon, "v1", "v2", true).expect("victims connect");
         let echo = Victim::echo(&daemon, "ve", false).expect("an echo connects");
         thread::sleep(Duration::from_millis(200));
@@ -78,7 +85,8 @@ impl Scene {
         let memory = daemon.memory();
         assert!(calm[0].rate > 8000.0 && calm[1].rate > 300.0, "the machine is too busy to judge anything: {calm:?}");
         daemon.peak();
-        Scene { daemon, failures: Vec::new(), net: Some(net), echo: Some(echo), calm, memory, _serial: serial }
+        let victims = [net, echo];
+        Scene { daemon, failures: Vec::new(), victims, calm, setup, stderr, memory, _serial: serial }
     }
 
     /// Says what must hold; what does not is remembered, and the test fails at its end.
@@ -90,45 +98,40 @@ impl Scene {
         }
     }
 
-    /// The victims' figures since this was asked last: frames, echo.
-    pub fn figures(&self) -> [Option<Figures>; 2] {
-        [&self.net, &self.echo].map(|victim| victim.as_ref().map(Victim::figures))
-    }
-
-    /// Attacks for a time, in a thread that yields to all others, and judges what the victims had meanwhile.
-    pub fn attack<T: Send>(&mut self, seconds: f64, attack: impl FnOnce(&Daemon, Instant) -> T + Send) -> T {
-        self.figures();
-        let start = Instant::now();
-        let until = start + Duration::from_secs_f64(seconds);
-        let daemon = &self.daemon;
-        let result = thread::scope(|scope| {
-            let attacker = scope.spawn(|| {
-                crate::be_nice();
-                attack(daemon, until)
-            });
-            let result = attacker.join();
-            // What it has left behind counts as well.
-            thread::sleep(until.saturating_duration_since(Instant::now()));
-            result
-        });
-        self.judge(start.elapsed());
-        match result {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
+    /// Attacks for a time, in a thread that yields to all others, and judges what the victims had meanwhile: against what they
+    /// have without an attack, and if that was better by more than five times, against the same attack on another daemon beside
+    /// theirs, which takes as much of the machine but nothing of their daemon.
+    pub fn attack<T: Send>(&mut self, seconds: f64, attack: impl Fn(&Daemon, Instant) -> T + Sync) -> T {
+        let (result, mut seen) = suffer(&self.victims, &self.daemon, seconds, &attack);
+        println!("during {seconds:.1} s: frames {}; echo {}", seen[0], seen[1]);
+        let mut least = self.calm;
+        if late(&seen, &least).next().is_some() {
+            let decoy = Daemon::start_with(self.stderr, &self.setup);
+            let mut rounds = (vec![seen], Vec::new());
+            loop {
+                rounds.1.push(suffer(&self.victims, &decoy, seconds, &attack).1);
+                seen = median(&rounds.0);
+                let beside = median(&rounds.1);
+                println!("the same on another daemon: frames {}; echo {}", beside[0], beside[1]);
+                least = [0, 1].map(|index| self.calm[index].worse(&beside[index]));
+                if late(&seen, &least).next().is_none() || rounds.1.len() == ROUNDS {
+                    break;
+                }
+                rounds.0.push(suffer(&self.victims, &self.daemon, seconds, &attack).1);
+                println!("again: frames {}; echo {}", rounds.0[rounds.0.len() - 1][0], rounds.0[rounds.0.len() - 1][1]);
+            }
         }
+        let late: Vec<String> = late(&seen, &least).collect();
+        late.into_iter().for_each(|what| self.check(false, what));
+        self.judge(&seen);
+        result
     }
 
-    /// Judges the victims and the daemon over the time since the figures were asked last.
-    pub fn judge(&mut self, took: Duration) {
-        let now = self.figures();
-        for (index, (name, figures)) in ["frames", "echo"].into_iter().zip(now).enumerate() {
-            let (Some(now), calm) = (figures, self.calm[index]) else { continue };
-            println!("during {took:.1?}: {name} {now}");
+    /// Judges the victims' rates, and the daemon.
+    fn judge(&mut self, seen: &Pair) {
+        for (index, name) in NAMES.into_iter().enumerate() {
+            let (now, calm) = (seen[index], self.calm[index]);
             self.check(now.rate >= 0.9 * calm.rate, format!("{name}: {:.0}/s, calm {:.0}/s", now.rate, calm.rate));
-            let most = (5 * calm.p99).max(FLOOR);
-            self.check(now.p99 <= most, format!("{name}: p99 {:.1?}, calm {:.1?}", now.p99, calm.p99));
-            let most = (5 * calm.p50).max(FLOOR / 5);
-            self.check(now.p50 <= most, format!("{name}: p50 {:.1?}, calm {:.1?}", now.p50, calm.p50));
             self.check(now.disorder == 0, format!("{name}: {} out of order", now.disorder));
         }
         let alive = self.daemon.is_alive();
@@ -149,7 +152,60 @@ impl Scene {
             println!("SIGTERM: {took:?}");
             self.check(took.is_some_and(|took| took <= END), format!("SIGTERM ended the daemon in {took:?}"));
         }
-        (self.net, self.echo) = (None, None);
+        drop(self.victims);
         assert!(self.failures.is_empty(), "{:#?}", self.failures);
     }
+}
+
+const NAMES: [&str; 2] = ["frames", "echo"];
+
+/// Attacks a daemon for a time, and says what the victims had meanwhile.
+fn suffer<T: Send>(
+    victims: &[Victim; 2],
+    daemon: &Daemon,
+    seconds: f64,
+    attack: &(impl Fn(&Daemon, Instant) -> T + Sync),
+) -> (T, Pair) {
+    let _ = victims.each_ref().map(Victim::figures);
+    let until = Instant::now() + Duration::from_secs_f64(seconds);
+    let result = thread::scope(|scope| {
+        let attacker = scope.spawn(|| {
+            crate::be_nice();
+            attack(daemon, until)
+        });
+        attacker.join()
+    });
+    // What it has left behind counts as well.
+    thread::sleep(until.saturating_duration_since(Instant::now()));
+    let seen = victims.each_ref().map(Victim::figures);
+    (result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)), seen)
+}
+
+/// What came too late, compared with what is the least that can be had.
+fn late<'a>(seen: &'a Pair, least: &'a Pair) -> impl Iterator<Item = String> + 'a {
+    let figures = [("p50", (|figures| figures.p50) as fn(&Figures) -> Duration), ("p99", |figures| figures.p99)];
+    let all =
+        NAMES.into_iter().enumerate().flat_map(move |(index, name)| figures.map(|(what, of)| (index, name, what, of)));
+    all.filter_map(move |(index, name, what, of)| {
+        let (now, least) = (of(&seen[index]), of(&least[index]));
+        (now > TIMES * least).then(|| format!("{name}: {what} {now:.1?}, without the attack {least:.1?}"))
+    })
+}
+
+/// The median of each latency over some rounds, the least rate and all disorder.
+fn median(rounds: &[Pair]) -> Pair {
+    [0, 1].map(|index| {
+        let middle = |of: fn(&Figures) -> Duration| {
+            let mut all: Vec<Duration> = rounds.iter().map(|round| of(&round[index])).collect();
+            all.sort_unstable();
+            all[(all.len() - 1) / 2]
+        };
+        Figures {
+            rate: rounds.iter().map(|round| round[index].rate).fold(f64::INFINITY, f64::min),
+            p50: middle(|figures| figures.p50),
+            p99: middle(|figures| figures.p99),
+            max: middle(|figures| figures.max),
+            disorder: rounds.iter().map(|round| round[index].disorder).sum(),
+        }
+    })
 }

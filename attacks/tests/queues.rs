@@ -208,7 +208,7 @@ impl Attacker {
 #[test]
 fn queues_that_change_all_the_time_under_garbage() {
     let keys = format!("queues = {PAIRS}");
-    let mut scene = Scene::new(|config| ["a1", "a2"].iter().for_each(|name| config.port_with(name, &keys)));
+    let mut scene = Scene::new(move |config| ["a1", "a2"].iter().for_each(|name| config.port_with(name, &keys)));
     let all = scene.attack(4.0, |daemon, until| {
         let connect = |name, packed| Attacker::connect(&daemon.socket(name), packed).expect("it connects");
         let (mut one, mut other) = (connect("a1", false), connect("a2", true));
