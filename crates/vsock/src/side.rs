@@ -8,7 +8,7 @@ use crate::{
     wrong::Violation,
 };
 use ringroad_wire::vsock_hdr::VsockHdr;
-use std::{io, time::Instant};
+use std::{any::Any, io, panic::resume_unwind, time::Instant};
 
 /// The types of one end of a device: its two rings, and the host sockets its connections can use.
 pub trait Side: Send + Sync + Sized + 'static {
@@ -126,6 +126,12 @@ pub trait Host<R>: Send + Sync {
 
     /// The peer has violated the protocol. Happens as often as the peer likes.
     fn violation(&self, _violation: Violation) {}
+
+    /// Code that sends to this peer on behalf of another one has panicked. The rings are not to be used any more; calls may go
+    /// on until they are taken away. Default: the panic goes on, in the turn of that other one.
+    fn panicked(&self, payload: Box<dyn Any + Send>) {
+        resume_unwind(payload)
+    }
 
     /// The peer requests a connection to a port without a listener in this process.
     fn open(&self, key: Key, kind: SocketType) -> OpenResult<R>;

@@ -17,6 +17,7 @@ use ringroad_mem::Table;
 use ringroad_vsock::{Broken, Events, Host, Key, OpenResult, Queue, SocketType, Stack, Violation};
 use ringroad_wire::vsock_hdr::HOST_CID;
 use std::{
+    any::Any,
     fmt::Arguments,
     io,
     net::SocketAddr,
@@ -254,6 +255,10 @@ impl Host<HostRelay> for Arc<Env> {
             format_args!("{} queue {vring}: {why}; queue stopped, reset the device to continue", self.name),
         );
         self.notifiers.fail(vring);
+    }
+
+    fn panicked(&self, payload: Box<dyn Any + Send>) {
+        self.mail.send(Command::Panicked(payload));
     }
 
     fn violation(&self, violation: Violation) {

@@ -15,6 +15,7 @@ use std::{
     collections::{HashMap, VecDeque},
     net::Shutdown,
     os::unix::net::UnixListener,
+    panic::resume_unwind,
     sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
@@ -285,6 +286,7 @@ impl Member {
                 }
                 Command::Grown(slot) => self.grown.push_back(slot),
                 Command::Close(slot) => self.close(slot),
+                Command::Panicked(payload) => resume_unwind(payload),
             }
             // Each may be several system calls, and a guest can end thousands of connections at once.
             if Instant::now() >= until {

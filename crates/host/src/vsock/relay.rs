@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use ringroad_vsock::{Key, Payload, Relay};
 use socket2::{Domain, SockAddr, SockRef, Socket, Type};
 use std::{
+    any::Any,
     io,
     net::{Shutdown, SocketAddr},
     os::fd::AsFd,
@@ -42,6 +43,8 @@ pub(super) enum Command {
     Grown(u64),
     /// A connection has ended.
     Close(u64),
+    /// Code that used the guest's rings in another guest's turn has panicked: goes on in the guest's own.
+    Panicked(Box<dyn Any + Send>),
 }
 
 /// A host socket, shared by its connection and the worker.

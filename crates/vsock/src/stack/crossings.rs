@@ -11,7 +11,10 @@ use crate::{
     wrong::Wrong,
 };
 use ringroad_wire::vsock_hdr::{self as wire, Op, VsockHdr};
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, atomic::Ordering},
+};
 
 /// Maximum number of buffered messages per direction, however short.
 const MESSAGES: usize = 1 << 16;
@@ -32,7 +35,7 @@ impl<S: Side> Hub<Stack<S>> {
         let sender = sender.clone();
         for (crossing, stack) in ends {
             if let Some(stack) = stack {
-                stack.reset_crossing(crossing);
+                stack.alone(|| stack.reset_crossing(crossing));
             }
         }
         sender
@@ -75,7 +78,7 @@ impl<S: Side> Stack<S> {
     pub(super) fn leave_hub(&self) {
         if let Some(hub) = self.hub.get() {
             let closed = hub.close_all(self.peer.unwrap_or_default());
-            closed.for_each(|(stack, crossing)| stack.reset_crossing(crossing));
+            closed.for_each(|(stack, crossing)| _ = stack.alone(|| stack.reset_crossing(crossing)));
         }
     }
 
@@ -90,13 +93,21 @@ impl<S: Side> Stack<S> {
             Fate::Reset(crossing, wrong) => Err((crossing, wrong)),
             Fate::Forward { crossing, from, to } => {
                 crossing.opposite().update(packet);
-                to.send_crossing(&from, &crossing, op, packet, payload).map_err(|wrong| (crossing, wrong))
+                let sent = to.alone(|| to.send_crossing(&from, &crossing, op, packet, payload));
+                sent.unwrap_or(Ok(())).map_err(|wrong| (crossing, wrong))
             }
         };
         if let Err((crossing, wrong)) = sent {
             hub.reset_violator(&crossing, wrong);
         }
         true
+    }
+
+    /// Does something with this stack's rings in the turn of another guest. A panic is this guest's: that one's turn goes on.
+    /// Returns `None` after one.
+    fn alone<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
+        // What it leaves behind is given up with this stack's rings.
+        catch_unwind(AssertUnwindSafe(what)).map_err(|payload| self.host.panicked(payload)).ok()
     }
 
     /// Sends a packet to the peer that comes from the guest of `sender`.
@@ -131,7 +142,7 @@ impl<S: Side> Stack<S> {
             }
             Op::Reset => {
                 // Data queued for the sender of the reset is of no use any more.
-                let _ = sender.sender.forget(&PacketOwner::Crossing(crossing.reverse()));
+                sender.alone(|| sender.sender.forget(&PacketOwner::Crossing(crossing.reverse())));
                 if self.sender.forget(&owner) {
                     // The destination never saw the request, so it needs no reset either.
                     return Ok(());
@@ -142,7 +153,7 @@ impl<S: Side> Stack<S> {
         };
         let refused = effect.refused;
         if op == Op::Data && !refused && crossing.is_due() {
-            sender.send_credit_update(crossing);
+            sender.alone(|| sender.send_credit_update(crossing));
         }
         self.effect(effect);
         if refused { Err(Wrong::Memory) } else { Ok(()) }
@@ -155,7 +166,7 @@ impl<S: Side> Stack<S> {
         }
         let stack = self.hub.get().and_then(|hub| hub.end(crossing.from().cid));
         if let Some(stack) = stack {
-            stack.send_credit_update(crossing);
+            stack.alone(|| stack.send_credit_update(crossing));
         }
     }
 

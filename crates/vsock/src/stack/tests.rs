@@ -3,12 +3,14 @@
 use super::{FIRST_PORT, Settings, Stack};
 use crate::{
     device::{DeviceSide, RxQueue},
+    hub::Hub,
     payload::Payload,
     side::{Host, Inlet, NoRelay, OpenResult, Queue, Side, Taken},
     types::{Addr, Broken, Key, SocketType},
 };
 use ringroad_wire::vsock_hdr::VsockHdr;
 use std::{
+    any::Any,
     io,
     sync::{
         Arc,
@@ -128,4 +130,48 @@ fn the_next_leader_is_notified() {
         assert!(notifies.load(Ordering::Relaxed));
         assert!(stack.enable(true), "the next leader sees it");
     }
+}
+
+/// A host that panics when there is work for its guest, and notes what it is told of panics.
+struct Spoilt(Arc<AtomicBool>);
+
+impl Host<NoRelay> for Spoilt {
+    fn notify(&self, _: Queue) {}
+
+    fn wake(&self) {
+        std::panic::resume_unwind(Box::new("a bug"));
+    }
+
+    fn broken(&self, _: Queue, _: Broken) {}
+
+    fn panicked(&self, _: Box<dyn Any + Send>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn open(&self, _: Key, _: SocketType) -> OpenResult<NoRelay> {
+        OpenResult::Refused
+    }
+
+    fn room(&self, _: Key) {}
+}
+
+/// A panic in what is done for the receiver of a packet is the receiver's: its sender's turn goes on, and it is not blamed.
+#[test]
+fn a_panic_in_the_receivers_rings_is_not_the_senders() {
+    let hub = Hub::new(8);
+    let blamed = Arc::new(AtomicBool::new(false));
+    let [one, other] = [0, 1].map(|index| {
+        let host: Box<dyn Host<NoRelay>> = match index {
+            0 => Box::new(Spoilt(blamed.clone())),
+            _ => Box::new(NullHost),
+        };
+        let stack = Arc::new(Stack::<TestSide>::new(2, Some(3 + index), Settings::default(), host));
+        stack.set_socket_types(&[SocketType::Stream]);
+        hub.join(&stack, vec!["group".into()]);
+        stack
+    });
+    let request = VsockHdr { src_cid: 4, dst_cid: 3, src_port: 7, dst_port: 7, kind: 1, op: 1, ..VsockHdr::default() };
+    assert!(other.forward(&request, &mut Payload::empty()));
+    assert!(blamed.load(Ordering::Relaxed));
+    drop(one);
 }
