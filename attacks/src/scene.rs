@@ -35,8 +35,9 @@ fn beside_a_spinner(time: Duration) {
     });
 }
 
-/// What the victims had: frames, echo.
+/// What the victims had.
 type Pair = [Figures; 2];
+const NAMES: [&str; 2] = ["frames", "echo"];
 
 /// A daemon with victims at work. Ports v1, v2 (victims), f1, f2x (free, for frontends that come later), vsock ve (cid 1000).
 #[expect(missing_debug_implementations, reason = "a function has none")]
@@ -107,18 +108,18 @@ impl Scene {
         let mut least = self.calm;
         if late(&seen, &least).next().is_some() {
             let decoy = Daemon::start_with(self.stderr, &self.setup);
-            let mut rounds = (vec![seen], Vec::new());
+            let (mut here, mut beside) = (vec![seen], Vec::new());
             loop {
-                rounds.1.push(suffer(&self.victims, &decoy, seconds, &attack).1);
-                seen = median(&rounds.0);
-                let beside = median(&rounds.1);
-                println!("the same on another daemon: frames {}; echo {}", beside[0], beside[1]);
-                least = [0, 1].map(|index| self.calm[index].worse(&beside[index]));
-                if late(&seen, &least).next().is_none() || rounds.1.len() == ROUNDS {
+                beside.push(suffer(&self.victims, &decoy, seconds, &attack).1);
+                seen = median(&here);
+                let other = median(&beside);
+                println!("attacks {}: frames {}; echo {}", here.len(), seen[0], seen[1]);
+                println!("the same on another daemon: frames {}; echo {}", other[0], other[1]);
+                least = [0, 1].map(|index| self.calm[index].worse(&other[index]));
+                if late(&seen, &least).next().is_none() || beside.len() == ROUNDS {
                     break;
                 }
-                rounds.0.push(suffer(&self.victims, &self.daemon, seconds, &attack).1);
-                println!("again: frames {}; echo {}", rounds.0[rounds.0.len() - 1][0], rounds.0[rounds.0.len() - 1][1]);
+                here.push(suffer(&self.victims, &self.daemon, seconds, &attack).1);
             }
         }
         let late: Vec<String> = late(&seen, &least).collect();
@@ -156,8 +157,6 @@ impl Scene {
         assert!(self.failures.is_empty(), "{:#?}", self.failures);
     }
 }
-
-const NAMES: [&str; 2] = ["frames", "echo"];
 
 /// Attacks a daemon for a time, and says what the victims had meanwhile.
 fn suffer<T: Send>(
