@@ -18,10 +18,13 @@ use std::{
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
     eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
+    timerfd::TimerFd,
 };
 
 /// The token of the mailbox itself.
 const WAKE: u64 = u64::MAX;
+/// The token of the timer.
+const TIMER: u64 = WAKE - 1;
 
 /// Events taken in one wait.
 const EVENTS: usize = 64;
@@ -31,11 +34,31 @@ const EVENTS: usize = 64;
 pub(crate) struct EventLoop<C> {
     epoll: Epoll,
     wake: EventFd,
+    timer: Mutex<Timer>,
     /// `None`: the thread has ended and takes no more commands.
     commands: Mutex<Option<Vec<C>>>,
     /// There are commands: what the thread checks in each round.
     pending: AtomicBool,
     thread: OnceLock<ThreadId>,
+}
+
+/// Ends waits. It is left to expire when what it was set for is no longer awaited: setting it is a write to a register of the CPU,
+/// which is slow in a virtual machine, and a thread that waits for a while between any two frames would set it each time.
+struct Timer {
+    fd: TimerFd,
+    expires: Option<Instant>,
+}
+
+impl Timer {
+    /// Returns whether it expires when this time is over, or before that.
+    fn set(&mut self, time: Duration) -> bool {
+        let now = Instant::now();
+        let Some(due) = now.checked_add(time) else { return true };
+        if self.expires.is_none_or(|expires| expires <= now || expires > due) {
+            self.expires = self.fd.reset(time, None).is_ok().then_some(due);
+        }
+        self.expires.is_some()
+    }
 }
 
 /// Tokens of descriptors that have become readable.
@@ -53,16 +76,18 @@ impl Default for Events {
 impl Events {
     /// Returns the tokens.
     pub(crate) fn tokens(&self) -> impl Iterator<Item = u64> + use<'_> {
-        self.list.iter().take(self.count).map(EpollEvent::data).filter(|&token| token != WAKE)
+        self.list.iter().take(self.count).map(EpollEvent::data).filter(|&token| token < TIMER)
     }
 }
 
 impl<C> EventLoop<C> {
     pub(crate) fn new() -> io::Result<EventLoop<C>> {
         let (epoll, wake) = (Epoll::new()?, EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
-        let commands = Mutex::new(Some(Vec::new()));
-        let this = EventLoop { epoll, wake, commands, pending: AtomicBool::new(false), thread: OnceLock::new() };
+        let (timer, commands) = (Timer { fd: TimerFd::new()?, expires: None }, Mutex::new(Some(Vec::new())));
+        let (timer, pending, thread) = (Mutex::new(timer), AtomicBool::new(false), OnceLock::new());
+        let this = EventLoop { epoll, wake, timer, commands, pending, thread };
         this.watch(&this.wake, WAKE)?;
+        this.watch(&this.timer.lock().fd, TIMER)?;
         Ok(this)
     }
 
@@ -116,9 +141,16 @@ impl<C> EventLoop<C> {
         let _ = self.epoll.ctl(ControlOperation::Delete, fd.as_raw_fd(), EpollEvent::default());
     }
 
-    /// Waits for events up to `timeout`; `None`: without a limit. A signal ends the wait without events.
+    /// Waits for events up to `timeout`; `None`: without a limit. May return without events before that; a signal ends it, too.
     pub(crate) fn wait(&self, timeout: Option<Duration>, events: &mut Events) {
-        events.count = sys::epoll_wait(&self.epoll, timeout, &mut events.list);
+        let milliseconds = match timeout {
+            None => -1,
+            Some(Duration::ZERO) => 0,
+            Some(time) if self.timer.lock().set(time) => -1,
+            // Rounded up: otherwise it would wake just before a deadline, repeatedly.
+            Some(time) => time.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32,
+        };
+        events.count = self.epoll.wait(milliseconds, &mut events.list).unwrap_or(0);
     }
 }
 
@@ -216,42 +248,51 @@ mod tests {
         assert_eq!([deadlines.take(later), deadlines.take(later), deadlines.take(later)], [Some(1), Some(2), None]);
     }
 
-    /// Rounded to milliseconds, the interrupts of guests would come late.
+    /// Rounded to milliseconds, or with a thread's timer slack, the interrupts of guests would come late.
     #[test]
     fn waits_are_exact() {
         let (events, mut list) = (EventLoop::<()>::new().unwrap(), Events::default());
-        let time = Duration::from_micros(200);
-        let shortest = (0..50).map(|_| {
+        let time = Duration::from_micros(100);
+        let mut waits = [time; 200].map(|time| {
             let start = Instant::now();
             events.wait(Some(time), &mut list);
+            assert_eq!(list.tokens().count(), 0);
             start.elapsed()
         });
-        let shortest = shortest.min().unwrap();
-        assert!((time..Duration::from_micros(900)).contains(&shortest), "{shortest:?}");
+        waits.sort();
+        assert!((time..time + Duration::from_micros(45)).contains(&waits[50]), "{waits:?}");
         events.wake.write(1).unwrap();
         events.wait(Some(Duration::from_secs(60)), &mut list);
         assert_eq!((list.count, list.tokens().count()), (1, 0), "the mailbox");
     }
 
-    /// With the default slack, waits of 50 µs take 100 and more.
     #[test]
-    fn waits_of_a_timed_port_have_no_slack() {
-        let (events, mut list) = (EventLoop::<()>::new().unwrap(), Events::default());
-        let time = Duration::from_micros(50);
-        let mut quartile = || {
-            let mut waits = [time; 200].map(|time| {
-                let start = Instant::now();
-                events.wait(Some(time), &mut list);
-                start.elapsed()
-            });
-            waits.sort();
-            waits[50]
+    fn the_timer_is_set_to_the_earliest_time_only() {
+        let events = EventLoop::<()>::new().unwrap();
+        let set = |micros| {
+            let mut timer = events.timer.lock();
+            assert!(timer.set(Duration::from_micros(micros)));
+            timer.expires
         };
-        let usual = quartile();
-        sys::set_exact_timers(true);
-        let exact = quartile();
-        sys::set_exact_timers(false);
-        assert!(exact >= time && exact + Duration::from_micros(20) < usual, "{exact:?} against {usual:?}");
+        let (late, early) = (set(100_000_000), set(50_000_000));
+        assert!(early < late);
+        assert_eq!(set(200_000_000), early, "it expires before that");
+        let soon = set(1);
+        thread::sleep(Duration::from_micros(100));
+        assert!(soon < early && set(300_000_000) > late, "it has expired");
+        assert!(events.timer.lock().set(Duration::MAX));
+    }
+
+    /// One that was set for a former wait ends a later one once, and no other after that.
+    #[test]
+    fn an_earlier_timer_is_no_event() {
+        let (events, mut list) = (EventLoop::<()>::new().unwrap(), Events::default());
+        assert!(events.timer.lock().set(Duration::from_millis(1)));
+        let start = Instant::now();
+        events.wait(None, &mut list);
+        assert_eq!((list.count, list.tokens().count()), (1, 0));
+        events.wait(Some(Duration::from_millis(30)), &mut list);
+        assert!(start.elapsed() >= Duration::from_millis(31), "{:?}", start.elapsed());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::{
     os::fd::AsRawFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, mpsc},
-    thread::JoinHandle,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -335,7 +335,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
 
     fn run(mut self) {
         let mut events = Events::default();
-        let (mut rounds, mut limit) = (0, ROUNDS);
+        let (mut rounds, mut limit, mut worked) = (0, ROUNDS, false);
         let mut looked = Duration::ZERO;
         // When notifications that wait are due.
         let mut again = None;
@@ -362,6 +362,10 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     self.control.wait(if sleeps { until() } else { Some(Duration::ZERO) }, &mut events);
                     events.tokens().for_each(|token| self.notified(Key::from_token(token)));
                 }
+                // Polling should not keep others from this CPU.
+                if !idle && !std::mem::take(&mut worked) {
+                    thread::yield_now();
+                }
                 let before = looked.as_secs();
                 looked = self.start.elapsed();
                 if !self.blocked.is_empty() {
@@ -376,9 +380,14 @@ impl<'a, K: PortKind> Loop<'a, K> {
             }
             rounds = (rounds + 1) % limit;
             let any = self.round(looked);
+            worked |= any;
             if !any || rounds == 0 {
                 let now = if self.switch.is_timed() { self.start.elapsed() } else { looked };
                 again = self.switch.settle(now);
+                // Those who have just been woken may be waiting for this CPU, and if not polled any more, this thread sleeps.
+                if sys::take_woken() && !self.schedule.is_empty() {
+                    thread::yield_now();
+                }
                 std::hint::spin_loop();
             }
         }
@@ -475,7 +484,6 @@ impl<'a, K: PortKind> Loop<'a, K> {
                         *place = Some(Served { port, poll });
                     }
                     self.tell_offloads();
-                    sys::set_exact_timers(self.switch.is_timed());
                     let _ = reply.send(number);
                 }
                 Command::Remove(number, reply) => {
@@ -530,7 +538,6 @@ impl<'a, K: PortKind> Loop<'a, K> {
         self.schedule.forget(|key| key.port == number);
         self.known.retain(|key| key.port != number);
         self.tell_offloads();
-        sys::set_exact_timers(self.switch.is_timed());
     }
 
     /// Tells each port which offloads at least one other port takes.

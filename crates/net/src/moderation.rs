@@ -38,16 +38,21 @@ pub enum Notice {
 }
 
 /// The moderation of one queue.
+///
+/// A driver that has asked for limits gets what it has asked for. For others, used buffers wait in two generations: when the limits
+/// are reached, the newer ones become the older ones, and the driver is notified only if it waits for those that were the older ones
+/// until then. A driver with EVENT_IDX that takes used buffers on other occasions, as Linux does whenever it sends or receives,
+/// says so by the event index that it writes then, and is not interrupted for them.
 #[derive(Debug)]
 pub(crate) struct Moderation {
-    /// Those that count.
+    /// Those that count: of a generation, or of all that waits.
     limits: Coalesce,
     /// Those of a driver that has set none.
     default: Coalesce,
     asked: Option<Coalesce>,
     /// Used buffers that may wait at most: half the ring, so that a driver that waits for them does not run out.
     half: usize,
-    /// Packets, bytes and buffers since the last notification.
+    /// Packets, bytes and buffers since the limits were last reached.
     packets: u32,
     bytes: u64,
     buffers: usize,
@@ -55,26 +60,41 @@ pub(crate) struct Moderation {
     urgent: bool,
     /// When [`Moderation::settle`] was first called since.
     since: Option<Duration>,
+    /// The size of the older generation, in what the ring counts as unsignalled.
+    older: u32,
+    /// How many times in a row the driver did not wait for an older generation.
+    unwanted: u32,
 }
+
+/// How many times the life of a generation is doubled for a driver that does not wait for it: its timer costs the worker more
+/// than the rest of the work for a frame.
+const DOUBLINGS: u32 = 3;
 
 impl Moderation {
     /// Notifies at once, for a ring with this number of entries.
     pub fn new(size: u32) -> Moderation {
         let (limits, default) = (Coalesce::NONE, Coalesce::NONE);
         let (half, urgent) = (size as usize / 2, false);
-        Moderation { limits, default, asked: None, half, packets: 0, bytes: 0, buffers: 0, urgent, since: None }
+        let (packets, bytes, buffers, since, older, unwanted) = (0, 0, 0, None, 0, 0);
+        Moderation { limits, default, asked: None, half, packets, bytes, buffers, urgent, since, older, unwanted }
     }
 
     /// Sets the limits for a driver that sets none. They apply to what waits already.
     pub fn set_default(&mut self, limits: Coalesce) {
         self.default = limits;
-        self.limits = self.asked.unwrap_or(self.default);
+        self.choose();
     }
 
     /// Sets the limits that the driver has asked for, if it has; as `set_default`.
     pub fn ask(&mut self, limits: Option<Coalesce>) {
         self.asked = limits;
-        self.limits = self.asked.unwrap_or(self.default);
+        self.choose();
+    }
+
+    fn choose(&mut self) {
+        let Coalesce { packets, bytes, delay } = self.default;
+        self.limits =
+            self.asked.unwrap_or(Coalesce { packets: packets.div_ceil(2), bytes: bytes / 2, delay: delay / 2 });
     }
 
     /// Counts used buffers, and the packets in them.
@@ -94,7 +114,8 @@ impl Moderation {
     #[inline(always)]
     fn holds(&self) -> bool {
         let Coalesce { packets, bytes, delay } = self.limits;
-        let room = self.packets < packets && self.bytes < bytes && self.buffers < self.half;
+        let most = if self.asked.is_some() { self.half } else { self.half / 2 };
+        let room = self.packets < packets && self.bytes < bytes && self.buffers < most;
         !delay.is_zero() && room && !self.urgent
     }
 
@@ -102,25 +123,66 @@ impl Moderation {
     /// before going idle.
     #[inline(always)]
     pub fn wants_notification(&mut self, ring: &mut DeviceRing) -> bool {
-        let wants = !self.holds() && ring.wants_notification(false);
+        if self.holds() {
+            return false;
+        }
+        if self.ages() {
+            return self.age(ring);
+        }
+        let wants = ring.wants_notification(false);
         if wants {
             self.notified(ring);
         }
         wants
     }
 
+    /// Returns whether used buffers wait in generations.
+    #[inline(always)]
+    fn ages(&self) -> bool {
+        !self.limits.delay.is_zero() && self.asked.is_none() && !self.urgent
+    }
+
+    /// The limits are reached: a new generation begins. Returns whether to notify the driver.
+    #[inline(never)]
+    fn age(&mut self, ring: &mut DeviceRing) -> bool {
+        ring.flush();
+        let wants = ring.wants_notification_of(self.older);
+        self.unwanted = if wants { 0 } else { (self.unwanted + u32::from(self.older > 0)).min(DOUBLINGS) };
+        self.restart();
+        self.older = ring.unsignalled();
+        wants
+    }
+
     /// Decides about what is published. `now`: time since any fixed point.
     pub fn settle(&mut self, ring: &mut DeviceRing, now: Duration) -> Notice {
-        if ring.unsignalled() > 0 && self.holds() {
+        if ring.unsignalled() == 0 {
+            self.restart();
+            return Notice::Not;
+        }
+        if self.holds() {
             let since = *self.since.get_or_insert(now);
-            let due = since.saturating_add(self.limits.delay);
+            let due = since.saturating_add(self.delay());
             // Else it is due, or `since` was another clock's.
             if (since..due).contains(&now) {
                 return Notice::At(due);
             }
         }
-        self.restart();
-        if ring.wants_notification(true) { Notice::Now } else { Notice::Not }
+        if !self.ages() {
+            self.restart();
+            return if ring.wants_notification(true) { Notice::Now } else { Notice::Not };
+        }
+        if self.age(ring) {
+            return Notice::Now;
+        }
+        if ring.unsignalled() == 0 {
+            return Notice::Not;
+        }
+        self.since = Some(now);
+        Notice::At(now.saturating_add(self.delay()))
+    }
+
+    fn delay(&self) -> Duration {
+        if self.asked.is_some() { self.limits.delay } else { self.limits.delay.saturating_mul(1 << self.unwanted) }
     }
 
     /// The driver is about to be notified, so everything that was counted is published first.
@@ -133,7 +195,7 @@ impl Moderation {
     }
 
     fn restart(&mut self) {
-        (self.packets, self.bytes, self.buffers, self.urgent, self.since) = (0, 0, 0, false, None);
+        (self.packets, self.bytes, self.buffers, self.urgent, self.since, self.older) = (0, 0, 0, false, None, 0);
     }
 }
 

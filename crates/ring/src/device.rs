@@ -69,8 +69,8 @@ pub(crate) trait DeviceEnd<L: RingLayout> {
     /// Sets the number of chains by which to estimate how many lines to prefetch.
     fn expect(&mut self, _chains: usize) {}
 
-    /// Reads whether the driver wants to be notified of what is published and unsignalled.
-    fn is_requested(&self) -> bool;
+    /// Reads whether the driver wants to be notified of what is published and unsignalled, apart from the newest `newer` entries.
+    fn is_requested(&self, newer: u32) -> bool;
 
     /// Writes the request to be notified of the next chain.
     fn request(&mut self);
@@ -320,10 +320,23 @@ where
             // without it both sides may sleep. What was published must be visible before the load below, on x86 too.
             fence(Ordering::SeqCst);
         }
-        let wants = self.is_requested();
+        let wants = self.is_requested(0);
         if wants || sure {
             self.unsignalled = 0;
         }
+        wants
+    }
+
+    #[inline]
+    pub fn wants_notification_of(&mut self, oldest: u32) -> bool {
+        let newer = self.unsignalled.saturating_sub(oldest);
+        if newer == self.unsignalled {
+            return false;
+        }
+        // As above.
+        fence(Ordering::SeqCst);
+        let wants = self.is_requested(newer);
+        self.unsignalled = if wants { 0 } else { newer };
         wants
     }
 

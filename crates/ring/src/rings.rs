@@ -105,6 +105,15 @@ impl DeviceRing {
         either!(&mut self.0, ring => ring.wants_notification(sure))
     }
 
+    /// Returns whether the driver wants to be notified of the `oldest` of those that it has not been notified of
+    /// ([`DeviceRing::unsignalled`]). If not, it has seen them or will not wait for them, and they no longer count. Costs a full fence.
+    ///
+    /// With EVENT_IDX (2.7.10) a driver that asks for the notification of a newer one has seen all older ones.
+    #[inline]
+    pub fn wants_notification_of(&mut self, oldest: u32) -> bool {
+        either!(&mut self.0, ring => ring.wants_notification_of(oldest))
+    }
+
     /// Asks the driver to notify us of the next chain. Returns `true` if a chain is available already; the caller must take
     /// it, as the driver may or may not send a notification for it.
     pub fn enable_notification(&mut self) -> bool {

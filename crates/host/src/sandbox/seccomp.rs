@@ -161,7 +161,6 @@ const BASE: &[i64] = &[
 const DATA: &[i64] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
-    libc::SYS_epoll_pwait2,
     libc::SYS_ppoll,
     libc::SYS_pread64,
     libc::SYS_preadv,
@@ -245,8 +244,8 @@ fn base() -> Rules {
     rules
 }
 
-/// Names of threads, and of the C library's memory areas; how exact a thread's timers are.
-const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA, libc::PR_SET_TIMERSLACK];
+/// Names of threads, and of the C library's memory areas.
+const PRCTL: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 
 /// Requests to TAP interfaces and sockets; the last two are how the standard library sets flags.
 const IOCTL: &[u64] = &[

@@ -2,6 +2,7 @@
 //! socket's thread does it instead, so that the peer delays its own notifications only.
 
 use super::{cost::Cost, descriptor::CallFd};
+use crate::sys;
 use parking_lot::Mutex;
 use std::{
     collections::VecDeque,
@@ -9,7 +10,7 @@ use std::{
     os::fd::BorrowedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -21,11 +22,19 @@ use vmm_sys_util::{
 /// How long a peer that made a write block cannot reconnect: each attempt costs other ports a few milliseconds.
 pub(crate) const EXCLUSION: Duration = Duration::from_secs(1);
 
-/// How long an unread socket waits for a second write: usually longer than User-Mode Linux takes to read it, much shorter
-/// than its tick of 10 ms.
-const PATIENCE: Duration = Duration::from_micros(100);
-/// How many times an unread socket is written to again. Each wait is twice as long as the one before, together 0.8 s.
-const REMINDERS: u32 = 13;
+/// How long an unread socket waits for a second write, or twice as long: longer than User-Mode Linux takes to read it, shorter than
+/// its tick of 10 ms.
+pub(super) const PATIENCE: Duration = Duration::from_millis(1);
+/// How many times an unread socket is written to again. Each wait is twice as long as the one before, together 1 s.
+const REMINDERS: u32 = 10;
+
+/// [`Target::watch`]: the timer is not set.
+const REST: u8 = 0;
+/// The timer is set, and nothing was written since.
+const WATCHED: u8 = 1;
+/// Something was written since. The timer is not set for each notification: that is a system call, and in a virtual machine an
+/// exit.
+const AGAIN: u8 = 2;
 
 /// Whom a socket's thread serves, as those see it who notify it; one for all its connections.
 pub(crate) struct Peer {
@@ -56,8 +65,9 @@ impl fmt::Display for Complaint {
 /// A descriptor that is written to.
 pub(super) struct Target {
     pub(super) fd: CallFd,
-    /// Restarted by each notification, for those that may need a second write.
+    /// For those that may need a second write.
     pub(super) timer: Option<Mutex<TimerFd>>,
+    watch: AtomicU8,
     /// How many times it was written to again since the last notification.
     reminders: AtomicU32,
     /// Whose it is.
@@ -126,6 +136,7 @@ impl Target {
         Arc::new(Target {
             fd,
             timer: timer.map(Mutex::new),
+            watch: AtomicU8::new(REST),
             reminders: AtomicU32::new(0),
             peer,
             is_late: AtomicBool::new(false),
@@ -138,22 +149,49 @@ impl Target {
         if self.peer.cost.is_dear() { self.leave() } else { self.write_now() }
     }
 
-    /// Notifies the peer and starts the timer.
+    /// Notifies the peer, and sees to it that the timer is set.
     #[inline]
     fn write_now(&self) {
         self.notify();
         if self.timer.is_some() {
-            self.reminders.store(0, Ordering::Relaxed);
+            self.watch();
+        }
+    }
+
+    fn watch(&self) {
+        // Behind the write: if the clock's thread has seen the socket read before it, the thread finds this, or is found.
+        let mut state = self.watch.load(Ordering::Acquire);
+        while state != AGAIN {
+            match self.watch.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(REST) => return self.wait(PATIENCE),
+                Ok(_) => break,
+                Err(now) => state = now,
+            }
+        }
+        // Waits that have become long are for what was unread before.
+        if self.reminders.load(Ordering::Relaxed) > 0 && self.reminders.swap(0, Ordering::Relaxed) > 0 {
             self.wait(PATIENCE);
         }
     }
 
-    /// Notifies a peer again that has not read what was written. It may have missed that too, so the timer is started again.
-    pub(super) fn remind(&self) {
-        self.notify();
-        let count = self.reminders.fetch_add(1, Ordering::Relaxed) + 1;
-        if count < REMINDERS {
-            self.wait(PATIENCE * (1 << count));
+    /// The timer has expired: notifies a peer again that has not read what was written that long ago. It may miss that too, so the
+    /// timer is set again.
+    pub(super) fn expired(&self, is_unread: impl FnOnce() -> bool) {
+        let change = |from, to| self.watch.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if change(AGAIN, WATCHED) {
+            return self.wait(PATIENCE);
+        }
+        if is_unread() {
+            let count = self.reminders.fetch_add(1, Ordering::Relaxed) + 1;
+            if count <= REMINDERS {
+                self.notify();
+                return self.wait(PATIENCE * (1 << count));
+            }
+        }
+        self.reminders.store(0, Ordering::Relaxed);
+        if !change(WATCHED, REST) {
+            self.watch.store(WATCHED, Ordering::Release);
+            self.wait(PATIENCE);
         }
     }
 
@@ -169,6 +207,7 @@ impl Target {
         if peer.has_blocked() {
             return;
         }
+        sys::woken();
         if peer.cost.time(|| fd.add_one()).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
             peer.blocked.store(true, Ordering::Release);
             let _ = peer.attention.write(1);

@@ -16,13 +16,13 @@ use rustix::{
     io::Errno,
     net::{self, RecvFlags},
     process::{self, Pid, Resource, Rlimit},
-    thread::{CpuSet, sched_getaffinity, sched_setaffinity, set_current_timer_slack},
+    thread::{CpuSet, sched_getaffinity, sched_setaffinity},
     time::{ClockId, clock_gettime},
 };
 use std::{
+    cell::Cell,
     ffi::CString,
     io,
-    num::NonZeroU64,
     os::{
         fd::{AsRawFd, BorrowedFd},
         unix::ffi::OsStrExt,
@@ -30,7 +30,6 @@ use std::{
     path::Path,
     time::Duration,
 };
-use vmm_sys_util::epoll::{Epoll, EpollEvent};
 
 /// Maximum iovecs of one `readv` or `writev`: a frame's header and its payload.
 pub(crate) const IOVECS: usize = 64;
@@ -50,37 +49,18 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// Waits for events of an epoll instance, up to `timeout`, in nanoseconds if the kernel can (Linux 5.11); `None`: without a limit.
-/// Returns how many there are. A signal ends the wait without events.
-pub(crate) fn epoll_wait(epoll: &Epoll, timeout: Option<Duration>, events: &mut [EpollEvent]) -> usize {
-    let exact = timeout.filter(|left| !left.is_zero()).and_then(|left| {
-        Some(libc::timespec { tv_sec: left.as_secs().try_into().ok()?, tv_nsec: left.subsec_nanos().into() })
-    });
-    if let Some(time) = exact {
-        let (fd, most, none) = (epoll.as_raw_fd(), events.len() as libc::c_int, std::ptr::null::<libc::sigset_t>());
-        // SAFETY: the kernel writes at most `most` events, and `EpollEvent` is a transparent `epoll_event`. The C library has this
-        // call too recently.
-        let count = unsafe {
-            libc::syscall(libc::SYS_epoll_pwait2, fd, events.as_mut_ptr(), most, &raw const time, none, 0usize)
-        };
-        if let Ok(count) = usize::try_from(count) {
-            return count;
-        }
-        if io::Error::last_os_error().raw_os_error() != Some(libc::ENOSYS) {
-            return 0;
-        }
-    }
-    // Rounded up: otherwise it would wake just before a deadline, repeatedly.
-    let milliseconds = |left: Duration| left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
-    epoll.wait(timeout.map_or(-1, milliseconds), events).unwrap_or(0)
+thread_local!(static WOKEN: Cell<bool> = const { Cell::new(false) });
+
+/// The calling thread has just woken others, or may have.
+#[inline]
+pub(crate) fn woken() {
+    WOKEN.set(true);
 }
 
-/// Lets the calling thread's waits end when they are over, or again up to 50 µs later, by default, so that the kernel wakes several threads
-/// together.
-pub(crate) fn set_exact_timers(exact: bool) {
-    let slack = exact.then_some(NonZeroU64::MIN);
-    // Without it they end later, which is no fault.
-    let _ = set_current_timer_slack(slack);
+/// Returns whether the calling thread has woken others since the last call.
+#[inline]
+pub(crate) fn take_woken() -> bool {
+    WOKEN.take()
 }
 
 /// Pins the calling thread to a CPU.
@@ -207,6 +187,7 @@ pub(crate) fn write_message<'a>(
         *place = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
         count += 1;
     }
+    woken();
     // SAFETY: the entries describe the borrowed header and spans, whose bounds were checked when they were made and whose
     // memory lives for `'a`; the kernel only reads them, and returns EFAULT where a peer has truncated the file.
     let result = unsafe { libc::writev(fd.as_raw_fd(), list.as_ptr(), count as libc::c_int) };

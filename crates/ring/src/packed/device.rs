@@ -370,9 +370,17 @@ impl DeviceEnd<Layout> for Device<Layout> {
     }
 
     #[inline(always)]
-    fn is_requested(&self) -> bool {
+    fn is_requested(&self, newer: u32) -> bool {
+        let (mut next, size) = (self.published, self.ring.size);
+        if newer > 0 {
+            // More than the ring holds: the driver has made those available again that are older.
+            if newer >= u32::from(size) {
+                return false;
+            }
+            next.back(newer as u16, size);
+        }
         let event = Event::from_word(self.ring.driver_event[0].load(Ordering::Relaxed));
-        event.wanted(self.published.slot, self.published.wrap, self.unsignalled, self.ring.size)
+        event.wanted(next.slot, next.wrap, self.unsignalled - newer, size)
     }
 
     fn request(&mut self) {

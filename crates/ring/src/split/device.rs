@@ -230,10 +230,10 @@ impl DeviceEnd<Layout> for Device<Layout> {
     }
 
     #[inline(always)]
-    fn is_requested(&self) -> bool {
+    fn is_requested(&self, newer: u32) -> bool {
         if self.features.event_idx {
             let event = self.ring.available[ENTRIES + self.ring.size as usize].load(Ordering::Relaxed);
-            notify::need_event(u16::from_le(event), self.published, self.unsignalled)
+            notify::need_event(u16::from_le(event), self.published.wrapping_sub(newer as u16), self.unsignalled - newer)
         } else {
             u16::from_le(self.ring.available[FLAGS].load(Ordering::Relaxed)) & NO_NOTIFICATION == 0
         }
