@@ -363,7 +363,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     events.tokens().for_each(|token| self.notified(Key::from_token(token)));
                 }
                 // Polling should not keep others from this CPU.
-                if !idle && !std::mem::take(&mut worked) {
+                if !idle && !std::mem::take(&mut worked) && self.schedule.shares() {
                     thread::yield_now();
                 }
                 let before = looked.as_secs();
@@ -385,7 +385,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 let now = if self.switch.is_timed() { self.start.elapsed() } else { looked };
                 again = self.switch.settle(now);
                 // Those who have just been woken may be waiting for this CPU, and if not polled any more, this thread sleeps.
-                if sys::take_woken() && !self.schedule.is_empty() {
+                if sys::take_woken() && !self.schedule.is_empty() && self.schedule.shares() {
                     thread::yield_now();
                 }
                 std::hint::spin_loop();

@@ -98,6 +98,11 @@ impl<K: Copy + Eq> Schedule<K> {
         self.active.is_empty()
     }
 
+    /// Returns whether the worker may have to share its CPU: it polls no queue without limit.
+    pub fn shares(&self) -> bool {
+        self.active.iter().all(|active| active.poll != Poll::Unlimited)
+    }
+
     /// Gives each polled queue its turn; returns whether any work was done. `work` carries one burst of a queue and returns how
     /// much work that was. `sleep` turns a queue's notifications on and returns whether polling may stop, that is whether the
     /// queue is still empty. `now` is called when a queue is empty, and when there is only one.

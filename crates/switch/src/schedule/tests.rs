@@ -6,6 +6,17 @@ fn light(frames: usize) -> Work {
 }
 
 #[test]
+fn a_queue_that_is_polled_without_limit_has_a_cpu_of_its_own() {
+    let mut schedule = Schedule::new(Gather::Off, 1);
+    schedule.wake(1, Poll::For(Duration::ZERO));
+    assert!(schedule.shares());
+    schedule.wake(2, Poll::Unlimited);
+    assert!(!schedule.shares());
+    schedule.forget(|key| key == 2);
+    assert!(schedule.shares());
+}
+
+#[test]
 fn event_driven_sleeps_at_once() {
     let mut schedule = Schedule::new(Gather::Off, 1);
     let now = Instant::now();
