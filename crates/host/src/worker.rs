@@ -384,7 +384,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
             if !any || rounds == 0 {
                 let now = if self.switch.is_timed() { self.start.elapsed() } else { looked };
                 again = self.switch.settle(now);
-                // Those who have just been woken may be waiting for this CPU, and if not polled any more, this thread sleeps.
+                // Whoever was just woken may be waiting for this CPU. A thread that is about to sleep need not yield.
                 if sys::take_woken() && !self.schedule.is_empty() && self.schedule.shares() {
                     thread::yield_now();
                 }

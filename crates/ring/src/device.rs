@@ -333,7 +333,7 @@ where
         if newer == self.unsignalled {
             return false;
         }
-        // As above.
+        // As in `wants_notification`: older entries are not looked at again.
         fence(Ordering::SeqCst);
         let wants = self.is_requested(newer);
         self.unsignalled = if wants { 0 } else { newer };

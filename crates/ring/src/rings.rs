@@ -108,7 +108,8 @@ impl DeviceRing {
     /// Returns whether the driver wants to be notified of the `oldest` of those that it has not been notified of
     /// ([`DeviceRing::unsignalled`]). If not, it has seen them or will not wait for them, and they no longer count. Costs a full fence.
     ///
-    /// With EVENT_IDX (2.7.10) a driver that asks for the notification of a newer one has seen all older ones.
+    /// With EVENT_IDX (2.7.10) a driver that asks to be notified of a newer one has seen the older ones, or does not want to be
+    /// interrupted for them.
     #[inline]
     pub fn wants_notification_of(&mut self, oldest: u32) -> bool {
         either!(&mut self.0, ring => ring.wants_notification_of(oldest))
