@@ -36,6 +36,9 @@ pub struct Args {
     /// How long the thread that serves an e1000's registers polls for the next access (`port.access_poll`)
     #[arg(long, default_value = "400us")]
     access_poll: String,
+    /// How often the guests boot; the pairs are shared among the boots
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    boots: u32,
     /// Folder of the program `guests`
     #[arg(long, default_value = "scripts")]
     scripts: PathBuf,
@@ -160,8 +163,9 @@ impl Run {
 struct Bed<'a> {
     lab: Lab,
     guest: Guest,
-    common: &'a Common,
-    _programs: Vec<Program>,
+    args: &'a Args,
+    folder: &'a Folder,
+    programs: Vec<Program>,
 }
 
 /// The third part of the addresses of a side: the host's interface and one guest, or two guests.
@@ -174,64 +178,93 @@ fn guest_name(side: Side, number: usize) -> String {
 }
 
 impl<'a> Bed<'a> {
-    /// Starts our switch, the peer's interfaces, and the guests that these ways need: number 0 is connected to the host, 1 and 2 to
-    /// each other.
-    fn new(args: &'a Args, guest: Guest, folder: &Folder) -> Result<Bed<'a>, String> {
-        let common = &args.common;
-        let (host, pair) = (args.way.iter().any(|&way| way != Way::Between), args.way.contains(&Way::Between));
-        let numbers: Vec<usize> =
-            [(host, 0), (pair, 1), (pair, 2)].iter().filter(|(on, _)| *on).map(|&(_, n)| n).collect();
-        let mut lab = Lab::new(args.scripts.clone(), guest.name(), folder)?;
-        let socket = |number: usize| folder.file(&format!("{}-{number}.sock", guest.name()));
-        let port = |number: usize| {
-            let socket = socket(number);
-            let kind = match guest {
-                // An emulated guest may not run for longer than the default; QEMU's card waits for it without limit.
-                Guest::E1000 => format!(
-                    "kind = \"e1000\"\nlimits = {{ wait = \"100ms\" }}\naccess_poll = \"{}\"\n",
-                    args.access_poll
-                ),
-                _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{}\"\n", args.interrupt_delay),
-            };
-            format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}", socket.display())
-        };
-        let workers = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, args.poll);
-        let (mut programs, interface) = (Vec::new(), format!("rr-{}", guest.name()));
-        if host {
-            let tap = format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"{interface}\"\n");
-            let config = workers.clone() + &port(0) + &tap;
-            programs.push(serve(folder, &format!("{}-host", guest.name()), &config, &[socket(0)])?);
-            add_address(&interface, &format!("{}.1/24", network(Side::Ours, false)))?;
-            let peer = format!("t0-{}", guest.name());
-            add_tap(&peer)?;
-            add_address(&peer, &format!("{}.1/24", network(Side::Peer, false)))?;
+    /// Adds the peer's interfaces.
+    fn new(args: &'a Args, guest: Guest, folder: &'a Folder) -> Result<Bed<'a>, String> {
+        let lab = Lab::new(args.scripts.clone(), guest.name(), folder)?;
+        let bed = Bed { lab, guest, args, folder, programs: Vec::new() };
+        if bed.has_host() {
+            let interface = bed.peer_interface(0);
+            add_tap(&interface)?;
+            add_address(&interface, &format!("{}.1/24", network(Side::Peer, false)))?;
         }
-        if pair {
-            let config = workers + &port(1) + &port(2);
-            programs.push(serve(folder, &format!("{}-pair", guest.name()), &config, &[socket(1), socket(2)])?);
+        if bed.has_pair() {
             let bridge = format!("br-{}", guest.name());
             command("ip", &["link", "add", &bridge, "type", "bridge", "forward_delay", "0"])?;
             command("ip", &["link", "set", &bridge, "up"])?;
             for number in [1, 2] {
-                let tap = format!("t{number}-{}", guest.name());
-                add_tap(&tap)?;
-                command("ip", &["link", "set", &tap, "master", &bridge])?;
+                let interface = bed.peer_interface(number);
+                add_tap(&interface)?;
+                command("ip", &["link", "set", &interface, "master", &bridge])?;
             }
+        }
+        Ok(bed)
+    }
+
+    /// Tells whether guest 0, which is connected to the host, is needed.
+    fn has_host(&self) -> bool {
+        self.args.way.iter().any(|&way| way != Way::Between)
+    }
+
+    /// Tells whether guests 1 and 2, which are connected to each other, are needed.
+    fn has_pair(&self) -> bool {
+        self.args.way.contains(&Way::Between)
+    }
+
+    fn socket(&self, number: usize) -> PathBuf {
+        self.folder.file(&format!("{}-{number}.sock", self.guest.name()))
+    }
+
+    fn peer_interface(&self, number: usize) -> String {
+        format!("t{number}-{}", self.guest.name())
+    }
+
+    /// Returns the `[[port]]` section of a guest of ours.
+    fn port(&self, number: usize) -> String {
+        let Args { access_poll, interrupt_delay, .. } = self.args;
+        let kind = match self.guest {
+            // An emulated guest may not run for longer than the default; QEMU's card waits for it without limit.
+            Guest::E1000 => {
+                format!("kind = \"e1000\"\nlimits = {{ wait = \"100ms\" }}\naccess_poll = \"{access_poll}\"\n")
+            }
+            _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{interrupt_delay}\"\n"),
+        };
+        format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}", self.socket(number).display())
+    }
+
+    /// Ends the guests and our switches, and starts them anew.
+    fn boot(&mut self) -> Result<(), String> {
+        self.lab.stop()?;
+        self.programs.clear();
+        let (guest, common) = (self.guest.name(), &self.args.common);
+        let workers = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, self.args.poll);
+        let mut numbers = Vec::new();
+        if self.has_host() {
+            let interface = format!("rr-{guest}");
+            let tap = format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"{interface}\"\n");
+            let config = workers.clone() + &self.port(0) + &tap;
+            self.programs.push(serve(self.folder, &format!("{guest}-host"), &config, &[self.socket(0)])?);
+            add_address(&interface, &format!("{}.1/24", network(Side::Ours, false)))?;
+            numbers.push(0);
+        }
+        if self.has_pair() {
+            let (config, sockets) = (workers + &self.port(1) + &self.port(2), [1, 2].map(|number| self.socket(number)));
+            self.programs.push(serve(self.folder, &format!("{guest}-pair"), &config, &sockets)?);
+            numbers.extend([1, 2]);
         }
         for side in SIDES {
             for &number in &numbers {
                 let place = match side {
-                    Side::Ours => socket(number).display().to_string(),
-                    Side::Peer => format!("tap:t{number}-{}", guest.name()),
+                    Side::Ours => self.socket(number).display().to_string(),
+                    Side::Peer => format!("tap:{}", self.peer_interface(number)),
                 };
                 // One core for the guest and one for the rest; of two guests, a core each.
                 let cpu = if number == 2 { common.device_cpu } else { common.driver_cpu };
                 let address = format!("{}.{}", network(side, number > 0), 2 + number);
-                eprintln!("booting {} guest {number} ({side})", guest.name());
-                lab.boot(guest.name(), &guest_name(side, number), &place, &address, cpu)?;
+                eprint!("\r{:79}", format!("booting {guest} guest {number} ({side})"));
+                self.lab.boot(guest, &guest_name(side, number), &place, &address, cpu)?;
             }
         }
-        Ok(Bed { lab, guest, common, _programs: programs })
+        Ok(())
     }
 
     /// Returns the interrupts of a guest's device so far, and the packets that it has sent and received.
@@ -259,14 +292,14 @@ impl<'a> Bed<'a> {
     fn transfer(&self, way: Way, side: Side) -> Result<Run, String> {
         // A port of its own for each test: the last one's may be in TIME_WAIT.
         const PORT: u16 = 5201;
-        let (seconds, host) = (self.common.seconds, format!("{}.1", network(side, false)));
+        let (seconds, host) = (self.args.common.seconds, format!("{}.1", network(side, false)));
         let time = format!("-t {} -O 1 -J", seconds.max(1.0).ceil());
         let run = |guest: usize, command: &str| {
             iperf3_report(&self.lab.run(&guest_name(side, guest), seconds + 2.0, command)?)
         };
         match way {
             Way::Out | Way::In => {
-                let _server = iperf3_server(self.common.device_cpu, PORT)?;
+                let _server = iperf3_server(self.args.common.device_cpu, PORT)?;
                 let reverse = if way == Way::In { "-R" } else { "" };
                 tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
             }
@@ -277,7 +310,7 @@ impl<'a> Bed<'a> {
                 tcp(&run(1, &format!("iperf3 -c {other} -p {PORT} {time}"))?)
             }
             Way::Udp => {
-                let _server = iperf3_server(self.common.device_cpu, PORT)?;
+                let _server = iperf3_server(self.args.common.device_cpu, PORT)?;
                 // 14 bytes of Ethernet, 20 of IPv4, 8 of UDP, and these.
                 udp(&run(0, &format!("iperf3 -u -b 0 -l 22 -c {host} -p {PORT} {time}"))?)
             }
@@ -286,8 +319,9 @@ impl<'a> Bed<'a> {
                 self.lab.run(&guest, 5.0, "nc -l -p 7 -e cat >/dev/null 2>&1 & sleep 0.2")?;
                 let to = format!("{}.2:7", network(side, false)).parse::<SocketAddr>();
                 let to = to.map_err(|error| error.to_string())?;
-                let times =
-                    on("--device-cpu", self.common.device_cpu, || round_trips(to, Duration::from_secs_f64(seconds)))?;
+                let times = on("--device-cpu", self.args.common.device_cpu, || {
+                    round_trips(to, Duration::from_secs_f64(seconds))
+                })?;
                 Ok(Run::new(Spread::of(&times).median, 0.0))
             }
         }
@@ -340,7 +374,7 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
     ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
     peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
     ratio.add_to(&mut row, RATIO);
-    extend(&mut row, json!({ "pairs": args.common.pairs }));
+    extend(&mut row, json!({ "pairs": args.common.pairs, "boots": args.boots.min(args.common.pairs) }));
     let mut columns = [ours.columns(way.digits()), peer.columns(way.digits()), ratio.columns(2)].concat();
     columns.extend(again.map(|again| format!("{again:.0}")));
     columns.extend(interrupts.map(|each| each.map_or("–".to_owned(), |each| format!("{each:.3}"))));
@@ -357,17 +391,26 @@ pub fn run(args: &Args) -> Result<(), String> {
     let Common { pairs, seconds, .. } = args.common;
     let mut session = Session::new("guest-tcp", &args.common, args.guest.len() * args.way.len(), false);
     for &guest in &args.guest {
-        let bed = Bed::new(args, guest, &folder)?;
+        let mut bed = Bed::new(args, guest, &folder)?;
+        let name = |way: Way| format!("{} {}", guest.name(), way.name());
+        let mut all: Vec<_> = args.way.iter().map(|&way| (way, Rounds::new(vec![Vec::new(); SIDES.len()]))).collect();
+        // The same guest, booted again, may be slower or faster by a third, on either side.
+        let boots = args.boots.min(pairs);
+        for boot in 1..=boots {
+            bed.boot()?;
+            for (way, rounds) in &mut all {
+                let until = (pairs * boot / boots) as usize;
+                session.rounds_until(until, rounds, &name(*way), &SIDES, |&side| bed.measure(*way, side))?;
+            }
+        }
         let mut lines = Vec::new();
-        for &way in &args.way {
-            let name = format!("{} {}", guest.name(), way.name());
-            let rounds = session.rounds(&name, &SIDES, |&side| bed.measure(way, side))?;
+        for (way, rounds) in all {
             let (row, columns) = report(args, guest, way, &rounds);
             session.push(row)?;
-            lines.push([vec![name], columns].concat());
+            lines.push([vec![name(way)], columns].concat());
         }
         let title = format!(
-            "{}, our switch polls for {}, peer: {}; {pairs} pairs of {seconds} s, median and min–max",
+            "{}, our switch polls for {}, peer: {}; {pairs} pairs of {seconds} s in {boots} boots, median and min–max",
             guest.name(),
             args.poll,
             guest.peer()

@@ -95,6 +95,15 @@ impl Lab {
         on("--driver-cpu", cpu, || finish(&mut boot)).map(drop)
     }
 
+    /// Ends all guests.
+    pub fn stop(&mut self) -> Result<(), String> {
+        if self.started.is_empty() {
+            return Ok(());
+        }
+        self.started.clear();
+        finish(self.guests("stop").arg("--all")).map(drop)
+    }
+
     /// Lets the processes of a guest run only when nobody else wants their CPU.
     pub fn idle(&self, name: &str) -> Result<(), String> {
         let file = self.folder.join(name).join("pid");
@@ -120,9 +129,7 @@ impl Lab {
 
 impl Drop for Lab {
     fn drop(&mut self) {
-        if !self.started.is_empty() {
-            let _ = finish(self.guests("stop").arg("--all"));
-        }
+        let _ = self.stop();
     }
 }
 

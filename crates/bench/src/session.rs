@@ -18,6 +18,7 @@ pub struct Session<'a> {
     rows: Vec<Value>,
     start: Instant,
     cells: usize,
+    /// Rounds measured, of the `pairs` of each cell.
     done: usize,
     steady: bool,
 }
@@ -38,7 +39,7 @@ impl<'a> Session<'a> {
 
     /// The last cell was one that had been measured before.
     pub fn repeated(&mut self) {
-        self.done -= 1;
+        self.done -= self.common.pairs as usize;
     }
 
     /// Leaves a cell out: prints that, and adds its row with the reason as `skipped`.
@@ -65,16 +66,16 @@ impl<'a> Session<'a> {
         line_round_trip([self.common.driver_cpu, self.common.device_cpu])
     }
 
-    /// Shows which cell is being measured, its pair, and an estimate of the remaining time.
+    /// Shows which cell is being measured, its pair, how many pairs there are in all, and an estimate of the remaining time.
     fn show(&self, what: &str, pairs: usize) {
-        let wanted = self.common.pairs as usize;
-        let done = self.done as f64 + pairs as f64 / wanted as f64;
-        let left = match self.start.elapsed().as_secs_f64() * (self.cells as f64 - done) / done {
-            left if done == 0.0 || left.is_nan() => String::new(),
+        let (wanted, done) = (self.common.pairs as usize, self.done);
+        let all = self.cells * wanted;
+        let left = match self.start.elapsed().as_secs_f64() * all.saturating_sub(done) as f64 / done as f64 {
+            left if done == 0 || left.is_nan() => String::new(),
             left if left < 90.0 => format!(", {left:.0} s left"),
             left => format!(", {:.0} min left", left / 60.0),
         };
-        let text = format!("{what}, cell {}/{}, pair {}/{wanted}{left}", self.done + 1, self.cells, pairs + 1);
+        let text = format!("{what}, pair {}/{wanted}, {}/{all} in all{left}", pairs + 1, done + 1);
         eprint!("\r{text:79}");
     }
 
@@ -88,8 +89,20 @@ impl<'a> Session<'a> {
         variants: &[V],
         one: impl Fn(&V) -> Result<T, String>,
     ) -> Result<Rounds<T>, String> {
-        let wanted = self.common.pairs as usize;
         let mut rounds = Rounds::new(variants.iter().map(|_| Vec::new()).collect());
+        self.rounds_until(self.common.pairs as usize, &mut rounds, what, variants, one)?;
+        Ok(rounds)
+    }
+
+    /// As [`Session::rounds`], until there are so many in all.
+    pub fn rounds_until<V, T>(
+        &mut self,
+        wanted: usize,
+        rounds: &mut Rounds<T>,
+        what: &str,
+        variants: &[V],
+        one: impl Fn(&V) -> Result<T, String>,
+    ) -> Result<(), String> {
         while rounds.count < wanted {
             self.show(what, rounds.count);
             let (mut figures, mut lines) = (Vec::new(), vec![self.line()?]);
@@ -113,9 +126,9 @@ impl<'a> Session<'a> {
                 rounds.unsteady += 1;
             }
             rounds.push(figures, lines);
+            self.done += 1;
         }
-        self.done += 1;
-        Ok(rounds)
+        Ok(())
     }
 
     /// Measures cells, each with a name and a JSON row, against the devices of several peers, and prints a table for each peer.
