@@ -394,7 +394,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         let mut bed = Bed::new(args, guest, &folder)?;
         let name = |way: Way| format!("{} {}", guest.name(), way.name());
         let mut all: Vec<_> = args.way.iter().map(|&way| (way, Rounds::new(vec![Vec::new(); SIDES.len()]))).collect();
-        // The same guest, booted again, may be slower or faster by a third, on either side.
+        // The same guest, booted again, can be half as fast, on either side.
         let boots = args.boots.min(pairs);
         for boot in 1..=boots {
             bed.boot()?;
