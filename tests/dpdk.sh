@@ -343,6 +343,27 @@ driver() { # VERSION, PORT, split|packed, MRG_RXBUF, IN_ORDER, VECTORIZED, SECON
   figure="$received frames, $errors errors, $dropped dropped ($(names "$features"); Rx $(path Rx), Tx $(path Tx))"
 }
 
+pieces() { # VERSION, SEGMENTS: testpmd sends frames in this many segments, each by an indirect table of a packed ring
+  local rx rx_bad tx tx_bad
+  start_testpmd "$1" 0 "net_virtio_user0,path=$state/a.sock,queues=1,packed_vq=1,mrg_rxbuf=1,in_order=0" || return 1
+  counters was || return 1
+  tell stop
+  tell 'set fwd txonly'
+  tell "set txpkts $2"
+  tell start
+  sleep 1
+  tell stop
+  await 5 "stop of testpmd's txonly" stopped_twice || return 1
+  counters is || return 1
+  quit_testpmd || return 1
+  equal "testpmd sent" "$tx" "from port a" "$(since a.from)" || return 1
+  equal "faults" "$(since a.faults)" expected 0 || return 1
+  [ "$tx" -ge $((10 * ring)) ] || { echo "testpmd sent only $tx frames"; return 1; }
+  figure="$tx frames"
+}
+
+stopped_twice() { [ "$(grep -c 'Accumulated forward statistics' "$state/testpmd.log")" -ge 2 ]; }
+
 settled() { counters is && [ "$(since "$1.to")" = "$(since "$1.from")" ]; } # PORT: all frames sent to it were returned
 
 vectorizable() { # NAME, split|packed, MRG_RXBUF, IN_ORDER: succeeds if testpmd has a vectorized path for it that this CPU can run
@@ -520,6 +541,8 @@ if has driver || has reconnect; then
         done
         check "dpdk-$version packed mrg=1 in_order=1 vec=0 wanted, none of it offered" \
           driver "$version" plain packed 1 1 0 "$short" 64,594,1518 || true
+        # With two or three segments behind the header, other slots of the ring have entries that testpmd leaves marked as writable.
+        for segments in 64,64 64,64,64; do check "dpdk-$version packed, frames of $segments" pieces "$version" $segments || true; done
         # Larger than testpmd's buffers: a frame takes two to be received, and an indirect table or a chain to be sent.
         for layout in split packed; do
           for port in a direct; do

@@ -108,6 +108,8 @@ pub struct Chains {
     multi_piece: bool,
     /// A chain did not fit in addition to the others.
     full: bool,
+    /// They are of a queue that the device only reads from.
+    read_only: bool,
 }
 
 impl std::fmt::Debug for Chains {
@@ -125,7 +127,14 @@ impl Chains {
             len: 0,
             multi_piece: false,
             full: false,
+            read_only: false,
         }
+    }
+
+    /// For a queue that the device only reads from: entries of a packed ring's indirect table are readable whatever their WRITE
+    /// flags say, because DPDK's driver leaves them set. In the ring, and in a split ring's tables, the flags count.
+    pub fn read_only(self) -> Self {
+        Chains { read_only: true, ..self }
     }
 
     /// Empties the burst and sets the memory table of the next chains.
@@ -359,10 +368,13 @@ pub(crate) fn indirect(
     let count = len as usize / DESCRIPTOR;
     let outside = Fault::Outside { index, address, len, regions: memory.regions().len() as u16 };
     let table = memory.span(address, len as usize, hit).ok_or(outside)?;
-    // Writable entries come last (2.8.17), so a table whose last entry is readable has no writable ones. WRITE flags before
-    // it are ignored, because DPDK's driver marks the virtio-net header in a packed ring's indirect table as writable.
-    let last = table.skip((count - 1) * DESCRIPTOR).read_once::<16>().map_or(0, |words| (halves(words).1 >> 48) as u16);
-    let ignored = if !linked && last & WRITE == 0 { WRITE } else { 0 };
+    // DPDK's driver marks the virtio-net header in a packed ring's indirect table as writable, and also the entry whose index is
+    // that of the table's descriptor in the ring. Writable entries come last (2.8.17), so a table whose last entry is readable has
+    // none, whatever the other entries say.
+    let last =
+        || table.skip((count - 1) * DESCRIPTOR).read_once::<16>().map_or(0, |words| (halves(words).1 >> 48) as u16);
+    let readable = !linked && (chains.read_only || last() & WRITE == 0);
+    let ignored = if readable { WRITE } else { 0 };
     let mut at = 0;
     for taken in 0.. {
         if taken >= size {
