@@ -74,6 +74,8 @@ impl<'a> Testpmd<'a> {
                 "--auto-start",
             ])
             .args([&format!("--rxd={queue_size}"), &format!("--txd={queue_size}"), &format!("--burst={burst}")])
+            // Each call posts and reclaims this many buffers, 32 by default: with larger bursts, half of what is received has none.
+            .args([&format!("--rxfreet={}", burst.max(32)), &format!("--txfreet={}", burst.max(32))])
             .args(["--no-flush-rx", "--stats-period", "1"])
             .stdout(stdout);
         let rate = if mode == "txonly" { "Tx-pps:" } else { "Rx-pps:" };
