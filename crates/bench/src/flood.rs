@@ -1,9 +1,10 @@
 //! A quiet Linux guest beside one that the host floods: pings alone and beside the flood. What the flood costs others is to be the
-//! switch's doing: what sends and receives the flood runs when nobody else wants its CPU (SCHED_IDLE).
+//! switch's doing: the quiet guest and the pings have their CPU before what sends and receives the flood (SCHED_FIFO). An idle policy
+//! for the flood would not do: where the kernel groups tasks by sessions (sched(7), autogroup), it counts within a session only.
 
 use crate::{
     figures::{Spread, extend},
-    lab::{Lab, add_address, command, enter, in_idle_time, serve},
+    lab::{Lab, add_address, command, enter, serve},
     options::Common,
     rig::on,
     session::{Rounds, Session},
@@ -124,7 +125,7 @@ impl<'a> Bed<'a> {
         eprintln!("booting the guest that is flooded");
         lab.boot("uml", "flooded", &socket(1), "10.94.1.3", common.driver_cpu)?;
         lab.run("flooded", 5.0, "ip addr add 10.94.0.3/24 dev eth0; nc -u -l -p 9 >/dev/null 2>&1 &")?;
-        lab.idle("flooded")?;
+        lab.prefer("quiet")?;
         Ok(Bed { lab, common, switch, config, file: folder.file("flood.toml") })
     }
 
@@ -172,8 +173,9 @@ impl<'a> Bed<'a> {
 /// Pings an address for a time. Returns how long each answer took, in microseconds.
 fn pings(address: &str, seconds: f64) -> Result<Vec<f64>, String> {
     let count = (seconds / EVERY) as usize;
-    let words = ["ping", "-c", &count.to_string(), "-i", &EVERY.to_string(), "-W", "1", address];
-    Ok(times(&command("busybox", &words)?, count))
+    let words =
+        ["--fifo", "1", "busybox", "ping", "-c", &count.to_string(), "-i", &EVERY.to_string(), "-W", "1", address];
+    Ok(times(&command("chrt", &words)?, count))
 }
 
 /// Returns the times that `ping` has printed for `count` pings, in microseconds.
@@ -188,7 +190,6 @@ fn times(text: &str, count: usize) -> Vec<f64> {
 fn send(to: SocketAddr, cpu: usize, stop: &AtomicBool) -> Result<u64, String> {
     let failed = |error: std::io::Error| format!("the flood to {to}: {error}");
     on("--driver-cpu", cpu, || {
-        in_idle_time()?;
         let socket = UdpSocket::bind("0.0.0.0:0").map_err(failed)?;
         let mut sent = 0;
         while !stop.load(Ordering::Relaxed) {

@@ -104,20 +104,15 @@ impl Lab {
         finish(self.guests("stop").arg("--all")).map(drop)
     }
 
-    /// Lets the processes of a guest run only when nobody else wants their CPU.
-    pub fn idle(&self, name: &str) -> Result<(), String> {
+    /// Lets the processes of a guest run before all others on their CPU.
+    pub fn prefer(&self, name: &str) -> Result<(), String> {
         let file = self.folder.join(name).join("pid");
         let pid = fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
         let leader = pid.split_whitespace().next().unwrap_or_default();
-        // It leads a session of its own, which has its share of the CPU as a whole where the kernel groups tasks so (sched(7), autogroup).
-        let group = PathBuf::from(format!("/proc/{leader}/autogroup"));
-        if group.exists() {
-            fs::write(&group, "19").map_err(|error| format!("{}: {error}", group.display()))?;
-        }
         let processes = command("pgrep", &["--session", leader])?;
         processes
             .lines()
-            .try_for_each(|process| command("chrt", &["--idle", "--all-tasks", "--pid", "0", process]).map(drop))
+            .try_for_each(|process| command("chrt", &["--fifo", "--all-tasks", "--pid", "1", process]).map(drop))
     }
 
     /// Runs a command in a guest; returns its output.
@@ -131,13 +126,6 @@ impl Drop for Lab {
     fn drop(&mut self) {
         let _ = self.stop();
     }
-}
-
-/// The calling thread runs only when nobody else wants its CPU, from now on.
-pub fn in_idle_time() -> Result<(), String> {
-    let thread = fs::read_link("/proc/thread-self").map_err(|error| format!("/proc/thread-self: {error}"))?;
-    let thread = thread.file_name().unwrap_or_default().to_string_lossy();
-    command("chrt", &["--idle", "--pid", "0", &thread]).map(drop)
 }
 
 /// Starts iperf3's server in this network namespace for one test, on this CPU.
