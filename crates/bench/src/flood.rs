@@ -24,11 +24,11 @@ use std::{
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
-    ringroad bench flood --json flood.json    all, in about three minutes; needs root, busybox and scripts/peers all\n  \
+    ringroad bench flood --json flood.json    all, in about four minutes; needs root, busybox and scripts/peers all\n  \
     ringroad bench flood --way apart --poll 50us")]
 pub struct Args {
     /// How the flood comes, as a list
-    #[arg(long, value_enum, value_delimiter = ',', default_values = ["apart", "drops", "shared"])]
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["apart", "drops", "shared", "queues"])]
     way: Vec<Way>,
     /// How long our switch polls before it sleeps (`workers.poll`)
     #[arg(long, default_value = "0")]
@@ -48,6 +48,8 @@ enum Way {
     Drops,
     /// By the interface of the pings, whose queue stands still while the flooded port has no room
     Shared,
+    /// The same, with an interface of eight queues, among which the host distributes its flows
+    Queues,
 }
 
 impl Way {
@@ -56,6 +58,15 @@ impl Way {
             Way::Apart => "by an interface of its own",
             Way::Drops => "by the same interface, full = \"drop\"",
             Way::Shared => "by the same interface",
+            Way::Queues => "by the same interface, of 8 queues",
+        }
+    }
+
+    /// Returns the address of the quiet guest that is pinged.
+    fn pinged(self) -> &'static str {
+        match self {
+            Way::Apart | Way::Drops | Way::Shared => "10.94.0.2",
+            Way::Queues => "10.94.2.2",
         }
     }
 
@@ -64,6 +75,7 @@ impl Way {
         let address = match self {
             Way::Apart => [10, 94, 1, 3],
             Way::Drops | Way::Shared => [10, 94, 0, 3],
+            Way::Queues => [10, 94, 2, 3],
         };
         (address, 9).into()
     }
@@ -103,8 +115,9 @@ impl<'a> Bed<'a> {
         let mut lab = Lab::new(args.scripts.clone(), "uml", folder)?;
         let sockets = ["quiet", "flooded"].map(|name| folder.file(&format!("{name}.sock")));
         let mut config = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, args.poll);
-        for name in ["host", "flood"] {
-            config += &format!("[[port]]\nname = \"{name}\"\nkind = \"tap\"\ninterface = \"rr-{name}\"\n");
+        for (name, queues) in [("host", 1), ("flood", 1), ("queues", 8)] {
+            config +=
+                &format!("[[port]]\nname = \"{name}\"\nkind = \"tap\"\ninterface = \"rr-{name}\"\nqueues = {queues}\n");
         }
         // The flooded one is last: a line behind it is for its port.
         for (name, socket) in ["quiet", "flooded"].iter().zip(&sockets) {
@@ -112,19 +125,22 @@ impl<'a> Bed<'a> {
             config += &format!("[[port]]\nname = \"{name}\"\nkind = \"vhost-user\"\nsocket = \"{socket}\"\n");
         }
         let switch = serve(folder, "flood", &config, &sockets)?;
-        // Two interfaces on one switch: each answers for its own address only.
+        // Several interfaces on one switch: each answers for its own address only.
         for (setting, value) in [("arp_ignore", "1"), ("arp_announce", "2")] {
             let file = format!("/proc/sys/net/ipv4/conf/all/{setting}");
             fs::write(&file, value).map_err(|error| format!("cannot write {file}: {error}"))?;
         }
         add_address("rr-host", "10.94.0.1/24")?;
         add_address("rr-flood", "10.94.1.1/24")?;
+        add_address("rr-queues", "10.94.2.1/24")?;
         let socket = |number: usize| sockets.get(number).map(|path| path.display().to_string()).unwrap_or_default();
         eprintln!("booting the quiet guest");
         lab.boot("uml", "quiet", &socket(0), "10.94.0.2", common.driver_cpu)?;
         eprintln!("booting the guest that is flooded");
         lab.boot("uml", "flooded", &socket(1), "10.94.1.3", common.driver_cpu)?;
-        lab.run("flooded", 5.0, "ip addr add 10.94.0.3/24 dev eth0; nc -u -l -p 9 >/dev/null 2>&1 &")?;
+        lab.run("quiet", 5.0, "ip addr add 10.94.2.2/24 dev eth0")?;
+        let addresses = "ip addr add 10.94.0.3/24 dev eth0; ip addr add 10.94.2.3/24 dev eth0";
+        lab.run("flooded", 5.0, &format!("{addresses}; nc -u -l -p 9 >/dev/null 2>&1 &"))?;
         lab.prefer("quiet")?;
         Ok(Bed { lab, common, switch, config, file: folder.file("flood.toml") })
     }
@@ -135,18 +151,13 @@ impl<'a> Bed<'a> {
         text.trim().parse().map_err(|_| format!("expected the number of packets, found {text:?}"))
     }
 
-    /// Measures pings of the quiet guest, beside a flood if it goes somewhere.
-    fn measure(&self, flood: Option<SocketAddr>) -> Result<Run, String> {
+    /// Measures pings of the quiet guest, alone or beside the flood.
+    fn measure(&self, way: Way, flooded: bool) -> Result<Run, String> {
         let (stop, before, begun) = (AtomicBool::new(false), self.received()?, Instant::now());
+        let cpu = self.common.driver_cpu;
         let (times, sent, seconds) = thread::scope(|scope| {
-            let cpu = self.common.driver_cpu;
-            let sender = flood.map(|to| {
-                scope.spawn({
-                    let stop = &stop;
-                    move || send(to, cpu, stop)
-                })
-            });
-            let times = on("--driver-cpu", cpu, || pings("10.94.0.2", self.common.seconds));
+            let sender = flooded.then(|| scope.spawn(|| send(way.target(), cpu, &stop)));
+            let times = on("--driver-cpu", cpu, || pings(way.pinged(), self.common.seconds));
             stop.store(true, Ordering::Relaxed);
             let seconds = begun.elapsed().as_secs_f64();
             let sent = sender.map_or(Ok(0), |sender| sender.join().unwrap_or_else(|_| Err("a thread panicked".into())));
@@ -247,7 +258,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let mut lines = Vec::new();
     for &way in &args.way {
         bed.set(way)?;
-        let rounds = session.rounds(way.name(), &[None, Some(way.target())], |&flood| bed.measure(flood))?;
+        let rounds = session.rounds(way.name(), &[false, true], |&flooded| bed.measure(way, flooded))?;
         let (row, line) = report(args, way, &rounds);
         session.push(row)?;
         lines.push(line);
@@ -316,8 +327,8 @@ mod tests {
 
     #[test]
     fn the_flood_goes_to_one_guest_by_either_interface() {
-        let [apart, drops, shared] = [Way::Apart, Way::Drops, Way::Shared].map(Way::target);
-        assert!(apart != shared && drops == shared);
-        assert_eq!([apart, shared].map(|to| to.port()), [9; 2]);
+        let [apart, drops, shared, queues] = [Way::Apart, Way::Drops, Way::Shared, Way::Queues].map(Way::target);
+        assert!(apart != shared && drops == shared && queues != shared);
+        assert_eq!([apart, shared, queues].map(|to| to.port()), [9; 3]);
     }
 }
