@@ -8,7 +8,7 @@ use crate::{
     port::Port,
 };
 use ringroad_frame::{Burst, Flow};
-use ringroad_wire::ethernet::{Addresses, MacAddr};
+use ringroad_wire::ethernet::MacAddr;
 use std::time::Duration;
 
 /// The source of a burst.
@@ -112,30 +112,40 @@ pub(crate) fn is_port(to: u32) -> bool {
     to < INADMISSIBLE
 }
 
-/// Learns the source and looks up the destination, once for consecutive frames of one flow. `VLANS`: in this VLAN; else `vlan` is 0.
+/// Learns the source of frames; returns whether the port may use it. `VLANS`: in this VLAN; else `vlan` is 0.
 #[inline(always)]
-pub(crate) fn decide<P: Port, const VLANS: bool>(
+pub(crate) fn admits<P: Port, const VLANS: bool>(
     ports: &Members<P>,
     fdb: &mut Fdb,
     vlan: u16,
-    addresses: Addresses,
+    source: MacAddr,
+    from: &Origin<'_, P>,
+) -> bool {
+    let limits = &from.member.limits;
+    if limits.fixed && Some(source) != limits.own {
+        return false;
+    }
+    if source.is_multicast() {
+        return true;
+    }
+    let learned = match VLANS {
+        true => learn(ports, fdb, vlan, source, from),
+        false => fdb.learn(source, from.number, from.now.as_secs() as u32),
+    };
+    learned == Learned::Known || !is_refused(ports, source, learned, from)
+}
+
+/// Looks up the destination of frames from an admitted source. `VLANS`: as for [`admits`].
+#[inline(always)]
+pub(crate) fn locate<P: Port, const VLANS: bool>(
+    ports: &Members<P>,
+    fdb: &Fdb,
+    vlan: u16,
+    destination: MacAddr,
     from: &Origin<'_, P>,
 ) -> u32 {
     let now = from.now.as_secs() as u32;
-    let Addresses { source, destination } = addresses;
     let limits = &from.member.limits;
-    if limits.fixed && Some(source) != limits.own {
-        return SPOOFED;
-    }
-    if !source.is_multicast() {
-        let learned = match VLANS {
-            true => learn(ports, fdb, vlan, source, from),
-            false => fdb.learn(source, from.number, now),
-        };
-        if learned != Learned::Known && is_refused(ports, source, learned, from) {
-            return SPOOFED;
-        }
-    }
     if !destination.is_multicast() {
         let at = match VLANS {
             true => lookup(ports, fdb, vlan, destination, now),

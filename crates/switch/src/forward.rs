@@ -3,7 +3,7 @@
 
 use crate::{
     Claim, Dropped, Fdb, Limits, Mirror, Vlans, Work,
-    decide::{NOWHERE, Origin, decide, is_port, receivers},
+    decide::{NOWHERE, Origin, SPOOFED, admits, is_port, locate, receivers},
     delivery::{Delivery, Group, STEERING, Wait, before},
     member::{AT_ONCE, Member, Members},
     port::Port,
@@ -407,6 +407,24 @@ fn forward_special<'a, P: Port>(
     delivery.mirror_from(from.member, burst);
 }
 
+/// Learns a frame's source and looks up its destination. `last`: the last source, and whether the port may use it; frames of one mostly
+/// come together, whatever their destinations.
+#[inline(always)]
+fn decide<P: Port>(
+    ports: &Members<P>,
+    fdb: &mut Fdb,
+    last: &mut (u64, bool),
+    flow: (u64, u32),
+    from: &Origin<'_, P>,
+) -> u32 {
+    let Addresses { source, destination } = Addresses::from_words(flow);
+    let word = flow.0 >> 48 | u64::from(flow.1) << 16;
+    if word != last.0 {
+        *last = (word, admits::<P, false>(ports, fdb, 0, source, from));
+    }
+    if last.1 { locate::<P, false>(ports, fdb, 0, destination, from) } else { SPOOFED }
+}
+
 /// Learns sources, looks up destinations, and puts the frames there, destination by destination.
 #[inline(always)]
 fn forward<'a, P: Port>(
@@ -420,13 +438,15 @@ fn forward<'a, P: Port>(
     let frames = burst.frames();
     let Some(first) = frames.first() else { return };
     let mut flow = first.addresses();
-    let first = decide::<P, false>(ports, fdb, 0, Addresses::from_words(flow), from);
+    // More than 48 bits: none yet.
+    let mut source = (u64::MAX, false);
+    let first = decide(ports, fdb, &mut source, flow, from);
     let (mut to, mut mixed) = (first, false);
     for (frame, place) in frames.iter().zip(&mut destinations) {
         // Frames of one flow mostly come together.
         if frame.addresses() != flow {
             flow = frame.addresses();
-            to = decide::<P, false>(ports, fdb, 0, Addresses::from_words(flow), from);
+            to = decide(ports, fdb, &mut source, flow, from);
             mixed |= to != first;
         }
         *place = to;

@@ -3,7 +3,7 @@
 
 use crate::{
     Dropped, Fdb, Vid, Vlans,
-    decide::{FLOOD, INADMISSIBLE, LOCAL, NOWHERE, Origin, decide, is_port, receivers},
+    decide::{FLOOD, INADMISSIBLE, LOCAL, NOWHERE, Origin, SPOOFED, admits, is_port, locate, receivers},
     delivery::{Delivery, Group, before},
     member::{Member, Members},
     port::Port,
@@ -91,7 +91,13 @@ pub(crate) fn forward<'a, P: Port>(
         let to = match last {
             Some((before, to)) if before == flow => to,
             _ if form.vlan == 0 => INADMISSIBLE,
-            _ => decide::<P, true>(ports, fdb, form.vlan, Addresses::from_words(flow.0), from),
+            _ => {
+                let Addresses { source, destination } = Addresses::from_words(flow.0);
+                match admits::<P, true>(ports, fdb, form.vlan, source, from) {
+                    true => locate::<P, true>(ports, fdb, form.vlan, destination, from),
+                    false => SPOOFED,
+                }
+            }
         };
         last = Some((flow, to));
         // To one port together, whatever their VLANs.
