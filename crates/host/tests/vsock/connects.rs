@@ -151,7 +151,8 @@ fn tcp_connected_refused_and_reset() {
     program.set_read_timeout(Some(PATIENCE)).unwrap();
     exchange(&program, &guest);
     guest.shutdown(Shutdown::Write);
-    assert_eq!((&program).read(&mut [0; 8]).unwrap(), 0);
+    // The guard of slow writes interrupts a thread of this process now and then: that is no end of the stream.
+    assert_eq!((&program).read_to_end(&mut Vec::new()).unwrap(), 0);
     (&program).write_all(b"last").unwrap();
     drop(program);
     let mut last = String::new();
