@@ -76,6 +76,22 @@ fn a_fixed_port_sends_from_its_own_address_only() {
     assert_eq!(net.send_one(1, MacAddr::BROADCAST, mac(2)), [0, 2]);
 }
 
+/// A source is looked up once for consecutive frames of it: what it may applies to each, and to no other's.
+#[test]
+fn consecutive_frames_of_one_source_to_several_destinations() {
+    let fixed = limits(|limits| (limits.fixed, limits.own) = (true, Some(mac(1))));
+    let mut net = Net::limited(&[Limits::default(), fixed, Limits::default()]);
+    net.send_one(0, MacAddr::BROADCAST, mac(0));
+    net.send_one(2, MacAddr::BROADCAST, mac(2));
+    let [good, bad] = [mac(1), mac(7)];
+    let frames = [(0, good), (2, good), (0, bad), (2, bad), (2, good), (0, bad), (0, good)]
+        .map(|(to, source)| frame(mac(to), source, 0));
+    let [to_0, to_2] = [[0, 6], [1, 4]].map(|which| which.map(|index: usize| frames[index].clone()).to_vec());
+    assert_eq!(net.send(1, &frames), [to_0, vec![], to_2]);
+    assert_eq!(net.ports[1].lost(Dropped::Spoofed), 3);
+    assert_eq!(net.switch.fdb().len(0), 3, "the refused source is not learned");
+}
+
 #[test]
 fn a_port_that_invents_addresses_takes_nobody_elses_room() {
     let mut net = Net::new(4);

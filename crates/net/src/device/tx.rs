@@ -69,7 +69,8 @@ impl TxQueue {
     ) -> Result<(Self, Resumed), SetupError> {
         let (ring, resumed) =
             DeviceRing::resume(&memory, RingFeatures::negotiated(acked), size, at, base, journal, inflight)?;
-        let [chains, ahead] = [(); 2].map(|()| Chains::new(BURST, PIECES).read_only());
+        let list = || Chains::new(BURST, PIECES).read_only();
+        let (chains, ahead) = (list(), list());
         let (batch, limit, header) = (BURST, MAX_FRAME, offload::header_len(acked));
         let tuning = Tuning { fast_path: header == vnet_hdr::SIZE, ..Tuning::default() };
         let support = offload::driver_sends(acked);
