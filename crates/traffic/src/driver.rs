@@ -76,7 +76,6 @@ impl Traffic {
     /// Creates a driver and fills the transmit buffers of the first pair of queues.
     pub fn new(settings: Settings, driver: &mut Driver) -> Traffic {
         let mut scratch = vec![0; settings.longest()];
-        driver.tx.iter_mut().for_each(|tx| tx.set_writes(settings.touch != Touch::Nothing));
         if let Some(tx) = driver.tx.first_mut() {
             tx.prepare(|id, place| {
                 let probe = Probe { flow: id % settings.flows, sequence: 0, sent_ns: 0 };
@@ -357,6 +356,56 @@ impl Traffic {
     /// Sends up to `count` frames.
     #[inline]
     fn send(&mut self, tx: &mut DriverTx, count: usize) -> usize {
+        let mut added = 0;
+        while added < count {
+            let left = count - added;
+            let run = match (self.settings.touch, self.settings.single_size()) {
+                // Up to the next one with a time.
+                (Touch::Word, Some(size)) if !self.next.is_multiple_of(SAMPLE) => {
+                    self.send_words(tx, left.min((SAMPLE - self.next % SAMPLE) as usize), size)
+                }
+                (Touch::Word, Some(_)) => self.send_any(tx, 1),
+                _ => self.send_any(tx, left),
+            };
+            if run == 0 {
+                break;
+            }
+            added += run;
+        }
+        tx.publish();
+        added
+    }
+
+    /// Sends up to `count` frames of this size without a time. There is nothing between the stores to the frames: each waits for a
+    /// line that the device has read, and as many wait at the same time as the store queue holds.
+    #[inline]
+    fn send_words(&mut self, tx: &mut DriverTx, count: usize, size: usize) -> usize {
+        let (settings, mut next) = (&self.settings, self.next);
+        let word = |next: u64| (next as u32 & 0x7fff_ffff).to_be_bytes();
+        let added = if settings.has_many_addresses() {
+            tx.add(count, |_, place| {
+                let Addresses { destination, source } = settings.addresses(next);
+                place.write(&destination.0);
+                place.skip(6).write(&source.0);
+                place.skip(WORD).write(&word(next));
+                next += 1;
+                size
+            })
+        } else {
+            tx.add(count, |_, place| {
+                place.skip(WORD).write(&word(next));
+                next += 1;
+                size
+            })
+        };
+        self.next = next;
+        self.totals.sent += added as u64;
+        self.totals.sent_bytes += (added * size) as u64;
+        added
+    }
+
+    /// Sends up to `count` frames.
+    fn send_any(&mut self, tx: &mut DriverTx, count: usize) -> usize {
         let Traffic { settings, scratch, start, .. } = self;
         let (mut bytes, mut next) = (0, self.next);
         let many_addresses = settings.has_many_addresses();
@@ -365,7 +414,7 @@ impl Traffic {
             let size = settings.size(if settings.touch == Touch::All { next } else { id.into() });
             match settings.touch {
                 Touch::Nothing => {}
-                Touch::Word if next % SAMPLE == 0 => {
+                Touch::Word if next.is_multiple_of(SAMPLE) => {
                     let sequence = 0xffff_ffff << 32 | next;
                     let probe = Probe { flow: id % settings.flows, sequence, sent_ns: sent_ns() };
                     put(&probe, settings, size, scratch, place);
@@ -388,7 +437,6 @@ impl Traffic {
             bytes += size;
             size
         });
-        tx.publish();
         self.next = next;
         self.totals.sent += added as u64;
         self.totals.sent_bytes += bytes as u64;

@@ -101,6 +101,15 @@ impl Settings {
         }
     }
 
+    /// Returns the size of all frames, if they have only one.
+    #[inline(always)]
+    pub(crate) fn single_size(&self) -> Option<usize> {
+        match self.sizes[..] {
+            [size] => Some(size),
+            _ => None,
+        }
+    }
+
     /// Returns the addresses of the frame with this sequence number.
     #[inline(always)]
     pub(crate) fn addresses(&self, sequence: u64) -> Addresses {

@@ -62,7 +62,9 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
 ) -> usize {
     let mut count = 0;
     for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
-        if let Some(&later) = later.get(count) {
+        // Never at equal distances one after the other, whatever the driver's layout: the CPU's own prefetcher would recognise the
+        // pattern and take lines of buffers from the driver that it is still reading.
+        if let Some(&later) = later.get(count ^ 1) {
             fetch_target::<WRITE>(later, APART);
         }
         let Some((frame, source)) = frame else { break };
