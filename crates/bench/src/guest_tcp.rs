@@ -36,6 +36,9 @@ pub struct Args {
     /// How long the thread that serves an e1000's registers polls for the next access (`port.access_poll`)
     #[arg(long, default_value = "400us")]
     access_poll: String,
+    /// How our e1000's interrupts are moderated (`port.mitigation`): true or "clamped", as QEMU's always are
+    #[arg(long, default_value = "true")]
+    mitigation: String,
     /// How often the guests boot; the pairs are shared among the boots
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     boots: u32,
@@ -220,11 +223,13 @@ impl<'a> Bed<'a> {
 
     /// Returns the `[[port]]` section of a guest of ours.
     fn port(&self, number: usize) -> String {
-        let Args { access_poll, interrupt_delay, .. } = self.args;
+        let Args { access_poll, interrupt_delay, mitigation, .. } = self.args;
         let kind = match self.guest {
             // An emulated guest may not run for longer than the default; QEMU's card waits for it without limit.
             Guest::E1000 => {
-                format!("kind = \"e1000\"\nlimits = {{ wait = \"100ms\" }}\naccess_poll = \"{access_poll}\"\n")
+                let mitigation = if mitigation == "clamped" { "\"clamped\"" } else { mitigation };
+                let limits = "limits = { wait = \"100ms\" }";
+                format!("kind = \"e1000\"\n{limits}\naccess_poll = \"{access_poll}\"\nmitigation = {mitigation}\n")
             }
             _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{interrupt_delay}\"\n"),
         };
@@ -365,9 +370,10 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
     });
     let of = |card: bool, key| (card == (guest == Guest::E1000)).then_some(key);
     let (delay, access_poll) = (of(false, &args.interrupt_delay), of(true, &args.access_poll));
+    let mitigation = of(true, &args.mitigation);
     let mut row = json!({
         "guest": guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
-        "interrupt_delay": delay, "access_poll": access_poll, "peer_name": guest.peer(),
+        "interrupt_delay": delay, "access_poll": access_poll, "mitigation": mitigation, "peer_name": guest.peer(),
         "retransmits": again[0], "peer_retransmits": again[1],
         "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
     });

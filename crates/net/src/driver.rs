@@ -214,13 +214,15 @@ pub struct DriverTx {
     queue: Queue,
     under_way: usize,
     size: usize,
+    /// See [`DriverTx::set_writes`].
+    writes: bool,
 }
 
 impl DriverTx {
     queue_calls!();
 
     fn new(queue: Queue, size: u32) -> DriverTx {
-        DriverTx { queue, under_way: 0, size: size as usize }
+        DriverTx { queue, under_way: 0, size: size as usize, writes: true }
     }
 
     /// Adds these frames of a burst, with what is left to do to them, which `support` must contain; returns how many there was room
@@ -297,13 +299,18 @@ impl DriverTx {
     pub fn add(&mut self, count: usize, mut fill: impl FnMut(u16, Span<'_>) -> usize) -> usize {
         debug_assert!(self.queue.buffers.lead == 0, "add_behind");
         let Queue { ring, buffers, .. } = &mut self.queue;
+        // No index is a whole burst ahead.
+        let ahead = if self.writes { LOOK_AHEAD } else { BURST };
         let mut added = 0;
         while added < count {
             // First all buffers, then all descriptors: stores to cache lines that must come from the device's core are then close
             // together in the instruction stream, and their misses overlap.
             let mut lens = [0u32; BURST];
             let ids = ring.next_ids(0, BURST.min(count - added));
-            for (&id, len) in ids.iter().zip(&mut lens) {
+            for (index, (&id, len)) in ids.iter().zip(&mut lens).enumerate() {
+                if let Some(span) = ids.get(index + ahead).and_then(|&id| buffers.span(id)) {
+                    span.prefetch_write::<1>();
+                }
                 let Some(span) = buffers.span(id) else { break };
                 *len = (vnet_hdr::SIZE + fill(id, span.skip(vnet_hdr::SIZE))).min(buffers.room) as u32;
             }
@@ -338,7 +345,20 @@ impl DriverTx {
     /// Prefetches what adding the next `count` frames will write to.
     #[inline]
     pub fn prefetch(&self, count: usize) {
-        self.queue.ring.prefetch(count);
+        let Queue { ring, buffers, .. } = &self.queue;
+        ring.prefetch(count);
+        if !self.writes {
+            return;
+        }
+        for span in ring.next_ids(0, count.min(LOOK_AHEAD)).iter().filter_map(|&id| buffers.span(id)) {
+            span.prefetch_write::<1>();
+        }
+    }
+
+    /// Sets whether frames are written before they are sent, as nearly always. If not, their buffers are not prefetched: a line
+    /// that is fetched for writing is taken from the device.
+    pub fn set_writes(&mut self, writes: bool) {
+        self.writes = writes;
     }
 
     /// Makes all added frames available to the device.

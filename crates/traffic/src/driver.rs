@@ -76,6 +76,7 @@ impl Traffic {
     /// Creates a driver and fills the transmit buffers of the first pair of queues.
     pub fn new(settings: Settings, driver: &mut Driver) -> Traffic {
         let mut scratch = vec![0; settings.longest()];
+        driver.tx.iter_mut().for_each(|tx| tx.set_writes(settings.touch != Touch::Nothing));
         if let Some(tx) = driver.tx.first_mut() {
             tx.prepare(|id, place| {
                 let probe = Probe { flow: id % settings.flows, sequence: 0, sent_ns: 0 };
@@ -376,27 +377,20 @@ impl Traffic {
         added
     }
 
-    /// Sends up to `count` frames of this size without a time. There is nothing between the stores to the frames: each waits for a
+    /// Sends up to `count` frames of this size without a time. There is little between the stores to the frames: each waits for a
     /// line that the device has read, and as many wait at the same time as the store queue holds.
     #[inline]
     fn send_words(&mut self, tx: &mut DriverTx, count: usize, size: usize) -> usize {
         let (settings, mut next) = (&self.settings, self.next);
-        let word = |next: u64| (next as u32 & 0x7fff_ffff).to_be_bytes();
-        let added = if settings.has_many_addresses() {
-            tx.add(count, |_, place| {
-                let Addresses { destination, source } = settings.addresses(next);
-                place.write(&destination.0);
-                place.skip(6).write(&source.0);
-                place.skip(WORD).write(&word(next));
-                next += 1;
-                size
-            })
-        } else {
-            tx.add(count, |_, place| {
-                place.skip(WORD).write(&word(next));
-                next += 1;
-                size
-            })
+        let mut fill = |place: Span<'_>, many_addresses: bool| {
+            touch(settings, many_addresses, next, place);
+            next += 1;
+            size
+        };
+        // Two loops: the common one has no branch.
+        let added = match settings.has_many_addresses() {
+            true => tx.add(count, |_, place| fill(place, true)),
+            false => tx.add(count, |_, place| fill(place, false)),
         };
         self.next = next;
         self.totals.sent += added as u64;
@@ -419,14 +413,7 @@ impl Traffic {
                     let probe = Probe { flow: id % settings.flows, sequence, sent_ns: sent_ns() };
                     put(&probe, settings, size, scratch, place);
                 }
-                Touch::Word => {
-                    if many_addresses {
-                        let Addresses { destination, source } = settings.addresses(next);
-                        place.write(&destination.0);
-                        place.skip(6).write(&source.0);
-                    }
-                    place.skip(WORD).write(&(next as u32 & 0x7fff_ffff).to_be_bytes());
-                }
+                Touch::Word => touch(settings, many_addresses, next, place),
                 Touch::All => {
                     let flow = (next % u64::from(settings.flows)) as u16;
                     let probe = Probe { flow, sequence: next, sent_ns: sent_ns() };
@@ -500,6 +487,17 @@ fn kick(wanted: bool, notifier: Option<&Notifier>) {
     if wanted && let Some(notifier) = notifier {
         notifier.kick();
     }
+}
+
+/// Writes to a frame what differs from the last one in its buffer.
+#[inline(always)]
+fn touch(settings: &Settings, many_addresses: bool, sequence: u64, place: Span<'_>) {
+    if many_addresses {
+        let Addresses { destination, source } = settings.addresses(sequence);
+        place.write(&destination.0);
+        place.skip(6).write(&source.0);
+    }
+    place.skip(WORD).write(&(sequence as u32 & 0x7fff_ffff).to_be_bytes());
 }
 
 /// Writes a whole probe of `size` bytes to a transmit buffer.
