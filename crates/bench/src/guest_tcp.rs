@@ -36,7 +36,7 @@ pub struct Args {
     /// How long the thread that serves an e1000's registers polls for the next access (`port.access_poll`)
     #[arg(long, default_value = "400us")]
     access_poll: String,
-    /// How our e1000's interrupts are moderated (`port.mitigation`): true or "clamped", as QEMU's always are
+    /// How our e1000's interrupts are moderated (`port.mitigation`): true, false, or clamped, as QEMU's are
     #[arg(long, default_value = "true")]
     mitigation: String,
     /// How often the guests boot; the pairs are shared among the boots

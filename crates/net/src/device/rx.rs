@@ -62,8 +62,8 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
 ) -> usize {
     let mut count = 0;
     for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
-        // Never at equal distances one after the other, whatever the driver's layout: the CPU's own prefetcher would recognise the
-        // pattern and take lines of buffers from the driver that it is still reading.
+        // Buffers that lie at equal distances are not prefetched in that order: the CPU's own prefetcher would recognise it, continue,
+        // and take lines from the driver that it is still reading. The last of an odd number is left out.
         if let Some(&later) = later.get(count ^ 1) {
             fetch_target::<WRITE>(later, APART);
         }
