@@ -9,11 +9,12 @@ use ringroad_e1000::{
     registers as reg,
 };
 use ringroad_host::{
-    Worker, WorkerConfig,
+    PortSettings, Worker, WorkerConfig,
     e1000::{E1000Config, E1000Port, E1000Server},
     vfio_user::{CONFIG_REGION, Client},
 };
 use ringroad_mem::{Region, Span};
+use ringroad_switch::Limits;
 use ringroad_wire::ethernet::MacAddr;
 use std::{fs::File, path::PathBuf, sync::Arc};
 
@@ -33,12 +34,15 @@ impl Rig {
         keep_log();
         let worker = Worker::start(WorkerConfig::default()).unwrap();
         let folder = Folder::new(name);
+        // Frames to a card that has gone are flooded, and as many as these tests send exceed the default limit.
+        let limits = Limits { storm: 0, ..Limits::GUEST };
         let start = |index: u32| {
             let config = E1000Config {
                 name: format!("{name}{index}"),
                 socket: folder.file(&format!("{index}.sock")),
                 mac: MacAddr::local(index + 1),
                 client: GENEROUS,
+                settings: PortSettings { limits, ..PortSettings::default() },
                 ..E1000Config::default()
             };
             E1000Server::start(config, &worker, |port| port).unwrap()
