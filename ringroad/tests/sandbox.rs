@@ -500,6 +500,7 @@ fn notes_of_rings_are_kept_beside_sockets_in_memory() {
 /// Starts `ringroad serve` in a new network namespace, where interface names are free, after running `prepare` there.
 fn in_own_network(folder: &Folder, text: &str, prepare: &str) -> Program {
     let mut command = unshared("--net");
+    command.arg("--mount");
     let run = format!("{prepare}\nexec \"$@\"");
     command.args(["sh", "-e", "-c", &run, "sh"]);
     if folder.1 == Who::Nobody {
@@ -550,9 +551,12 @@ fn an_ordinary_user_can_use_prepared_interfaces() {
         return eprintln!("only root can prepare an interface for another user");
     }
     let folder = Folder::new("prepared", Who::Nobody);
-    let prepare =
-        "for i in 0 1; do ip tuntap add rrtest$i mode tap vnet_hdr user nobody; ip link set rrtest$i up; done";
-    let mut serve = in_own_network(&folder, &tap("rrtest0"), prepare);
+    // Some containers have the device for root only.
+    let device = "[ $(stat -c %a /dev/net/tun) = 666 ] || { mount -t tmpfs none /dev/net && mknod -m 666 /dev/net/tun c 10 200; }";
+    let prepare = format!(
+        "{device}; for i in 0 1; do ip tuntap add rrtest$i mode tap vnet_hdr user nobody; ip link set rrtest$i up; done"
+    );
+    let mut serve = in_own_network(&folder, &tap("rrtest0"), &prepare);
     serve.logs("ready: 1 port\n");
     serve.logs(", no capabilities, no_new_privs");
     folder.write(&(tap("rrtest0") + &tap("rrtest1")));

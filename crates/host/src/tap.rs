@@ -19,7 +19,7 @@ use ringroad_wire::{
     vnet_hdr,
 };
 use std::{
-    fs::File,
+    fs::{File, OpenOptions},
     io,
     os::fd::{AsFd, BorrowedFd},
     path::Path,
@@ -37,6 +37,14 @@ pub enum TapError {
         "TAP interface {name}: /dev/net/tun does not exist; load the module (modprobe tun) or pass the device to the container"
     )]
     NoDevice {
+        /// The interface.
+        name: String,
+    },
+    /// The driver's device must not be opened, which most systems allow to everybody.
+    #[error(
+        "TAP interface {name}: not permitted to open /dev/net/tun; run as root, or let the administrator allow it: chmod 666 /dev/net/tun (which interfaces a user may open is still up to the kernel)"
+    )]
+    Device {
         /// The interface.
         name: String,
     },
@@ -124,7 +132,7 @@ impl TapPort {
     /// refuses its name, number of queues or MTU.
     pub fn open(port: &str, interface: &str, queues: u16, mtu: Option<u16>) -> Result<TapPort, TapError> {
         let name = interface;
-        let explain = |error: io::Error| explain(name, error, Path::new(DEVICE).exists());
+        let explain = |error: io::Error| explain(name, error, Driver::find());
         let mut tap = TapPort {
             name: port.to_owned(),
             interface: interface.to_owned(),
@@ -171,7 +179,7 @@ impl TapPort {
     pub fn use_tunnels(&mut self) -> Result<bool, TapError> {
         // One descriptor stands for the interface.
         let Some(file) = self.files.first() else { return Ok(false) };
-        let set = |len| sys::set_tap_header(file, len).map_err(|error| explain(&self.interface, error, true));
+        let set = |len| sys::set_tap_header(file, len).map_err(|error| explain(&self.interface, error, Driver::There));
         let knows = set(vnet_hdr::TUNNELED)?;
         if !knows {
             set(vnet_hdr::SIZE)?;
@@ -269,11 +277,30 @@ impl PortKind for TapPort {
     }
 }
 
-/// What an error of the kernel means for an interface; `driver`: there is a TUN/TAP driver here.
-fn explain(name: &str, error: io::Error, driver: bool) -> TapError {
+/// Whether there is a TUN/TAP driver here that may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Driver {
+    Missing,
+    Forbidden,
+    There,
+}
+
+impl Driver {
+    fn find() -> Driver {
+        match OpenOptions::new().read(true).write(true).open(DEVICE) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Driver::Forbidden,
+            Err(_) if !Path::new(DEVICE).exists() => Driver::Missing,
+            _ => Driver::There,
+        }
+    }
+}
+
+/// What an error of the kernel means for an interface.
+fn explain(name: &str, error: io::Error, driver: Driver) -> TapError {
     let name = name.to_owned();
     match error.raw_os_error() {
-        Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) if !driver => TapError::NoDevice { name },
+        Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) if driver == Driver::Missing => TapError::NoDevice { name },
+        Some(libc::EPERM | libc::EACCES) if driver == Driver::Forbidden => TapError::Device { name },
         Some(libc::EPERM | libc::EACCES) => {
             TapError::Permission { name, user: std::env::var("USER").unwrap_or_else(|_| "NAME".into()) }
         }
@@ -493,12 +520,18 @@ mod tests {
     #[test]
     fn errors_say_what_to_do() {
         let said = |errno, driver| explain("rr0", io::Error::from_raw_os_error(errno), driver).to_string();
-        assert!(said(libc::ENOENT, false).contains("rr0: /dev/net/tun does not exist; load the module (modprobe tun)"));
+        let [missing, there] = [Driver::Missing, Driver::There];
+        assert!(
+            said(libc::ENOENT, missing).contains("rr0: /dev/net/tun does not exist; load the module (modprobe tun)")
+        );
         for errno in [libc::EPERM, libc::EACCES] {
-            assert!(said(errno, true).contains("rr0: not permitted; run as root or with CAP_NET_ADMIN"));
+            assert!(said(errno, there).contains("rr0: not permitted; run as root or with CAP_NET_ADMIN"));
         }
-        assert!(said(libc::EBUSY, true).contains("rr0 is in use by another program"));
-        assert!(said(libc::EINVAL, true).contains("rr0: Invalid argument"));
-        assert!(said(libc::ENODEV, true).contains("rr0: No such device"), "the driver is there, the interface is not");
+        assert!(
+            said(libc::EACCES, Driver::Forbidden).contains("rr0: not permitted to open /dev/net/tun; run as root, or")
+        );
+        assert!(said(libc::EBUSY, there).contains("rr0 is in use by another program"));
+        assert!(said(libc::EINVAL, there).contains("rr0: Invalid argument"));
+        assert!(said(libc::ENODEV, there).contains("rr0: No such device"), "the driver is there, the interface is not");
     }
 }
