@@ -55,6 +55,9 @@ pub enum Peer {
     Missing(String),
 }
 
+/// The line of a port of ours behind which there are more addresses than behind a guest.
+pub const MANY_ADDRESSES: &str = "limits = { addresses = 8192 }";
+
 /// Debian's path of the ovs-vswitchd that is built with DPDK.
 const VSWITCHD: &str = "/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk";
 /// The flow that makes OVS do what testpmd calls macswap.
@@ -131,7 +134,7 @@ impl Peer {
             Peer::Testpmd(words) => start_testpmd(words, common.device_cpu, folder, ports, forward)?,
             Peer::Ovs => start_ovs(common.device_cpu, folder, ports)?,
             Peer::Ringroad(program) => {
-                let line = if forward == "macswap" { "mode = \"reflect\"" } else { "" };
+                let line = if forward == "macswap" { "mode = \"reflect\"" } else { MANY_ADDRESSES };
                 let (config, sockets) = common.config(folder, "other", "unlimited", &vec![line; ports]);
                 Device::other(program, folder, "other", &config, sockets)?
             }

@@ -4,6 +4,7 @@
 use crate::{
     frames::Frames,
     options::Common,
+    peer::MANY_ADDRESSES,
     rig::{Device, Rings},
     session::{Run, Session},
 };
@@ -71,8 +72,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let Frames { common, peers, .. } = frames;
     let peers = peers.found()?;
     let folder = Folder::new("switch")?;
-    let limit = "limits = { addresses = 8192 }";
-    let ours = common.ours(&folder, "ours", "unlimited", &[limit, limit])?;
+    let ours = common.ours(&folder, "ours", "unlimited", &[MANY_ADDRESSES; 2])?;
     let cell = |rings: Rings, size: usize, addresses: u32| {
         let Rings { layout, size: queue_size } = rings;
         let ring = layout.to_string();
