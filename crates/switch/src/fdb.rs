@@ -77,6 +77,7 @@ pub enum Learned {
 /// learned.
 pub struct Fdb {
     buckets: Box<[Bucket]>,
+    /// What a hash is shifted by for a bucket's index, besides one bit: up to 63.
     shift: u32,
     /// Random, so that nobody can choose addresses that fall into one bucket.
     seeds: (u64, u64),
@@ -101,7 +102,7 @@ impl Fdb {
     /// Creates a table for `entries` addresses, rounded up to a power of two, at least 4, with an ageing time in seconds.
     pub fn new(entries: usize, ageing: u32) -> Fdb {
         let buckets = entries.min(MOST).div_ceil(WAYS).next_power_of_two().max(1);
-        let shift = 64 - buckets.trailing_zeros();
+        let shift = 63 - buckets.trailing_zeros();
         let random = RandomState::new();
         let seeds = (random.hash_one(0u8), random.hash_one(1u8) | 1);
         let buckets = vec![Bucket::default(); buckets].into();
@@ -119,12 +120,14 @@ impl Fdb {
         // bucket. Mixing in its high bits, which depend on all bits of the key, makes the second product irregular.
         let mixed = (key ^ self.seeds.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mixed = (mixed ^ mixed >> 32).wrapping_mul(self.seeds.1);
-        mixed.checked_shr(self.shift).unwrap_or(0) as usize
+        (mixed >> 1).wrapping_shr(self.shift) as usize
     }
 
     #[inline(always)]
     fn key(address: MacAddr, vlan: u16) -> u64 {
-        address.to_u64() | 1 << 48 | (vlan as u64) << VLAN
+        // In wire order, as frames have it.
+        let [a, b, c, d, e, f] = address.0;
+        u64::from_le_bytes([a, b, c, d, e, f, 0, 0]) | 1 << 48 | (vlan as u64) << VLAN
     }
 
     /// Returns the port at which an address was last seen; `now` in seconds since the table was created.
@@ -144,8 +147,10 @@ impl Fdb {
     #[inline(always)]
     pub fn lookup_in(&self, vlan: u16, address: MacAddr, now: u32) -> Option<u32> {
         let key = Self::key(address, vlan);
-        let bucket = self.buckets.get(self.index(key))?;
-        let found = bucket.0.iter().find(|entry| entry.key == key)?;
+        let [first, second, others @ ..] = &self.buckets.get(self.index(key))?.0;
+        // Which of the first two is chosen without a branch, as it cannot be predicted. Few are behind them.
+        let likely = std::hint::select_unpredictable(second.key == key, second, first);
+        let found = if likely.key == key { likely } else { others.iter().find(|entry| entry.key == key)? };
         found.is_live(now, self.ageing).then_some(found.port.into())
     }
 
