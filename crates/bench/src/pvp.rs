@@ -39,7 +39,7 @@ pub struct Args {
           value_parser = clap::value_parser!(u32).range(32..=32768))]
     queue_size: Vec<u32>,
     /// Drivers, as a list
-    #[arg(long, value_enum, value_delimiter = ',', default_values = ["blast", "plain", "testpmd", "testpmd64"])]
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["blast", "blast-no-read", "plain", "testpmd", "testpmd64"])]
     driver: Vec<Driver>,
     /// The whole matrix: both layouts, six sizes from 64 to 1518, touch and notouch, rings of 256 and 1024
     #[arg(long, conflicts_with_all = ["ring", "size", "touch", "no_touch", "queue_size"])]
@@ -54,6 +54,8 @@ pub struct Args {
 enum Driver {
     /// `ringroad blast`
     Blast,
+    /// `ringroad blast --no-read`, which writes frames and does not read those received, as flowgen does; not with notouch
+    BlastNoRead,
     /// `ringroad blast --driver plain`: simple, with ring code of its own
     Plain,
     /// DPDK's: testpmd with net_virtio_user in flowgen mode, which builds each frame; not with notouch
@@ -68,6 +70,13 @@ enum Touch {
     Touch,
     /// Leave it alone: measures the rings
     Notouch,
+}
+
+impl Driver {
+    /// Returns whether it reads what it receives, with touch.
+    fn reads(self) -> bool {
+        matches!(self, Driver::Blast | Driver::Plain)
+    }
 }
 
 /// One combination of options.
@@ -92,8 +101,12 @@ impl Cell {
         })
     }
 
-    fn settings(&self) -> Settings {
-        let touch = if self.touch == Touch::Touch { traffic::Touch::Word } else { traffic::Touch::Nothing };
+    fn settings(&self, driver: Driver) -> Settings {
+        let touch = match self.touch {
+            Touch::Notouch => traffic::Touch::Nothing,
+            Touch::Touch if driver == Driver::BlastNoRead => traffic::Touch::Sent,
+            Touch::Touch => traffic::Touch::Word,
+        };
         Settings { touch, ..Settings::flood(self.size) }
     }
 }
@@ -158,7 +171,7 @@ impl Bench<'_> {
     /// Does one run of one of our drivers.
     fn run(&self, cell: &Cell, variant: &Variant<'_>) -> Result<Run, String> {
         let Bench { common, .. } = self;
-        let (settings, frame) = (cell.settings(), cell.size);
+        let (settings, frame) = (cell.settings(variant.driver), cell.size);
         let what = format!("{} {frame} B, ring {}", cell.rings.layout, cell.rings.size);
         let connect = || {
             let connection = common.connect(variant.device, 0, cell.rings, frame)?;
@@ -252,22 +265,38 @@ impl Bench<'_> {
             let difference = if bits == peer_bits { String::new() } else { different(bits, peer_bits) };
             session.push(table.add(title, row, rounds, [difference]))?;
         }
+        self.compare_best(session, table, cell, "best", all.iter())?;
+        if cell.touch == Touch::Touch && all.iter().any(|measured| !measured.driver.reads()) {
+            let reading = all.iter().filter(|measured| measured.driver.reads());
+            self.compare_best(session, table, cell, "best reading", reading)?;
+        }
+        self.devices.iter().try_for_each(|(_, device)| self.verify(device, cell))
+    }
+
+    /// Adds a line for each device with the best of these drivers for it.
+    fn compare_best<'m>(
+        &self,
+        session: &mut Session<'_>,
+        table: &mut Table,
+        cell: &Cell,
+        title: &str,
+        drivers: impl Iterator<Item = &'m Measured<'m>> + Clone,
+    ) -> Result<(), String> {
         let last = self.devices.len() - 1;
         let best = |device: usize| {
             let median = |measured: &Measured<'_>| Spread::of(&measured.rounds.rates(device)).median;
-            all.iter().max_by(|a, b| median(a).total_cmp(&median(b)))
+            drivers.clone().max_by(|a, b| median(a).total_cmp(&median(b)))
         };
         let (Some(ours), Some(peer)) = (best(0), best(last)) else { return Ok(()) };
         let mut row = cell.row();
         let mut both = name(&ours.driver);
-        extend(&mut row, json!({ "driver": "best", "ours_driver": both }));
+        extend(&mut row, json!({ "driver": title, "ours_driver": both }));
         if last > 0 {
             extend(&mut row, json!({ "peer_driver": name(&peer.driver) }));
             both = format!("{both}, {}", name(&peer.driver));
         }
         let pairs = ours.rounds.beside(&peer.rounds, last);
-        session.push(table.add(&format!("{} best", cell.name()), row, &pairs, [both]))?;
-        self.devices.iter().try_for_each(|(_, device)| self.verify(device, cell))
+        session.push(table.add(&format!("{} {title}", cell.name()), row, &pairs, [both]))
     }
 
     /// Measures drivers again until each has enough pairs in one range of cache-line round trips, and leaves those.
@@ -295,13 +324,14 @@ impl Bench<'_> {
     fn is_possible(&self, driver: Driver, cell: &Cell) -> bool {
         match driver {
             Driver::Testpmd | Driver::Testpmd64 => self.words.is_some() && cell.touch == Touch::Touch,
+            Driver::BlastNoRead => cell.touch == Touch::Touch,
             Driver::Blast | Driver::Plain => true,
         }
     }
 
     /// Sends frames for a short time and checks every byte of those that return.
     fn verify(&self, device: &Device, cell: &Cell) -> Result<(), String> {
-        let settings = Settings { touch: traffic::Touch::All, window: Some(128), ..cell.settings() };
+        let settings = Settings { touch: traffic::Touch::All, window: Some(128), ..cell.settings(Driver::Blast) };
         let common = Common { seconds: 0.05, ..self.common.clone() };
         let totals = common.run(device, 0, cell.rings, &settings)?;
         match totals.errors {
@@ -335,7 +365,8 @@ pub fn run(args: &Args) -> Result<(), String> {
     let ours = common.ours(&folder, "ours", "unlimited", &["mode = \"reflect\""])?;
     let title = format!(
         "PvP, Mpps each way through one device core, touch and ring 256 unless stated otherwise, {}\n\
-         best: each device with the driver that is best for it (ours, peer's), all drivers at similar cache-line round trips",
+         best: each device with the driver that is best for it (ours, peer's), all drivers at similar cache-line round trips; \
+         best reading: of those that read what they receive",
         common.runs()
     );
     let mut session = Session::new("pvp", common, found.len() * cells.len() * drivers.len(), true);

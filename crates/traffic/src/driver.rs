@@ -12,7 +12,7 @@ use ringroad_mem::Span;
 use ringroad_net::{Driver, DriverRx, DriverTx};
 use ringroad_ring::{BURST, DriverFault};
 use ringroad_switch::{Gather, Pauses};
-use ringroad_wire::ethernet::{self, Addresses};
+use ringroad_wire::ethernet;
 use std::{
     mem,
     sync::atomic::Ordering,
@@ -76,7 +76,7 @@ impl Traffic {
     /// Creates a driver and fills the transmit buffers of the first pair of queues.
     pub fn new(settings: Settings, driver: &mut Driver) -> Traffic {
         let mut scratch = vec![0; settings.longest()];
-        driver.tx.iter_mut().for_each(|tx| tx.set_writes(settings.touch != Touch::Nothing));
+        driver.tx.iter_mut().for_each(|tx| tx.set_writes(settings.touch.writes()));
         if let Some(tx) = driver.tx.first_mut() {
             tx.prepare(|id, place| {
                 let probe = Probe { flow: id % settings.flows, sequence: 0, sent_ns: 0 };
@@ -366,6 +366,7 @@ impl Traffic {
                     self.send_words(tx, left.min((SAMPLE - self.next % SAMPLE) as usize), size)
                 }
                 (Touch::Word, Some(_)) => self.send_any(tx, 1),
+                (Touch::Sent, Some(size)) => self.send_words(tx, left, size),
                 _ => self.send_any(tx, left),
             };
             if run == 0 {
@@ -413,7 +414,7 @@ impl Traffic {
                     let probe = Probe { flow: id % settings.flows, sequence, sent_ns: sent_ns() };
                     put(&probe, settings, size, scratch, place);
                 }
-                Touch::Word => touch(settings, many_addresses, next, place),
+                Touch::Word | Touch::Sent => touch(settings, many_addresses, next, place),
                 Touch::All => {
                     let flow = (next % u64::from(settings.flows)) as u16;
                     let probe = Probe { flow, sequence: next, sent_ns: sent_ns() };
@@ -435,9 +436,9 @@ impl Traffic {
     fn receive(&mut self, rx: &mut DriverRx) -> Result<usize, DriverFault> {
         let Traffic { settings, scratch, start, totals, seen, lost, .. } = self;
         let (mut frames, mut bytes) = (0, 0);
-        let result = rx.receive(settings.touch != Touch::Nothing, |pieces| {
+        let result = rx.receive(settings.touch.reads(), |pieces| {
             match settings.touch {
-                Touch::Nothing => {}
+                Touch::Nothing | Touch::Sent => {}
                 Touch::Word => {
                     if pieces.first().and_then(|piece| piece.array(WORD)) == Some(TIMED) {
                         timed(gather(pieces, scratch), *start, totals);
@@ -493,9 +494,12 @@ fn kick(wanted: bool, notifier: Option<&Notifier>) {
 #[inline(always)]
 fn touch(settings: &Settings, many_addresses: bool, sequence: u64, place: Span<'_>) {
     if many_addresses {
-        let Addresses { destination, source } = settings.addresses(sequence);
-        place.write(&destination.0);
-        place.skip(6).write(&source.0);
+        let [_, _, destination @ ..] = settings.destination(sequence).0;
+        place.skip(2).write(&destination);
+        if settings.sources > 1 {
+            let [_, _, source @ ..] = settings.source(sequence).0;
+            place.skip(8).write(&source);
+        }
     }
     place.skip(WORD).write(&(sequence as u32 & 0x7fff_ffff).to_be_bytes());
 }

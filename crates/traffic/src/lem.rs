@@ -281,7 +281,7 @@ impl State {
             // The first frame of this buffer. It keeps its contents.
             put(&Probe { flow, sequence: 0, sent_ns: 0 }, settings, size, &mut self.scratch, space);
         }
-        if settings.touch == Touch::Word {
+        if matches!(settings.touch, Touch::Word | Touch::Sent) {
             space.skip(WORD).write(&(sequence as u32 & 0x7fff_ffff).to_be_bytes());
         }
         self.next += 1;
@@ -294,7 +294,7 @@ impl State {
     fn receive(&mut self, settings: &Settings, parts: &[Span<'_>]) {
         let State { start, totals, scratch, seen, .. } = self;
         match settings.touch {
-            Touch::Nothing => {}
+            Touch::Nothing | Touch::Sent => {}
             Touch::Word => {
                 std::hint::black_box(parts.first().and_then(|part| part.array::<4>(WORD)));
             }

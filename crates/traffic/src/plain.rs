@@ -3,7 +3,7 @@
 //! (virtio 1.3, 2.7 and 2.8); only the handshake and the memory are those of [`Connection`].
 
 use crate::{
-    Settings, Totals, Touch,
+    Settings, Totals,
     driver::{WORD, put},
     probe::Probe,
 };
@@ -47,7 +47,7 @@ enum Ends {
 
 impl Plain {
     /// Takes a fresh connection over: its receive buffers are available, nothing was sent. Of the settings, only sizes, addresses,
-    /// and [`Touch::Word`] or [`Touch::Nothing`] count. `None`: its rings are no larger than a burst, or it has none.
+    /// and how much it touches count, except for [`Touch::All`], which is as [`Touch::Word`]. `None`: its rings are no larger than a burst, or it has none.
     pub fn new(mut connection: Connection, settings: Settings) -> Option<Plain> {
         let memory = Table::default().with(connection.driver.region.clone()).ok()?;
         let (rx, tx) = (connection.driver.rx.first_mut()?, connection.driver.tx.first_mut()?);
@@ -175,7 +175,7 @@ impl<R: Ring> Pair<R> {
         self.rx.take(&mut self.used, PLAIN_BURST)?;
         for &Used { id, len } in &self.used {
             let address = self.rx_buffers.get(usize::from(id)).copied().ok_or(DriverFault::Id { id: id.into() })?;
-            if settings.touch != Touch::Nothing {
+            if settings.touch.reads() {
                 hint::black_box(word(&self.region, address).and_then(|word| word.array::<4>(0)));
             }
             totals.received += 1;
@@ -198,7 +198,7 @@ impl<R: Ring> Pair<R> {
         for _ in 0..count {
             let Some(id) = self.free.pop_front() else { break };
             let address = self.tx_buffers.get(usize::from(id)).copied().ok_or(DriverFault::Id { id: id.into() })?;
-            if settings.touch != Touch::Nothing
+            if settings.touch.writes()
                 && let Some(word) = word(&self.region, address)
             {
                 word.write(&(self.sent as u32 & 0x7fff_ffff).to_be_bytes());

@@ -24,10 +24,26 @@ pub enum Mode {
 pub enum Touch {
     /// Nothing: measures the rings alone.
     Nothing,
+    /// Writes 4 bytes of the payload of each frame sent; does not read what it receives, as testpmd's flowgen.
+    Sent,
     /// Writes 4 bytes of the payload of each frame sent, reads 4 bytes of each frame received.
     Word,
     /// Writes and checks every byte.
     All,
+}
+
+impl Touch {
+    /// Returns whether frames are written before they are sent.
+    #[inline(always)]
+    pub(crate) fn writes(self) -> bool {
+        self != Touch::Nothing
+    }
+
+    /// Returns whether received frames are read.
+    #[inline(always)]
+    pub(crate) fn reads(self) -> bool {
+        matches!(self, Touch::Word | Touch::All)
+    }
 }
 
 /// What to send and how.
@@ -113,17 +129,24 @@ impl Settings {
     /// Returns the addresses of the frame with this sequence number.
     #[inline(always)]
     pub(crate) fn addresses(&self, sequence: u64) -> Addresses {
-        if !self.has_many_addresses() {
-            return self.addresses;
-        }
+        Addresses { destination: self.destination(sequence), source: self.source(sequence) }
+    }
+
+    /// Returns the destination address of the frame with this sequence number. Only its lower four bytes differ.
+    #[inline(always)]
+    pub(crate) fn destination(&self, sequence: u64) -> MacAddr {
         // A multiplicative hash: each address comes equally often, in an order that no switch can predict.
         let hash = sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let random = (hash * u64::from(self.destinations)) >> 32;
-        let in_turn = sequence % u64::from(self.sources.max(1));
-        Addresses {
-            destination: self.addresses.destination.plus(random as u32),
-            source: self.addresses.source.plus(in_turn as u32),
-        }
+        self.addresses.destination.plus(random as u32)
+    }
+
+    /// Returns the source address of the frame with this sequence number. Only its lower four bytes differ.
+    #[inline(always)]
+    pub(crate) fn source(&self, sequence: u64) -> MacAddr {
+        // Without a division, which takes longer than all the rest, if there is only one.
+        let in_turn = if self.sources > 1 { sequence % u64::from(self.sources) } else { 0 };
+        self.addresses.source.plus(in_turn as u32)
     }
 
     /// Returns whether frames have different addresses.

@@ -56,6 +56,9 @@ pub struct Args {
     /// Neither write nor read frame contents: measures the rings alone
     #[arg(long, conflicts_with = "verify")]
     pub no_touch: bool,
+    /// Write frames, but do not read those received, as testpmd's flowgen
+    #[arg(long, conflicts_with_all = ["no_touch", "verify"])]
+    pub no_read: bool,
     /// Write and check every byte of every frame
     #[arg(long)]
     pub verify: bool,
@@ -139,6 +142,7 @@ pub fn settings(args: &Args) -> Settings {
         touch: match args {
             Args { verify: true, .. } => Touch::All,
             Args { no_touch: true, .. } => Touch::Nothing,
+            Args { no_read: true, .. } => Touch::Sent,
             _ => Touch::Word,
         },
         addresses: Addresses { destination: args.destination, source: args.source },
