@@ -39,6 +39,9 @@ pub struct Args {
     /// How our e1000's interrupts are moderated (`port.mitigation`): true, false, or clamped, as QEMU's are
     #[arg(long, default_value = "true")]
     mitigation: String,
+    /// TCP congestion control of what the host sends; the guests have their kernels' default, cubic
+    #[arg(long, default_value = "cubic")]
+    congestion: String,
     /// How often the guests boot; the pairs are shared among the boots
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     boots: u32,
@@ -305,7 +308,8 @@ impl<'a> Bed<'a> {
         match way {
             Way::Out | Way::In => {
                 let _server = iperf3_server(self.args.common.device_cpu, PORT)?;
-                let reverse = if way == Way::In { "-R" } else { "" };
+                let reverse = format!("-R -C {}", self.args.congestion);
+                let reverse = if way == Way::In { &reverse } else { "" };
                 tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
             }
             Way::Between => {
@@ -373,7 +377,8 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
     let mitigation = of(true, &args.mitigation);
     let mut row = json!({
         "guest": guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
-        "interrupt_delay": delay, "access_poll": access_poll, "mitigation": mitigation, "peer_name": guest.peer(),
+        "interrupt_delay": delay, "access_poll": access_poll, "mitigation": mitigation, "congestion": args.congestion,
+        "peer_name": guest.peer(),
         "retransmits": again[0], "peer_retransmits": again[1],
         "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
     });
