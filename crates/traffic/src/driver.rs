@@ -512,3 +512,25 @@ pub(crate) fn put(probe: &Probe, settings: &Settings, size: usize, scratch: &mut
         place.write(frame);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringroad_mem::Region;
+
+    #[test]
+    fn what_is_written_of_a_frame_makes_its_addresses() {
+        let base = Settings { destinations: 70_000, sources: 300, ..Settings::flood(64) };
+        for settings in [base.clone(), Settings { sources: 1, ..base.clone() }, Settings { destinations: 1, ..base }] {
+            let (region, mut scratch) = (Region::private(4096, 0).unwrap(), vec![0; 64]);
+            let place = region.span(0, 64).unwrap();
+            put(&Probe { flow: 0, sequence: 0, sent_ns: 0 }, &settings, 64, &mut scratch, place);
+            for sequence in (0..100_000).step_by(997) {
+                touch(&settings, settings.has_many_addresses(), sequence, place);
+                let head = place.array::<14>(0).unwrap();
+                assert_eq!(ethernet::Addresses::read(&head), Some(settings.addresses(sequence)), "{sequence}");
+                assert_eq!(place.array(WORD), Some((sequence as u32).to_be_bytes()));
+            }
+        }
+    }
+}

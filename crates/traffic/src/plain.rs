@@ -47,7 +47,8 @@ enum Ends {
 
 impl Plain {
     /// Takes a fresh connection over: its receive buffers are available, nothing was sent. Of the settings, only sizes, addresses,
-    /// and how much it touches count, except for [`Touch::All`], which is as [`Touch::Word`]. `None`: its rings are no larger than a burst, or it has none.
+    /// and how much is touched count, [`Touch::All`](crate::Touch::All) as [`Touch::Word`](crate::Touch::Word). `None`: its rings
+    /// are no larger than a burst, or it has none.
     pub fn new(mut connection: Connection, settings: Settings) -> Option<Plain> {
         let memory = Table::default().with(connection.driver.region.clone()).ok()?;
         let (rx, tx) = (connection.driver.rx.first_mut()?, connection.driver.tx.first_mut()?);

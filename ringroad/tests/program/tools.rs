@@ -92,6 +92,25 @@ fn blast_all(socket: &Path, arguments: &[&str], window: u64) {
 }
 
 #[test]
+fn blast_reads_what_it_is_told_to() {
+    let folder = Folder::new("touch");
+    let serve = Program::serve(&folder.config(&[("a", "mode = \"reflect\"")]), &[]);
+    serve.logs("ready");
+    let socket = folder.file("a.sock");
+    for arguments in [&["--no-read"][..], &["--no-touch"], &["--no-read", "--driver", "plain"], &[]] {
+        let all = [&["blast", text(&socket), "--seconds", "0.2", "--json", "-"], arguments].concat();
+        let (code, out, err) = run(&all);
+        assert_eq!(code, 0, "{arguments:?}: {out}{err}");
+        let result: Value = serde_json::from_str(&out[out.find("\n{").unwrap() + 1..]).unwrap();
+        assert!(result["received"].as_u64().unwrap() > 1024, "{arguments:?}: {result}");
+        // A round trip is known from a frame that was read.
+        assert_eq!(out.contains("round trip"), arguments.is_empty(), "{arguments:?}: {out}");
+    }
+    let (code, _, err) = run(&["blast", text(&socket), "--no-read", "--verify"]);
+    assert!(code != 0 && err.contains("cannot be used with"), "{err}");
+}
+
+#[test]
 fn blast_every_ring() {
     let folder = Folder::new("rings");
     let config = folder.config(&[("a", "mode = \"reflect\"\nmtu = 65535")]);
