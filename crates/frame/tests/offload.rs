@@ -27,7 +27,7 @@ const ACK: u8 = 16;
 fn spec(kind: Kind, longest: usize) -> impl Strategy<Value = Spec> {
     let link = (0..=2usize, 0..=10usize, [(); 4].map(|()| option::of(0..=1u8)));
     let tcp = (0..=10usize, any::<u8>(), any::<u32>());
-    let payload = (1..=longest, any::<u64>(), 1..=128usize, 0..1000usize);
+    let payload = (0..=longest, any::<u64>(), 1..=128usize, 0..1000usize);
     (link, tcp, any::<u16>(), any::<bool>(), any::<u8>(), payload).prop_map(
         move |(link, tcp, id, df, flow, payload)| {
             let (tags, ip_options, extensions) = link;

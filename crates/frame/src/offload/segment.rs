@@ -48,6 +48,8 @@ pub struct Segmenter {
     data: usize,
     /// The data of the next segment begins here.
     at: usize,
+    /// Segments still to be written: one at least, for a frame of headers alone.
+    left: usize,
     /// Length of the frame.
     len: usize,
 }
@@ -69,7 +71,10 @@ impl Segmenter {
         let data = headers.data(gso.kind);
         let mut copy = [0; HEADERS];
         copy.iter_mut().zip(head).for_each(|(place, byte)| *place = *byte);
-        Ok(Segmenter { head: copy, headers, outer, gso, checksums, ident, data, at: data, len })
+        let mut segmenter =
+            Segmenter { head: copy, headers, outer, gso, checksums, ident, data, at: data, left: 0, len };
+        segmenter.left = (len - data).div_ceil(segmenter.size()).max(1);
+        Ok(segmenter)
     }
 
     /// Returns the length of the longest segment in bytes: the room that [`Segmenter::next`] needs.
@@ -80,7 +85,7 @@ impl Segmenter {
 
     /// Returns the number of segments still to be written.
     pub fn remaining(&self) -> usize {
-        (self.len - self.at).div_ceil(self.size())
+        self.left
     }
 
     /// Writes the next segment to the start of `out`. `copy` copies bytes of the frame, from the given position on; it is not
@@ -88,7 +93,7 @@ impl Segmenter {
     ///
     /// A datagram is read twice if it becomes fragments: first to complete its checksum.
     pub fn next(&mut self, out: &mut [u8], mut copy: impl FnMut(usize, &mut [u8])) -> Option<Segment> {
-        if self.at >= self.len || out.len() < self.longest() {
+        if self.left == 0 || out.len() < self.longest() {
             return None;
         }
         let count = self.size().min(self.len - self.at);
@@ -101,6 +106,7 @@ impl Segmenter {
             self.segment(out, count, &mut copy)
         };
         self.at += count;
+        self.left -= 1;
         segment
     }
 

@@ -86,6 +86,19 @@ fn a_single_segment() {
     }
 }
 
+/// Headers alone, such as an acknowledgement, are a frame too.
+#[test]
+fn no_data() {
+    for inner in [Kind::Tcp4, Kind::Udp6] {
+        for checksum in [false, true] {
+            let mut tunneled = vxlan(Kind::Udp4, inner, checksum);
+            tunneled.inner.payload.clear();
+            check(&tunneled);
+            assert_eq!(right(&tunneled).gso().is_some(), checksum);
+        }
+    }
+}
+
 /// A tunnel's header of an odd length: the inner checksum begins in the middle of a word of the outer one.
 #[test]
 fn odd_positions() {

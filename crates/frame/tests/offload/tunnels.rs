@@ -71,7 +71,7 @@ impl Tunneled {
         let (inner, size) = (&self.inner, usize::from(self.inner.size));
         let dropped = if index + 1 < count { FIN_PSH } else { 0 } | if index > 0 { CWR } else { 0 };
         let inner = Spec {
-            payload: inner.payload.chunks(size).nth(index).unwrap().to_vec(),
+            payload: inner.payload.chunks(size).nth(index).unwrap_or_default().to_vec(),
             seq: inner.seq.wrapping_add((index * size) as u32),
             id: inner.id.wrapping_add(index as u16),
             flags: inner.flags & !dropped,
@@ -90,7 +90,7 @@ pub fn check(tunneled: &Tunneled) {
     let frame = tunneled.frame();
     let offload =
         Offload::tunneled(tunneled.claim(), tunneled.tunnel(), head(&frame), frame.len()).expect("a correct frame");
-    let count = tunneled.inner.payload.chunks(tunneled.inner.size.into()).len();
+    let count = tunneled.inner.payload.chunks(tunneled.inner.size.into()).len().max(1);
     let Some(gso) = offload.gso() else {
         assert!(count == 1 && !tunneled.checksum);
         let mut frame = frame;
