@@ -4,7 +4,7 @@
 
 use crate::{
     figures::{Spread, extend},
-    lab::{Lab, add_address, command, enter, serve},
+    lab::{Lab, add_network, command, enter, serve},
     options::Common,
     rig::on,
     session::{Rounds, Session},
@@ -130,9 +130,9 @@ impl<'a> Bed<'a> {
             let file = format!("/proc/sys/net/ipv4/conf/all/{setting}");
             fs::write(&file, value).map_err(|error| format!("cannot write {file}: {error}"))?;
         }
-        add_address("rr-host", "10.94.0.1/24")?;
-        add_address("rr-flood", "10.94.1.1/24")?;
-        add_address("rr-queues", "10.94.2.1/24")?;
+        add_network("rr-host", "10.94.0", "cubic")?;
+        add_network("rr-flood", "10.94.1", "cubic")?;
+        add_network("rr-queues", "10.94.2", "cubic")?;
         let socket = |number: usize| sockets.get(number).map(|path| path.display().to_string()).unwrap_or_default();
         eprintln!("booting the quiet guest");
         lab.boot("uml", "quiet", &socket(0), "10.94.0.2", common.driver_cpu)?;

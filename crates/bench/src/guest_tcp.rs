@@ -3,7 +3,7 @@
 
 use crate::{
     figures::{RATIO, Spread, extend},
-    lab::{Lab, add_address, add_tap, command, enter, iperf3_report, iperf3_server, round_trips, serve},
+    lab::{Lab, add_network, add_tap, command, enter, iperf3_report, iperf3_server, round_trips, serve},
     options::Common,
     rig::on,
     session::{Rounds, Session},
@@ -191,7 +191,7 @@ impl<'a> Bed<'a> {
         if bed.has_host() {
             let interface = bed.peer_interface(0);
             add_tap(&interface)?;
-            add_address(&interface, &format!("{}.1/24", network(Side::Peer, false)))?;
+            add_network(&interface, &network(Side::Peer, false), &args.congestion)?;
         }
         if bed.has_pair() {
             let bridge = format!("br-{}", guest.name());
@@ -251,7 +251,7 @@ impl<'a> Bed<'a> {
             let tap = format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"{interface}\"\n");
             let config = workers.clone() + &self.port(0) + &tap;
             self.programs.push(serve(self.folder, &format!("{guest}-host"), &config, &[self.socket(0)])?);
-            add_address(&interface, &format!("{}.1/24", network(Side::Ours, false)))?;
+            add_network(&interface, &network(Side::Ours, false), &self.args.congestion)?;
             numbers.push(0);
         }
         if self.has_pair() {
@@ -308,8 +308,7 @@ impl<'a> Bed<'a> {
         match way {
             Way::Out | Way::In => {
                 let _server = iperf3_server(self.args.common.device_cpu, PORT)?;
-                let reverse = format!("-R -C {}", self.args.congestion);
-                let reverse = if way == Way::In { &reverse } else { "" };
+                let reverse = if way == Way::In { "-R" } else { "" };
                 tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
             }
             Way::Between => {

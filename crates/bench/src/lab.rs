@@ -54,9 +54,14 @@ pub fn add_tap(name: &str) -> Result<(), String> {
     command("ip", &["link", "set", name, "up"]).map(drop)
 }
 
-/// Adds an address to an interface.
-pub fn add_address(interface: &str, address: &str) -> Result<(), String> {
-    command("ip", &["addr", "add", address, "dev", interface]).map(drop)
+/// Gives an interface the first address of a network, such as 10.0.0 for 10.0.0.0/24.
+///
+/// TCP connections to it have this congestion control from the start. A socket that begins with bbr, the default of some hosts, keeps
+/// pacing what it sends, whatever congestion control the program sets later.
+pub fn add_network(interface: &str, network: &str, congestion: &str) -> Result<(), String> {
+    let (all, first) = (format!("{network}.0/24"), format!("{network}.1"));
+    command("ip", &["addr", "add", &format!("{first}/24"), "dev", interface, "noprefixroute"])?;
+    command("ip", &["route", "add", &all, "dev", interface, "src", &first, "congctl", congestion]).map(drop)
 }
 
 /// The guests of a bench. Dropped, they end.

@@ -3,7 +3,7 @@
 
 use crate::{
     figures::{RATIO, Spread, extend},
-    lab::{add_address, command, enter, iperf3_report, iperf3_server, serve},
+    lab::{add_network, command, enter, iperf3_report, iperf3_server, serve},
     options::Common,
     peer::in_chroot,
     rig::on,
@@ -69,7 +69,8 @@ impl Drop for Namespace {
     }
 }
 
-/// The driver's TCP ports and addresses.
+/// The network of both ends, their addresses, and the first TCP port.
+const NETWORK: &str = "10.93.0";
 const OURS: &str = "10.93.0.1";
 const DRIVER: &str = "10.93.0.2";
 const PORT: u16 = 5301;
@@ -96,7 +97,7 @@ impl<'a> Bed<'a> {
             socket.display()
         );
         let daemon = serve(folder, "mergeable", &config, std::slice::from_ref(&socket))?;
-        add_address("rr0", &format!("{OURS}/24"))?;
+        add_network("rr0", NETWORK, "cubic")?;
         let namespace = Namespace(format!("rr-bench-{}", std::process::id()));
         command("ip", &["netns", "add", &namespace.0])?;
         Ok(Bed { common, folder, socket, namespace, _daemon: daemon })
