@@ -174,9 +174,9 @@ struct Bed<'a> {
     programs: Vec<Program>,
 }
 
-/// The third part of the addresses of a side: the host's interface and one guest, or two guests.
-fn network(side: Side, pair: bool) -> String {
-    format!("10.{}.{}", 91 + usize::from(side == Side::Peer), usize::from(pair))
+/// The network of the host's interface and one guest, or of two guests: those of all kinds are there at once.
+fn network(guest: Guest, side: Side, pair: bool) -> String {
+    format!("10.{}.{}", 91 + usize::from(side == Side::Peer), 2 * guest as usize + usize::from(pair))
 }
 
 fn guest_name(side: Side, number: usize) -> String {
@@ -191,7 +191,7 @@ impl<'a> Bed<'a> {
         if bed.has_host() {
             let interface = bed.peer_interface(0);
             add_tap(&interface)?;
-            add_network(&interface, &network(Side::Peer, false), &args.congestion)?;
+            add_network(&interface, &network(guest, Side::Peer, false), &args.congestion)?;
         }
         if bed.has_pair() {
             let bridge = format!("br-{}", guest.name());
@@ -251,7 +251,7 @@ impl<'a> Bed<'a> {
             let tap = format!("[[port]]\nname = \"host\"\nkind = \"tap\"\ninterface = \"{interface}\"\n");
             let config = workers.clone() + &self.port(0) + &tap;
             self.programs.push(serve(self.folder, &format!("{guest}-host"), &config, &[self.socket(0)])?);
-            add_network(&interface, &network(Side::Ours, false), &self.args.congestion)?;
+            add_network(&interface, &network(self.guest, Side::Ours, false), &self.args.congestion)?;
             numbers.push(0);
         }
         if self.has_pair() {
@@ -267,7 +267,7 @@ impl<'a> Bed<'a> {
                 };
                 // One core for the guest and one for the rest; of two guests, a core each.
                 let cpu = if number == 2 { common.device_cpu } else { common.driver_cpu };
-                let address = format!("{}.{}", network(side, number > 0), 2 + number);
+                let address = format!("{}.{}", network(self.guest, side, number > 0), 2 + number);
                 eprint!("\r{:79}", format!("booting {guest} guest {number} ({side})"));
                 self.lab.boot(guest, &guest_name(side, number), &place, &address, cpu)?;
             }
@@ -300,7 +300,7 @@ impl<'a> Bed<'a> {
     fn transfer(&self, way: Way, side: Side) -> Result<Run, String> {
         // A port of its own for each test: the last one's may be in TIME_WAIT.
         const PORT: u16 = 5201;
-        let (seconds, host) = (self.args.common.seconds, format!("{}.1", network(side, false)));
+        let (seconds, host) = (self.args.common.seconds, format!("{}.1", network(self.guest, side, false)));
         let time = format!("-t {} -O 1 -J", seconds.max(1.0).ceil());
         let run = |guest: usize, command: &str| {
             iperf3_report(&self.lab.run(&guest_name(side, guest), seconds + 2.0, command)?)
@@ -312,7 +312,7 @@ impl<'a> Bed<'a> {
                 tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
             }
             Way::Between => {
-                let other = format!("{}.4", network(side, true));
+                let other = format!("{}.4", network(self.guest, side, true));
                 self.lab.run(&guest_name(side, 2), 5.0, &format!("iperf3 -s -1 -D -p {PORT}"))?;
                 thread::sleep(Duration::from_millis(300));
                 tcp(&run(1, &format!("iperf3 -c {other} -p {PORT} {time}"))?)
@@ -325,7 +325,7 @@ impl<'a> Bed<'a> {
             Way::RoundTrip => {
                 let guest = guest_name(side, 0);
                 self.lab.run(&guest, 5.0, "nc -l -p 7 -e cat >/dev/null 2>&1 & sleep 0.2")?;
-                let to = format!("{}.2:7", network(side, false)).parse::<SocketAddr>();
+                let to = format!("{}.2:7", network(self.guest, side, false)).parse::<SocketAddr>();
                 let to = to.map_err(|error| error.to_string())?;
                 let times = on("--device-cpu", self.args.common.device_cpu, || {
                     round_trips(to, Duration::from_secs_f64(seconds))
@@ -467,8 +467,11 @@ mod tests {
     }
 
     #[test]
-    fn guests_of_both_sides_and_both_places_have_addresses_of_their_own() {
-        let all = SIDES.map(|side| [false, true].map(|pair| network(side, pair))).concat();
-        assert_eq!(all.iter().collect::<std::collections::HashSet<_>>().len(), 4);
+    fn guests_of_all_kinds_sides_and_places_have_addresses_of_their_own() {
+        let guests = [Guest::Uml, Guest::Qemu, Guest::E1000];
+        let all = guests
+            .map(|guest| SIDES.map(|side| [false, true].map(|pair| network(guest, side, pair))).concat())
+            .concat();
+        assert_eq!(all.iter().collect::<std::collections::HashSet<_>>().len(), 12);
     }
 }
