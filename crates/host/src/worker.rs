@@ -263,7 +263,7 @@ impl<K: PortKind> Drop for PortHandle<K> {
 /// Maximum rounds between looks at the clock and at the events of queues that are not polled.
 const ROUNDS: u32 = 64;
 /// How long these rounds may take: frames of a TAP port cost a system call each, and queues with an event wait.
-const LOOK: Duration = Duration::from_micros(100);
+const LOOK: Duration = Duration::from_micros(50);
 
 struct Loop<'a, K: PortKind> {
     control: &'a EventLoop<Command<K>>,
