@@ -187,6 +187,10 @@ impl Burst {
             return Err(NotAFrame::Oversize);
         };
         (*place, *last) = (frame, end as u16);
+        let first = usize::from(frame.piece);
+        if (self.singles, first, end) == (self.count, self.count, first + 1) {
+            self.singles += 1;
+        }
         if !offload.is_none()
             && let Some(known) = self.offloads.get_mut(self.count)
         {
