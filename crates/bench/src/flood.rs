@@ -31,7 +31,7 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["apart", "drops", "shared", "queues"])]
     way: Vec<Way>,
     /// How long our switch polls before it sleeps (`workers.poll`)
-    #[arg(long, default_value = "0")]
+    #[arg(long, default_value = "auto")]
     poll: String,
     /// Folder of the program `guests`
     #[arg(long, default_value = "scripts")]

@@ -28,7 +28,7 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["out", "in", "between", "udp", "round-trip"])]
     way: Vec<Way>,
     /// How long our switch polls before it sleeps (`workers.poll`)
-    #[arg(long, default_value = "0")]
+    #[arg(long, default_value = "auto")]
     poll: String,
     /// How long the interrupt for sent frames may wait (`port.interrupt_delay`); an e1000's driver sets that itself
     #[arg(long, default_value = "300us")]

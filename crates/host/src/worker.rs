@@ -364,7 +364,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 }
                 // Polling should not keep others from this CPU.
                 if !idle && !std::mem::take(&mut worked) && self.schedule.shares() {
-                    thread::yield_now();
+                    self.give_way();
                 }
                 let before = looked.as_secs();
                 looked = self.start.elapsed();
@@ -378,22 +378,30 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     }
                 }
             }
-            rounds = (rounds + 1) % limit;
             let any = self.round(looked);
+            rounds = if self.schedule.is_interrupted() { 0 } else { (rounds + 1) % limit };
             worked |= any;
             if !any || rounds == 0 {
                 let now = if self.switch.is_timed() { self.start.elapsed() } else { looked };
                 again = self.switch.settle(now);
                 // Whoever was just woken may be waiting for this CPU. A thread that is about to sleep need not yield.
                 if sys::take_woken() && !self.schedule.is_empty() && self.schedule.shares() {
-                    thread::yield_now();
+                    self.give_way();
                 }
                 std::hint::spin_loop();
             }
         }
     }
 
-    /// Gives each polled queue its turn; returns whether any work was done.
+    /// Lets others have this CPU who may need it.
+    fn give_way(&mut self) {
+        let before = Instant::now();
+        thread::yield_now();
+        let now = Instant::now();
+        self.schedule.yielded(now, now.saturating_duration_since(before));
+    }
+
+    /// Gives polled queues their turn; returns whether any work was done.
     #[inline(always)]
     fn round(&mut self, now: Duration) -> bool {
         let Loop { switch, schedule, ports, blocked, start, .. } = self;
@@ -443,7 +451,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
         }
         if let Some(Some(Served { port, poll })) = self.ports.get(key.port as usize)
             && self.known.contains(&key)
-            && self.schedule.wake(key, *poll)
+            && self.schedule.wake(key, *poll, Instant::now)
         {
             guarded(port, (), || port.kind().disable_notification(key.queue.into()));
         }

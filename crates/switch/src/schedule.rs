@@ -1,7 +1,10 @@
 //! Which queues a worker polls, and when it may sleep. A state machine over time; the loop around it, with clock, epoll and
 //! notifications, is in `host`.
 
-use crate::gather::{Gather, Pauses};
+use crate::{
+    gather::{Gather, Pauses},
+    linger::{Linger, Rest},
+};
 use ringroad_frame::BURST;
 use std::time::{Duration, Instant};
 
@@ -10,6 +13,9 @@ use std::time::{Duration, Instant};
 pub enum Poll {
     /// For this long. Zero: event driven.
     For(Duration),
+    /// For as long as its frames follow each other, 50 us at most, and not while another thread needs the CPU: event driven at low
+    /// rates.
+    Auto,
     /// Without limit: the worker's core is never idle.
     Unlimited,
 }
@@ -23,6 +29,16 @@ pub struct Work {
     pub heavy: bool,
 }
 
+/// Frames after which a round is interrupted, for the caller to look at queues that are not polled. A heavy burst counts as many.
+const ENOUGH: usize = 16 * BURST;
+
+/// How long a queue is polled at most with [`Poll::Auto`].
+const MOST: Duration = Duration::from_micros(50);
+
+/// How long queues with [`Poll::Auto`] are not polled at most because another thread needs the CPU. Each try may delay frames for a
+/// time slice of that thread.
+const REST: Duration = Duration::from_millis(400);
+
 /// A queue that is polled.
 #[derive(Clone, Copy, Debug)]
 struct Active<K> {
@@ -30,12 +46,28 @@ struct Active<K> {
     poll: Poll,
     /// When it was first found empty; `None` if it had frames at the last poll.
     empty: Option<Instant>,
+    /// For [`Poll::Auto`].
+    linger: Linger,
+}
+
+/// A queue with [`Poll::Auto`] that is not polled.
+#[derive(Clone, Copy, Debug)]
+struct Asleep<K> {
+    key: K,
+    /// When it was first found empty.
+    empty: Instant,
+    linger: Linger,
 }
 
 /// The queues that are polled, in turn. `K` identifies a queue.
 #[derive(Debug)]
 pub struct Schedule<K> {
     active: Vec<Active<K>>,
+    /// Where an interrupted round goes on: those before have had their turn.
+    next: usize,
+    asleep: Vec<Asleep<K>>,
+    /// For queues with [`Poll::Auto`].
+    rest: Rest,
     gather: Gather,
     turn: usize,
     alone: Option<Alone<K>>,
@@ -55,18 +87,30 @@ impl<K: Copy + Eq> Schedule<K> {
     /// `turn`: maximum number of bursts of a queue before the next queue's turn; only full bursts that are not heavy are followed
     /// by another. Within a turn what a queue uses stays in the caches; after the turns of many others it does not.
     pub fn new(gather: Gather, turn: usize) -> Self {
-        Schedule { active: Vec::new(), gather, turn, alone: None }
+        Schedule { active: Vec::new(), next: 0, asleep: Vec::new(), rest: Rest::new(REST), gather, turn, alone: None }
     }
 
     /// Starts polling a queue, which has or may have frames. Returns `true` if it was not polled before; its notifications can be
-    /// turned off then.
-    pub fn wake(&mut self, key: K, poll: Poll) -> bool {
+    /// turned off then. Its turn is next: it has waited longer than those that are polled. As it stays among these until its following
+    /// turn at least, it gets no more turns than they do. `now` is called for [`Poll::Auto`].
+    pub fn wake(&mut self, key: K, poll: Poll, now: impl Fn() -> Instant) -> bool {
         if let Some(active) = self.active.iter_mut().find(|active| active.key == key) {
             active.empty = None;
             return false;
         }
-        self.active.push(Active { key, poll, empty: None });
+        let mut linger = Linger::default();
+        if let Some(index) = self.asleep.iter().position(|asleep| asleep.key == key) {
+            let asleep = self.asleep.swap_remove(index);
+            linger = asleep.linger;
+            linger.waited(MOST, now().saturating_duration_since(asleep.empty));
+        }
+        self.active.insert(self.next, Active { key, poll, empty: None, linger });
         true
+    }
+
+    /// The thread has yielded and got its CPU back at `now`, after `took`.
+    pub fn yielded(&mut self, now: Instant, took: Duration) {
+        self.rest.yielded(now, took);
     }
 
     /// Sets how long these queues are polled.
@@ -85,7 +129,10 @@ impl<K: Copy + Eq> Schedule<K> {
 
     /// Removes queues.
     pub fn forget(&mut self, which: impl Fn(K) -> bool) {
+        let served = self.active.iter().take(self.next).filter(|active| !which(active.key)).count();
         self.active.retain(|active| !which(active.key));
+        self.next = if served < self.active.len() { served } else { 0 };
+        self.asleep.retain(|asleep| !which(asleep.key));
     }
 
     /// Returns the number of queues that are polled.
@@ -103,9 +150,15 @@ impl<K: Copy + Eq> Schedule<K> {
         self.active.iter().all(|active| active.poll != Poll::Unlimited)
     }
 
-    /// Gives each polled queue its turn; returns whether any work was done. `work` carries one burst of a queue and returns how
-    /// much work that was. `sleep` turns a queue's notifications on and returns whether polling may stop, that is whether the
-    /// queue is still empty. `now` is called when a queue is empty, and when there is only one.
+    /// Returns whether the last round was interrupted, because it took long enough: the next one goes on there.
+    #[inline]
+    pub fn is_interrupted(&self) -> bool {
+        self.next > 0
+    }
+
+    /// Gives each polled queue its turn, or as many as take a limited time; returns whether any work was done. `work` carries one
+    /// burst of a queue and returns how much work that was. `sleep` turns a queue's notifications on and returns whether polling may
+    /// stop, that is whether the queue is still empty. `now` is called when a queue is empty, and when there is only one.
     #[inline]
     pub fn round(
         &mut self,
@@ -114,7 +167,7 @@ impl<K: Copy + Eq> Schedule<K> {
         mut sleep: impl FnMut(K) -> bool,
     ) -> bool {
         let mut any = false;
-        let mut index = 0;
+        let (mut index, mut done) = (std::mem::take(&mut self.next), 0);
         let mut alone = Self::alone(&self.active, self.gather, &mut self.alone);
         if let Some(alone) = &mut alone
             && let Some(until) = alone.until
@@ -128,12 +181,14 @@ impl<K: Copy + Eq> Schedule<K> {
             index += 1;
             let mut last = work(active.key);
             let worked = last.frames;
+            done += worked;
             if alone.is_none() {
                 for _ in 1..self.turn {
                     if last.frames < BURST || last.heavy {
                         break;
                     }
                     last = work(active.key);
+                    done += last.frames;
                 }
             }
             if worked > 0 {
@@ -143,19 +198,33 @@ impl<K: Copy + Eq> Schedule<K> {
                     let pause = alone.pauses.after(worked, &now);
                     alone.until = (!pause.is_zero()).then(|| now() + pause);
                 }
+                if (done >= ENOUGH || last.heavy) && index < self.active.len() {
+                    self.next = index;
+                    break;
+                }
                 continue;
             }
-            let Poll::For(budget) = active.poll else { continue };
-            if !budget.is_zero() {
+            let budget = match active.poll {
+                Poll::For(budget) => budget,
+                Poll::Auto => active.linger.time(MOST),
+                Poll::Unlimited => continue,
+            };
+            let auto = active.poll == Poll::Auto;
+            if auto || !budget.is_zero() {
                 let now = now();
                 let since = *active.empty.get_or_insert(now);
-                if now.saturating_duration_since(since) < budget {
+                let polled = now.saturating_duration_since(since);
+                if polled < budget && !(auto && self.rest.is_on(|| now)) {
                     continue;
+                }
+                if auto && !budget.is_zero() && polled >= budget {
+                    self.rest.polled();
                 }
             }
             if sleep(active.key) {
                 index -= 1;
-                self.active.swap_remove(index);
+                let Active { key, empty, linger, .. } = self.active.swap_remove(index);
+                self.asleep.extend(empty.filter(|_| auto).map(|empty| Asleep { key, empty, linger }));
             }
         }
         any

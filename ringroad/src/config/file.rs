@@ -149,7 +149,7 @@ impl Default for Log {
 
 impl Default for Workers {
     fn default() -> Workers {
-        Workers { cpus: Vec::new(), poll: Poll::For(Duration::ZERO), gather: Gather::Auto, turn: 4 }
+        Workers { cpus: Vec::new(), poll: Poll::Auto, gather: Gather::Auto, turn: 4 }
     }
 }
 

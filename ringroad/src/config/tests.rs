@@ -147,7 +147,7 @@ fn tunnels_of_an_interface() {
 #[test]
 fn defaults() {
     let config = parse(&vm1(""));
-    let workers = Workers { cpus: vec![], poll: Poll::For(Duration::ZERO), gather: Gather::Auto, turn: 4 };
+    let workers = Workers { cpus: vec![], poll: Poll::Auto, gather: Gather::Auto, turn: 4 };
     assert_eq!(config.workers, workers);
     assert_eq!(config.switch, SwitchConfig::default());
     assert_eq!(

@@ -108,7 +108,8 @@ pub(super) fn role<'de, D: Deserializer<'de>>(node: D) -> Result<Role, D::Error>
 }
 
 pub(super) fn poll<'de, D: Deserializer<'de>, R: From<Poll>>(node: D) -> Result<R, D::Error> {
-    text(node, "\"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\"", |text| match text {
+    text(node, "\"auto\", \"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\"", |text| match text {
+        "auto" => Some(Poll::Auto),
         "0" => Some(Poll::For(Duration::ZERO)),
         "unlimited" => Some(Poll::Unlimited),
         _ => time(text).filter(|&time| time <= MAX_POLL).map(Poll::For),

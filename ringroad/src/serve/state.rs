@@ -20,7 +20,7 @@ use ringroad_host::{
 };
 use ringroad_net::Config as Space;
 use ringroad_switch::Poll;
-use std::{path::Path, sync::Arc};
+use std::{path::Path, sync::Arc, time::Duration};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -275,7 +275,12 @@ fn settings(port: &config::Port, poll: Poll) -> PortSettings {
         }
         config::Kind::Tap(_) => Default::default(),
     };
-    let poll = port.poll.unwrap_or(poll);
+    let poll = match (port.poll.unwrap_or(poll), &port.kind) {
+        // What adapts saves a guest the exits of its notifications. A card's are messages that another thread takes, and a TAP
+        // interface would be read in vain, a system call each time.
+        (Poll::Auto, config::Kind::E1000(_) | config::Kind::Tap(_)) => Poll::For(Duration::ZERO),
+        (poll, _) => poll,
+    };
     PortSettings { hairpin, gro, poll, tuning, limits, vlans: port.vlans, interrupt_delay }
 }
 

@@ -30,6 +30,8 @@ pub struct ServedDevice {
 fn duration(poll: Poll) -> Duration {
     match poll {
         Poll::For(time) => time,
+        // It is the worker's schedule that adapts.
+        Poll::Auto => Duration::ZERO,
         Poll::Unlimited => Duration::MAX,
     }
 }

@@ -3,8 +3,8 @@
 use super::{
     VfioDevice,
     connection::{Connection, End},
-    linger::Linger,
     messages::{NO_REPLY, command, send},
+    poller::Poller,
     session::{Session, SessionContext},
 };
 use crate::{
@@ -244,17 +244,17 @@ impl<D: VfioDevice> Thread<D> {
     /// Carries out commands until the connection ends.
     fn serve_all(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<Infallible, End> {
         // `stop` may have been set before `current`.
-        let (mut waits, mut turn, mut linger) = (true, 0, Linger::default());
+        let (mut waits, mut turn, mut poller) = (true, 0, Poller::default());
         loop {
             turn += 1;
             if waits && turn < TURN {
-                waits = !linger.poll(self.poll.get(), || connection.read_more())?;
+                waits = !poller.poll(self.poll.get(), || connection.read_more())?;
             }
             if waits || turn >= TURN {
                 turn = 0;
                 let start = Instant::now();
                 waits = !self.wait(connection)?;
-                linger.slept(self.poll.get(), start.elapsed());
+                poller.slept(self.poll.get(), start.elapsed());
             }
             if !waits {
                 waits = !self.serve_one(connection, session)?;

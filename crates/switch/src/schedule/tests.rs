@@ -8,9 +8,9 @@ fn light(frames: usize) -> Work {
 #[test]
 fn a_queue_that_is_polled_without_limit_has_a_cpu_of_its_own() {
     let mut schedule = Schedule::new(Gather::Off, 1);
-    schedule.wake(1, Poll::For(Duration::ZERO));
+    schedule.wake(1, Poll::For(Duration::ZERO), Instant::now);
     assert!(schedule.shares());
-    schedule.wake(2, Poll::Unlimited);
+    schedule.wake(2, Poll::Unlimited, Instant::now);
     assert!(!schedule.shares());
     schedule.forget(|key| key == 2);
     assert!(schedule.shares());
@@ -20,8 +20,8 @@ fn a_queue_that_is_polled_without_limit_has_a_cpu_of_its_own() {
 fn event_driven_sleeps_at_once() {
     let mut schedule = Schedule::new(Gather::Off, 1);
     let now = Instant::now();
-    assert!(schedule.wake(1, Poll::For(Duration::ZERO)));
-    assert!(!schedule.wake(1, Poll::For(Duration::ZERO)));
+    assert!(schedule.wake(1, Poll::For(Duration::ZERO), Instant::now));
+    assert!(!schedule.wake(1, Poll::For(Duration::ZERO), Instant::now));
     assert!(schedule.round(|| now, |_| light(3), |_| true));
     assert!(!schedule.is_empty());
     // Something came in while it was about to sleep.
@@ -37,7 +37,7 @@ fn polls_for_its_budget_after_the_last_frame() {
     let start = Instant::now();
     let at = |us| start + Duration::from_micros(us);
     let slept = Cell::new(0);
-    schedule.wake(7, Poll::For(Duration::from_micros(50)));
+    schedule.wake(7, Poll::For(Duration::from_micros(50)), Instant::now);
     let mut round = |us, work| {
         schedule.round(
             || at(us),
@@ -64,7 +64,7 @@ fn unlimited_never_sleeps_and_all_get_their_turn() {
     let mut schedule = Schedule::new(Gather::Off, 1);
     let now = Instant::now();
     for key in 0..5 {
-        schedule.wake(key, if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) });
+        schedule.wake(key, if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) }, Instant::now);
     }
     let mut seen = Vec::new();
     schedule.round(
@@ -104,13 +104,13 @@ fn only_a_queue_alone_is_left_alone() {
         schedule.round(|| start + Duration::from_micros(us), work, |_| true);
         looks.get()
     };
-    schedule.wake(1, Poll::Unlimited);
+    schedule.wake(1, Poll::Unlimited, Instant::now);
     assert_eq!([0, 4, 5, 9].map(|us| looks(&mut schedule, us, 3)), [1, 0, 1, 0]);
     // Nothing there, or more than fits into a burst: it is looked at again.
     assert_eq!([10, 10].map(|us| looks(&mut schedule, us, 0)), [1, 1]);
     assert_eq!([11, 11].map(|us| looks(&mut schedule, us, BURST)), [1, 1]);
     assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [1, 0]);
-    schedule.wake(2, Poll::Unlimited);
+    schedule.wake(2, Poll::Unlimited, Instant::now);
     assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [2, 2]);
 }
 
@@ -127,11 +127,11 @@ fn what_is_changed_holds_from_the_next_round_on() {
         schedule.round(|| now, work, |_| true);
         looks.get()
     };
-    schedule.wake(1, Poll::Unlimited);
+    schedule.wake(1, Poll::Unlimited, Instant::now);
     assert_eq!([3, 3].map(|frames| looks(&mut schedule, frames)), [1, 0], "left alone");
     schedule.set(Gather::Off, 2);
     assert_eq!([3, 3].map(|frames| looks(&mut schedule, frames)), [1, 1]);
-    schedule.wake(2, Poll::Unlimited);
+    schedule.wake(2, Poll::Unlimited, Instant::now);
     assert_eq!(looks(&mut schedule, BURST), 4, "two queues, two bursts each");
     schedule.set_poll(|key| key == 1, Poll::For(Duration::ZERO));
     looks(&mut schedule, 0);
@@ -142,7 +142,7 @@ fn what_is_changed_holds_from_the_next_round_on() {
 fn a_turn_ends_with_a_burst_that_is_not_full() {
     let mut schedule = Schedule::new(Gather::Off, 4);
     let now = Instant::now();
-    (0..3).for_each(|key| assert!(schedule.wake(key, Poll::Unlimited)));
+    (0..3).rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Instant::now)));
     // The first one has more than its turn, the second one less, the third one nothing.
     let mut left = [6 * BURST, BURST + 1, 0];
     let mut order = Vec::new();
@@ -162,16 +162,174 @@ fn a_turn_ends_with_a_burst_that_is_not_full() {
     assert_eq!(round(), (false, vec![0, 1, 2]));
 }
 
-#[test]
-fn a_heavy_burst_is_a_turn_by_itself() {
-    let mut schedule = Schedule::new(Gather::Off, 4);
-    let now = Instant::now();
-    (0..2).for_each(|key| assert!(schedule.wake(key, Poll::Unlimited)));
+/// Rounds of full bursts, those of the queues below `heavy` being so: the turns of one round.
+fn turns(schedule: &mut Schedule<usize>, heavy: usize) -> Vec<usize> {
     let mut order = Vec::new();
+    let now = Instant::now();
     let work = |key| {
         order.push(key);
-        Work { frames: BURST, heavy: key == 0 }
+        Work { frames: BURST, heavy: key < heavy }
     };
     schedule.round(|| now, work, |_| true);
-    assert_eq!(order, [0, 1, 1, 1, 1]);
+    order
+}
+
+fn all_polled(keys: std::ops::Range<usize>, turn: usize) -> Schedule<usize> {
+    let mut schedule = Schedule::new(Gather::Off, turn);
+    keys.rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Instant::now)));
+    schedule
+}
+
+#[test]
+fn a_heavy_burst_is_a_turn_by_itself_and_interrupts_the_round() {
+    let mut schedule = all_polled(0..3, 4);
+    assert_eq!(turns(&mut schedule, 1), [0]);
+    assert!(schedule.is_interrupted());
+    assert_eq!(turns(&mut schedule, 1), [1, 1, 1, 1, 2, 2, 2, 2]);
+    assert!(!schedule.is_interrupted());
+}
+
+#[test]
+fn a_round_is_interrupted_after_enough_frames() {
+    let mut schedule = all_polled(0..9, 4);
+    let four = |keys: std::ops::Range<usize>| keys.flat_map(|key| [key; 4]).collect::<Vec<_>>();
+    assert_eq!(ENOUGH, 16 * BURST);
+    for keys in [0..4, 4..8, 8..9, 0..4] {
+        assert_eq!(turns(&mut schedule, 0), four(keys));
+    }
+}
+
+#[test]
+fn a_queue_that_wakes_is_next_and_gets_no_more_turns_than_others() {
+    let mut schedule = all_polled(0..4, 1);
+    assert_eq!(turns(&mut schedule, 9), [0]);
+    assert!(schedule.wake(7, Poll::Unlimited, Instant::now));
+    assert!(!schedule.wake(7, Poll::Unlimited, Instant::now));
+    let rest: Vec<_> = (0..6).flat_map(|_| turns(&mut schedule, 9)).collect();
+    assert_eq!(rest, [7, 1, 2, 3, 0, 7]);
+}
+
+#[test]
+fn an_interrupted_round_goes_on_where_it_was_when_queues_stop() {
+    let interrupted = || {
+        let mut schedule = all_polled(0..4, 1);
+        assert_eq!([turns(&mut schedule, 9), turns(&mut schedule, 9)], [[0], [1]]);
+        schedule
+    };
+    for (stops, then) in [(0, [2, 3, 1]), (1, [2, 3, 0]), (2, [3, 0, 1]), (3, [2, 0, 1])] {
+        let mut schedule = interrupted();
+        schedule.forget(|key| key == stops);
+        let rest: Vec<_> = (0..3).flat_map(|_| turns(&mut schedule, 9)).collect();
+        assert_eq!(rest, then, "{stops} stops");
+    }
+    let mut schedule = interrupted();
+    schedule.forget(|key| key > 1);
+    assert!(!schedule.is_interrupted());
+    assert_eq!(turns(&mut schedule, 9), [0]);
+}
+
+#[test]
+fn a_queue_that_sleeps_in_an_interrupted_round_costs_no_other_its_turn() {
+    let mut schedule = Schedule::new(Gather::Off, 1);
+    (0..4).rev().for_each(|key| assert!(schedule.wake(key, Poll::For(Duration::ZERO), Instant::now)));
+    let now = Instant::now();
+    let mut order = Vec::new();
+    for _ in 0..3 {
+        let work = |key| {
+            order.push(key);
+            Work { frames: usize::from(key != 1), heavy: true }
+        };
+        schedule.round(|| now, work, |_| true);
+    }
+    assert_eq!(order, [0, 1, 3, 2], "1 sleeps, and the last one takes its place");
+    assert_eq!(schedule.len(), 3);
+}
+
+/// A queue with [`Poll::Auto`], and a clock.
+struct Paced {
+    schedule: Schedule<u8>,
+    start: Instant,
+    now: u64,
+}
+
+impl Paced {
+    fn new() -> Paced {
+        Paced { schedule: Schedule::new(Gather::Off, 1), start: Instant::now(), now: 0 }
+    }
+
+    fn at(&self) -> Instant {
+        self.start + Duration::from_micros(self.now)
+    }
+
+    fn round(&mut self, frames: usize) {
+        let now = self.at();
+        self.schedule.round(|| now, |_| light(frames), |_| true);
+    }
+
+    /// One frame comes after so many microseconds in which the worker, if it polls, finds nothing each time that it looks. Returns
+    /// whether the driver had to notify.
+    fn frame_after(&mut self, gap: u64) -> bool {
+        for _ in 0..gap {
+            self.round(0);
+            self.now += 1;
+        }
+        let now = self.at();
+        let notified = self.schedule.wake(1, Poll::Auto, || now);
+        self.round(1);
+        notified
+    }
+}
+
+#[test]
+fn frames_that_follow_each_other_are_polled_for_and_others_are_not() {
+    let mut paced = Paced::new();
+    // The first one's wait is unknown; then it polls for 10 us, 20, 40.
+    assert_eq!([30; 6].map(|gap| paced.frame_after(gap)), [true, true, true, true, false, false]);
+    // Short of 50 us, it doubles once more.
+    assert_eq!([45; 4].map(|gap| paced.frame_after(gap)), [true, false, false, false]);
+    // Twice as long is too long: 50 us become 25 and 12, which are in vain, then none.
+    assert_eq!([100; 4].map(|gap| paced.frame_after(gap)), [true; 4]);
+    paced.round(0);
+    assert!(paced.schedule.is_empty(), "it sleeps at once");
+}
+
+#[test]
+fn an_idle_queue_sleeps_however_it_was_polled() {
+    let mut paced = Paced::new();
+    (0..10).for_each(|_| _ = paced.frame_after(45));
+    paced.round(0);
+    paced.now += 49;
+    paced.round(0);
+    assert!(!paced.schedule.is_empty());
+    paced.now += 1;
+    paced.round(0);
+    assert!(paced.schedule.is_empty());
+}
+
+#[test]
+fn no_polling_beside_a_thread_that_needs_the_cpu() {
+    let mut paced = Paced::new();
+    (0..10).for_each(|_| _ = paced.frame_after(20));
+    let now = paced.at();
+    paced.schedule.yielded(now, Duration::from_micros(90));
+    assert!(!paced.frame_after(20));
+    paced.schedule.yielded(now, Duration::from_millis(2));
+    assert_eq!([20; 4].map(|gap| paced.frame_after(gap)), [true; 4]);
+    // Later it tries again.
+    paced.now += 50_000;
+    paced.frame_after(0);
+    assert_eq!([20; 4].map(|gap| paced.frame_after(gap)), [false; 4]);
+}
+
+#[test]
+fn queues_that_stop_leave_nothing_behind() {
+    let mut paced = Paced::new();
+    (0..10).for_each(|_| _ = paced.frame_after(20));
+    paced.now += 50;
+    paced.round(0);
+    paced.now += 50;
+    paced.round(0);
+    assert_eq!((paced.schedule.len(), paced.schedule.asleep.len()), (0, 1));
+    paced.schedule.forget(|key| key == 1);
+    assert!(paced.schedule.asleep.is_empty());
 }
