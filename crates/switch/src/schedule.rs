@@ -50,6 +50,28 @@ struct Active<K> {
     linger: Linger,
 }
 
+impl<K> Active<K> {
+    /// Returns whether the queue, which is empty, has been polled for long enough.
+    fn has_waited(&mut self, rest: &mut Rest, now: impl Fn() -> Instant) -> bool {
+        let budget = match self.poll {
+            Poll::For(Duration::ZERO) => return true,
+            Poll::For(budget) => budget,
+            Poll::Auto => self.linger.time(MOST),
+            Poll::Unlimited => return false,
+        };
+        let now = now();
+        let polled = now.saturating_duration_since(*self.empty.get_or_insert(now));
+        let auto = self.poll == Poll::Auto;
+        if polled < budget {
+            return auto && rest.is_on(|| now);
+        }
+        if auto && !budget.is_zero() {
+            rest.polled();
+        }
+        true
+    }
+}
+
 /// A queue with [`Poll::Auto`] that is not polled.
 #[derive(Clone, Copy, Debug)]
 struct Asleep<K> {
@@ -204,27 +226,14 @@ impl<K: Copy + Eq> Schedule<K> {
                 }
                 continue;
             }
-            let budget = match active.poll {
-                Poll::For(budget) => budget,
-                Poll::Auto => active.linger.time(MOST),
-                Poll::Unlimited => continue,
-            };
-            let auto = active.poll == Poll::Auto;
-            if auto || !budget.is_zero() {
-                let now = now();
-                let since = *active.empty.get_or_insert(now);
-                let polled = now.saturating_duration_since(since);
-                if polled < budget && !(auto && self.rest.is_on(|| now)) {
-                    continue;
-                }
-                if auto && !budget.is_zero() && polled >= budget {
-                    self.rest.polled();
-                }
+            if !active.has_waited(&mut self.rest, &now) {
+                continue;
             }
             if sleep(active.key) {
                 index -= 1;
-                let Active { key, empty, linger, .. } = self.active.swap_remove(index);
-                self.asleep.extend(empty.filter(|_| auto).map(|empty| Asleep { key, empty, linger }));
+                let Active { key, poll, empty, linger } = self.active.swap_remove(index);
+                let auto = empty.filter(|_| poll == Poll::Auto);
+                self.asleep.extend(auto.map(|empty| Asleep { key, empty, linger }));
             }
         }
         any
