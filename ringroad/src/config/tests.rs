@@ -252,6 +252,7 @@ fn values_at_their_bounds() {
         "mtu = 68",
         "mtu = 65535",
         "mtu = 0xffff",
+        "poll = \"auto\"",
         "poll = \"0\"",
         "poll = \"0us\"",
         "poll = \"10000ms\"",
@@ -366,14 +367,14 @@ fn broken_files() {
         ),
         (
             vm1("[workers]\npoll = 50"),
-            "6: key `workers.poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\", found 50",
+            "6: key `workers.poll`: expected \"auto\", \"0\", \"<N>us\", \"<N>ms\" (at most 10 s) or \"unlimited\", found 50",
         ),
-        (vm1("[workers]\npoll = \"50\""), "6: key `workers.poll`: expected \"0\", "),
-        (vm1("[workers]\npoll = \"us\""), "6: key `workers.poll`: expected \"0\", "),
-        (vm1("[workers]\npoll = \"-1us\""), "6: key `workers.poll`: expected \"0\", "),
-        (vm1("[workers]\npoll = \"+1us\""), "6: key `workers.poll`: expected \"0\", "),
-        (vm1("[workers]\npoll = \"10001ms\""), "6: key `workers.poll`: expected \"0\", "),
-        (vm1("[workers]\npoll = \"99999999999999999999ms\""), "6: key `workers.poll`: expected \"0\", "),
+        (vm1("[workers]\npoll = \"50\""), "6: key `workers.poll`: expected \"auto\", \"0\", "),
+        (vm1("[workers]\npoll = \"us\""), "6: key `workers.poll`: expected \"auto\", \"0\", "),
+        (vm1("[workers]\npoll = \"-1us\""), "6: key `workers.poll`: expected \"auto\", \"0\", "),
+        (vm1("[workers]\npoll = \"+1us\""), "6: key `workers.poll`: expected \"auto\", \"0\", "),
+        (vm1("[workers]\npoll = \"10001ms\""), "6: key `workers.poll`: expected \"auto\", \"0\", "),
+        (vm1("[workers]\npoll = \"99999999999999999999ms\""), "6: key `workers.poll`: expected \"auto\", \"0\", "),
         // [switch].
         (vm1("[switch]\nageing = 300"), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found 300"),
         (vm1("[switch]\nageing = \"0s\""), "6: key `switch.ageing`: expected \"1s\" to \"1000000s\", found \"0s\""),
@@ -418,10 +419,10 @@ fn broken_files() {
         (vm1("mtu = 1979-05-27"), "5: port \"vm1\": key `mtu`: expected 68 to 65535, found 1979-05-27"),
         (
             vm1("interrupt_delay = \"11ms\""),
-            "5: port \"vm1\": key `interrupt_delay`: expected \"0\", or \"1us\" to \"10ms\"",
+            "5: port \"vm1\": key `interrupt_delay`: expected \"auto\", \"0\", or \"1us\" to \"10ms\"",
         ),
-        (vm1("interrupt_delay = \"us\""), "5: port \"vm1\": key `interrupt_delay`: expected \"0\", or"),
-        (vm1("poll = \"1s\""), "5: port \"vm1\": key `poll`: expected \"0\", \"<N>us\", \"<N>ms\" (at most 10 s)"),
+        (vm1("interrupt_delay = \"us\""), "5: port \"vm1\": key `interrupt_delay`: expected \"auto\", \"0\", or"),
+        (vm1("poll = \"1s\""), "5: port \"vm1\": key `poll`: expected \"auto\", \"0\", \"<N>us\", \"<N>ms\" (at most 10 s)"),
         // vhost-user.
         (
             vm1("\ninterface = \"x\""),

@@ -278,7 +278,7 @@ mod tests {
 
     const BEFORE: &str = r#"
 [workers]
-poll = "0"
+poll = "auto"
 [[port]]
 name = "vm1"
 kind = "vhost-user"
@@ -309,13 +309,13 @@ socket = "/run/v"
         // Spelling out a default is no change.
         assert_eq!(found(&BEFORE.replace("mtu = 1500\n", "")), [""; 0]);
         for (what, with, expected) in [
-            ("poll = \"0\"", "poll = \"50us\"", "key `workers.poll`: in place"),
-            ("poll = \"0\"", "turn = 2", "key `workers.turn`: in place"),
-            ("poll = \"0\"", "gather = \"off\"", "key `workers.gather`: in place"),
-            ("poll = \"0\"", "cpus = [0]", "key `workers.cpus`: in place"),
-            ("[workers]\npoll = \"0\"", "[switch]\nageing = \"1s\"", "key `switch.ageing`: in place"),
-            ("[workers]\npoll = \"0\"", "[switch]\nentries = 1", "key `switch.entries`: in place"),
-            ("[workers]\npoll = \"0\"", "[log]\nlines = 1", "key `log.lines`: in place"),
+            ("poll = \"auto\"", "poll = \"50us\"", "key `workers.poll`: in place"),
+            ("poll = \"auto\"", "turn = 2", "key `workers.turn`: in place"),
+            ("poll = \"auto\"", "gather = \"off\"", "key `workers.gather`: in place"),
+            ("poll = \"auto\"", "cpus = [0]", "key `workers.cpus`: in place"),
+            ("[workers]\npoll = \"auto\"", "[switch]\nageing = \"1s\"", "key `switch.ageing`: in place"),
+            ("[workers]\npoll = \"auto\"", "[switch]\nentries = 1", "key `switch.entries`: in place"),
+            ("[workers]\npoll = \"auto\"", "[log]\nlines = 1", "key `log.lines`: in place"),
             ("mtu = 1500", "link = false", "port vm1: key `port.link`: in place"),
             ("mtu = 1500", "mtu = 1400", "port vm1: key `port.mtu`: reconnects the guest"),
             ("mtu = 1500", "mac = \"02:00:00:00:00:01\"", "port vm1: key `port.mac`: reconnects the guest"),
@@ -340,7 +340,7 @@ socket = "/run/v"
             ("mtu = 1500", "vlan = 10", "port vm1: key `port.vlan`: in place"),
             ("mtu = 1500", "trunk = [10]", "port vm1: key `port.trunk`: in place"),
             ("mtu = 1500", "link_local = \"forward\"", "port vm1: key `port.link_local`: in place"),
-            ("[workers]\npoll = \"0\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
+            ("[workers]\npoll = \"auto\"", "[switch]\nmove_after = \"1s\"", "key `switch.move_after`: in place"),
             ("mtu = 1500", "hairpin = true", "port vm1: key `port.hairpin`: in place"),
             ("mtu = 1500", "gro = true", "port vm1: key `port.gro`: in place"),
             ("mtu = 1500", "poll = \"1ms\"", "port vm1: key `port.poll`: in place"),
