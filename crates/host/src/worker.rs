@@ -8,7 +8,7 @@ use crate::{
     sandbox, sys,
 };
 use ringroad_frame::offload::Support;
-use ringroad_switch::{Direction, Fdb, Gather, Mirror, Poll, Port as _, Schedule, Switch, Wait, panic_message};
+use ringroad_switch::{Direction, Fdb, Gather, Mirror, Poll, Port as _, Schedule, Switch, Turn, Wait, panic_message};
 use std::{
     cell::RefCell,
     io,
@@ -379,7 +379,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 }
             }
             let any = self.round(looked);
-            rounds = if self.schedule.is_interrupted() { 0 } else { (rounds + 1) % limit };
+            rounds = if self.schedule.is_long() { 0 } else { (rounds + 1) % limit };
             worked |= any;
             if !any || rounds == 0 {
                 let now = if self.switch.is_timed() { self.start.elapsed() } else { looked };
@@ -442,16 +442,16 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 counters.kicks.add(1);
             }
         }
-        self.wake(key);
+        self.wake(key, Turn::Next);
     }
 
-    fn wake(&mut self, key: Key) {
+    fn wake(&mut self, key: Key, turn: Turn) {
         if key.queue & Key::ROOM != 0 {
             return self.room(key.port);
         }
         if let Some(Some(Served { port, poll })) = self.ports.get(key.port as usize)
             && self.known.contains(&key)
-            && self.schedule.wake(key, *poll, Instant::now)
+            && self.schedule.wake(key, *poll, turn, Instant::now)
         {
             guarded(port, (), || port.kind().disable_notification(key.queue.into()));
         }
@@ -471,7 +471,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
     /// Polls queues again whose frames wait.
     fn unblock(&mut self, which: impl Fn(Key, Wait) -> bool) {
         while let Some(key) = self.blocked.take(&which) {
-            self.wake(key);
+            self.wake(key, Turn::Last);
         }
     }
 
@@ -521,7 +521,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
                     if !self.known.contains(&key) {
                         self.known.push(key);
                     }
-                    self.wake(key);
+                    self.wake(key, Turn::Last);
                 }
                 // Done above.
                 Command::Room => {}
@@ -578,7 +578,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
     /// Wakes queues that are idle: they may have to be polled from now on.
     fn wake_all(&mut self, number: u32) {
         let queues: Vec<Key> = self.known.iter().copied().filter(|key| key.port == number).collect();
-        queues.into_iter().for_each(|key| self.wake(key));
+        queues.into_iter().for_each(|key| self.wake(key, Turn::Last));
     }
 
     fn configure(&mut self, config: WorkerConfig) -> io::Result<()> {

@@ -41,5 +41,5 @@ pub use linger::{Linger, Rest};
 pub use mirror::{Direction, Mirror};
 pub use pace::Rate;
 pub use port::{Port, panic_message};
-pub use schedule::{Poll, Schedule, Work};
+pub use schedule::{Poll, Schedule, Turn, Work};
 pub use vlan::{Vid, Vlans};

@@ -29,6 +29,16 @@ pub struct Work {
     pub heavy: bool,
 }
 
+/// When a queue that wakes has its turn, in the round that goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Before those that are polled: its driver has notified the device, and it has waited longer. As it is polled then until its
+    /// following turn at least, it gets no more turns than they do.
+    Next,
+    /// Behind them. It may have had its turn in this round, and stopped being polled for lack of room.
+    Last,
+}
+
 /// Frames after which a round is interrupted, for the caller to look at queues that are not polled. A heavy burst counts as many.
 const ENOUGH: usize = 16 * BURST;
 
@@ -87,6 +97,8 @@ pub struct Schedule<K> {
     active: Vec<Active<K>>,
     /// Where an interrupted round goes on: those before have had their turn.
     next: usize,
+    /// See [`Schedule::is_long`].
+    long: bool,
     asleep: Vec<Asleep<K>>,
     /// For queues with [`Poll::Auto`].
     rest: Rest,
@@ -109,13 +121,21 @@ impl<K: Copy + Eq> Schedule<K> {
     /// `turn`: maximum number of bursts of a queue before the next queue's turn; only full bursts that are not heavy are followed
     /// by another. Within a turn what a queue uses stays in the caches; after the turns of many others it does not.
     pub fn new(gather: Gather, turn: usize) -> Self {
-        Schedule { active: Vec::new(), next: 0, asleep: Vec::new(), rest: Rest::new(REST), gather, turn, alone: None }
+        Schedule {
+            active: Vec::new(),
+            next: 0,
+            long: false,
+            asleep: Vec::new(),
+            rest: Rest::new(REST),
+            gather,
+            turn,
+            alone: None,
+        }
     }
 
     /// Starts polling a queue, which has or may have frames. Returns `true` if it was not polled before; its notifications can be
-    /// turned off then. Its turn is next: it has waited longer than those that are polled. As it stays among these until its following
-    /// turn at least, it gets no more turns than they do. `now` is called for [`Poll::Auto`].
-    pub fn wake(&mut self, key: K, poll: Poll, now: impl Fn() -> Instant) -> bool {
+    /// turned off then. `now` is called for [`Poll::Auto`].
+    pub fn wake(&mut self, key: K, poll: Poll, turn: Turn, now: impl Fn() -> Instant) -> bool {
         if let Some(active) = self.active.iter_mut().find(|active| active.key == key) {
             active.empty = None;
             return false;
@@ -126,7 +146,8 @@ impl<K: Copy + Eq> Schedule<K> {
             linger = asleep.linger;
             linger.waited(MOST, now().saturating_duration_since(asleep.empty));
         }
-        self.active.insert(self.next, Active { key, poll, empty: None, linger });
+        let at = if turn == Turn::Next { self.next } else { self.active.len() };
+        self.active.insert(at, Active { key, poll, empty: None, linger });
         true
     }
 
@@ -172,10 +193,11 @@ impl<K: Copy + Eq> Schedule<K> {
         self.active.iter().all(|active| active.poll != Poll::Unlimited)
     }
 
-    /// Returns whether the last round was interrupted, because it took long enough: the next one goes on there.
+    /// Returns whether the last round took long enough to look at queues that are not polled. It may have been interrupted for that;
+    /// the next one goes on there.
     #[inline]
-    pub fn is_interrupted(&self) -> bool {
-        self.next > 0
+    pub fn is_long(&self) -> bool {
+        self.long
     }
 
     /// Gives each polled queue its turn, or as many as take a limited time; returns whether any work was done. `work` carries one
@@ -189,6 +211,7 @@ impl<K: Copy + Eq> Schedule<K> {
         mut sleep: impl FnMut(K) -> bool,
     ) -> bool {
         let mut any = false;
+        self.long = false;
         let (mut index, mut done) = (std::mem::take(&mut self.next), 0);
         let mut alone = Self::alone(&self.active, self.gather, &mut self.alone);
         if let Some(alone) = &mut alone
@@ -220,8 +243,9 @@ impl<K: Copy + Eq> Schedule<K> {
                     let pause = alone.pauses.after(worked, &now);
                     alone.until = (!pause.is_zero()).then(|| now() + pause);
                 }
-                if (done >= ENOUGH || last.heavy) && index < self.active.len() {
-                    self.next = index;
+                if done >= ENOUGH || last.heavy {
+                    self.long = true;
+                    self.next = if index < self.active.len() { index } else { 0 };
                     break;
                 }
                 continue;

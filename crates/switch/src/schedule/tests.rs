@@ -8,9 +8,9 @@ fn light(frames: usize) -> Work {
 #[test]
 fn a_queue_that_is_polled_without_limit_has_a_cpu_of_its_own() {
     let mut schedule = Schedule::new(Gather::Off, 1);
-    schedule.wake(1, Poll::For(Duration::ZERO), Instant::now);
+    schedule.wake(1, Poll::For(Duration::ZERO), Turn::Next, Instant::now);
     assert!(schedule.shares());
-    schedule.wake(2, Poll::Unlimited, Instant::now);
+    schedule.wake(2, Poll::Unlimited, Turn::Next, Instant::now);
     assert!(!schedule.shares());
     schedule.forget(|key| key == 2);
     assert!(schedule.shares());
@@ -20,8 +20,8 @@ fn a_queue_that_is_polled_without_limit_has_a_cpu_of_its_own() {
 fn event_driven_sleeps_at_once() {
     let mut schedule = Schedule::new(Gather::Off, 1);
     let now = Instant::now();
-    assert!(schedule.wake(1, Poll::For(Duration::ZERO), Instant::now));
-    assert!(!schedule.wake(1, Poll::For(Duration::ZERO), Instant::now));
+    assert!(schedule.wake(1, Poll::For(Duration::ZERO), Turn::Next, Instant::now));
+    assert!(!schedule.wake(1, Poll::For(Duration::ZERO), Turn::Next, Instant::now));
     assert!(schedule.round(|| now, |_| light(3), |_| true));
     assert!(!schedule.is_empty());
     // Something came in while it was about to sleep.
@@ -37,7 +37,7 @@ fn polls_for_its_budget_after_the_last_frame() {
     let start = Instant::now();
     let at = |us| start + Duration::from_micros(us);
     let slept = Cell::new(0);
-    schedule.wake(7, Poll::For(Duration::from_micros(50)), Instant::now);
+    schedule.wake(7, Poll::For(Duration::from_micros(50)), Turn::Next, Instant::now);
     let mut round = |us, work| {
         schedule.round(
             || at(us),
@@ -64,7 +64,12 @@ fn unlimited_never_sleeps_and_all_get_their_turn() {
     let mut schedule = Schedule::new(Gather::Off, 1);
     let now = Instant::now();
     for key in 0..5 {
-        schedule.wake(key, if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) }, Instant::now);
+        schedule.wake(
+            key,
+            if key == 2 { Poll::Unlimited } else { Poll::For(Duration::ZERO) },
+            Turn::Next,
+            Instant::now,
+        );
     }
     let mut seen = Vec::new();
     schedule.round(
@@ -104,13 +109,13 @@ fn only_a_queue_alone_is_left_alone() {
         schedule.round(|| start + Duration::from_micros(us), work, |_| true);
         looks.get()
     };
-    schedule.wake(1, Poll::Unlimited, Instant::now);
+    schedule.wake(1, Poll::Unlimited, Turn::Next, Instant::now);
     assert_eq!([0, 4, 5, 9].map(|us| looks(&mut schedule, us, 3)), [1, 0, 1, 0]);
     // Nothing there, or more than fits into a burst: it is looked at again.
     assert_eq!([10, 10].map(|us| looks(&mut schedule, us, 0)), [1, 1]);
     assert_eq!([11, 11].map(|us| looks(&mut schedule, us, BURST)), [1, 1]);
     assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [1, 0]);
-    schedule.wake(2, Poll::Unlimited, Instant::now);
+    schedule.wake(2, Poll::Unlimited, Turn::Next, Instant::now);
     assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [2, 2]);
 }
 
@@ -127,11 +132,11 @@ fn what_is_changed_holds_from_the_next_round_on() {
         schedule.round(|| now, work, |_| true);
         looks.get()
     };
-    schedule.wake(1, Poll::Unlimited, Instant::now);
+    schedule.wake(1, Poll::Unlimited, Turn::Next, Instant::now);
     assert_eq!([3, 3].map(|frames| looks(&mut schedule, frames)), [1, 0], "left alone");
     schedule.set(Gather::Off, 2);
     assert_eq!([3, 3].map(|frames| looks(&mut schedule, frames)), [1, 1]);
-    schedule.wake(2, Poll::Unlimited, Instant::now);
+    schedule.wake(2, Poll::Unlimited, Turn::Next, Instant::now);
     assert_eq!(looks(&mut schedule, BURST), 4, "two queues, two bursts each");
     schedule.set_poll(|key| key == 1, Poll::For(Duration::ZERO));
     looks(&mut schedule, 0);
@@ -142,7 +147,7 @@ fn what_is_changed_holds_from_the_next_round_on() {
 fn a_turn_ends_with_a_burst_that_is_not_full() {
     let mut schedule = Schedule::new(Gather::Off, 4);
     let now = Instant::now();
-    (0..3).rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Instant::now)));
+    (0..3).rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
     // The first one has more than its turn, the second one less, the third one nothing.
     let mut left = [6 * BURST, BURST + 1, 0];
     let mut order = Vec::new();
@@ -176,7 +181,7 @@ fn turns(schedule: &mut Schedule<usize>, heavy: usize) -> Vec<usize> {
 
 fn all_polled(keys: std::ops::Range<usize>, turn: usize) -> Schedule<usize> {
     let mut schedule = Schedule::new(Gather::Off, turn);
-    keys.rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Instant::now)));
+    keys.rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
     schedule
 }
 
@@ -184,9 +189,13 @@ fn all_polled(keys: std::ops::Range<usize>, turn: usize) -> Schedule<usize> {
 fn a_heavy_burst_is_a_turn_by_itself_and_interrupts_the_round() {
     let mut schedule = all_polled(0..3, 4);
     assert_eq!(turns(&mut schedule, 1), [0]);
-    assert!(schedule.is_interrupted());
+    assert!(schedule.is_long());
     assert_eq!(turns(&mut schedule, 1), [1, 1, 1, 1, 2, 2, 2, 2]);
-    assert!(!schedule.is_interrupted());
+    assert!(!schedule.is_long());
+    // Also if there is nothing left to interrupt.
+    let mut schedule = all_polled(0..1, 4);
+    assert_eq!(turns(&mut schedule, 1), [0]);
+    assert!(schedule.is_long());
 }
 
 #[test]
@@ -203,10 +212,15 @@ fn a_round_is_interrupted_after_enough_frames() {
 fn a_queue_that_wakes_is_next_and_gets_no_more_turns_than_others() {
     let mut schedule = all_polled(0..4, 1);
     assert_eq!(turns(&mut schedule, 9), [0]);
-    assert!(schedule.wake(7, Poll::Unlimited, Instant::now));
-    assert!(!schedule.wake(7, Poll::Unlimited, Instant::now));
+    assert!(schedule.wake(7, Poll::Unlimited, Turn::Next, Instant::now));
+    assert!(!schedule.wake(7, Poll::Unlimited, Turn::Next, Instant::now));
     let rest: Vec<_> = (0..6).flat_map(|_| turns(&mut schedule, 9)).collect();
     assert_eq!(rest, [7, 1, 2, 3, 0, 7]);
+    // One that had stopped for lack of room waits for its turn.
+    schedule.forget(|key| key == 7);
+    assert!(schedule.wake(7, Poll::Unlimited, Turn::Last, Instant::now));
+    let rest: Vec<_> = (0..5).flat_map(|_| turns(&mut schedule, 9)).collect();
+    assert_eq!(rest, [1, 2, 3, 7, 0]);
 }
 
 #[test]
@@ -224,14 +238,13 @@ fn an_interrupted_round_goes_on_where_it_was_when_queues_stop() {
     }
     let mut schedule = interrupted();
     schedule.forget(|key| key > 1);
-    assert!(!schedule.is_interrupted());
     assert_eq!(turns(&mut schedule, 9), [0]);
 }
 
 #[test]
 fn a_queue_that_sleeps_in_an_interrupted_round_costs_no_other_its_turn() {
     let mut schedule = Schedule::new(Gather::Off, 1);
-    (0..4).rev().for_each(|key| assert!(schedule.wake(key, Poll::For(Duration::ZERO), Instant::now)));
+    (0..4).rev().for_each(|key| assert!(schedule.wake(key, Poll::For(Duration::ZERO), Turn::Next, Instant::now)));
     let now = Instant::now();
     let mut order = Vec::new();
     for _ in 0..3 {
@@ -274,7 +287,7 @@ impl Paced {
             self.now += 1;
         }
         let now = self.at();
-        let notified = self.schedule.wake(1, Poll::Auto, || now);
+        let notified = self.schedule.wake(1, Poll::Auto, Turn::Next, || now);
         self.round(1);
         notified
     }
