@@ -1,12 +1,12 @@
-//! How long who waits for messages or frames polls for the next one before it sleeps: time that adapts to how fast they follow
-//! each other, and none on a CPU that another thread needs.
+//! Adaptive polling: how long a thread polls for the next message or frame before it sleeps. The time follows how quickly they
+//! arrive, and is zero on a CPU that another thread needs.
 
 use std::time::{Duration, Instant};
 
 /// The shortest time worth polling for: less than it takes to sleep and to be woken.
 const LEAST: Duration = Duration::from_micros(10);
 
-/// Who yields and gets the CPU back only after such a time shares it with a thread that is busy.
+/// A yield that takes longer than this means that another thread is using the CPU.
 const SHARED: Duration = Duration::from_micros(100);
 
 /// How long not to poll on a shared CPU; twice as long each time that it still is.
@@ -39,8 +39,8 @@ impl Linger {
     }
 }
 
-/// Whether a CPU is shared with a thread that needs it. Something that comes while that thread has it waits until its time slice is
-/// over; it would have preempted it for a thread that sleeps.
+/// Whether another thread needs this CPU. A frame that arrives while that thread runs waits until its time slice is over; a sleeping
+/// thread would have preempted it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rest {
     /// How long the last rest was, if nothing has spoken against polling since.
