@@ -296,7 +296,7 @@ impl<P: Port> Switch<P> {
 
     #[inline]
     fn carry_burst(&mut self, from: u32, queue: usize, now: Duration) -> Work {
-        const NONE: Work = Work { frames: 0, heavy: false };
+        const NONE: Work = Work { frames: 0, heavy: false, early: false };
         let Some(Some(member)) = self.ports.get(from as usize) else { return NONE };
         if member.broken.get() {
             return NONE;
@@ -304,7 +304,7 @@ impl<P: Port> Switch<P> {
         let paced = !member.limits.rate.is_none();
         if paced && let Some(until) = member.paused(queue, now) {
             self.waiting = Some(Wait { port: None, until });
-            return NONE;
+            return Work { early: true, ..NONE };
         }
         let port = &*member.port;
         let Some(mut lease) = member.lease(queue) else { return NONE };
@@ -313,7 +313,7 @@ impl<P: Port> Switch<P> {
         match pours.then(|| Self::pour(&self.ports, from, queue, &mut source)).flatten() {
             Some(Ok(frames)) => {
                 self.poured |= frames > 0;
-                return Work { frames, heavy: true };
+                return Work { frames, heavy: true, ..NONE };
             }
             Some(Err(port)) => {
                 self.waiting = Some(Wait { port: Some(port), until: now + POUR_AGAIN });
@@ -354,7 +354,7 @@ impl<P: Port> Switch<P> {
         drop(source);
         member.open.set(AT_ONCE);
         member.keep(queue, lease);
-        Work { frames, heavy }
+        Work { frames, heavy, ..NONE }
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Work {
     pub frames: usize,
     /// It took as long as several ordinary bursts, so it is a whole turn.
     pub heavy: bool,
+    /// Nothing was taken because it is not time yet, whether the queue is empty or not.
+    pub early: bool,
 }
 
 /// When a queue that wakes has its turn, in the round that goes on.
@@ -62,7 +64,7 @@ struct Active<K> {
 
 impl<K> Active<K> {
     /// Returns whether the queue, which is empty, has been polled for long enough.
-    fn has_waited(&mut self, rest: &mut Rest, now: impl Fn() -> Instant) -> bool {
+    fn has_waited(&mut self, rest: &Rest, now: impl Fn() -> Instant) -> bool {
         let budget = match self.poll {
             Poll::For(Duration::ZERO) => return true,
             Poll::For(budget) => budget,
@@ -71,14 +73,7 @@ impl<K> Active<K> {
         };
         let now = now();
         let polled = now.saturating_duration_since(*self.empty.get_or_insert(now));
-        let auto = self.poll == Poll::Auto;
-        if polled < budget {
-            return auto && rest.is_on(|| now);
-        }
-        if auto && !budget.is_zero() {
-            rest.polled();
-        }
-        true
+        polled >= budget || self.poll == Poll::Auto && rest.is_on(|| now)
     }
 }
 
@@ -86,8 +81,8 @@ impl<K> Active<K> {
 #[derive(Clone, Copy, Debug)]
 struct Asleep<K> {
     key: K,
-    /// When it was first found empty.
-    empty: Instant,
+    /// When it was first found empty; `None` if it sleeps because it is too early for its frames.
+    empty: Option<Instant>,
     linger: Linger,
 }
 
@@ -97,11 +92,15 @@ pub struct Schedule<K> {
     active: Vec<Active<K>>,
     /// Where an interrupted round goes on: those before have had their turn.
     next: usize,
+    /// Number of queues that have woken since with [`Turn::Next`].
+    woken: usize,
     /// See [`Schedule::is_long`].
     long: bool,
     asleep: Vec<Asleep<K>>,
     /// For queues with [`Poll::Auto`].
     rest: Rest,
+    /// The thread has yielded since, and nobody else needed the CPU.
+    unshared: bool,
     gather: Gather,
     turn: usize,
     alone: Option<Alone<K>>,
@@ -124,9 +123,11 @@ impl<K: Copy + Eq> Schedule<K> {
         Schedule {
             active: Vec::new(),
             next: 0,
+            woken: 0,
             long: false,
             asleep: Vec::new(),
             rest: Rest::new(REST),
+            unshared: false,
             gather,
             turn,
             alone: None,
@@ -144,16 +145,25 @@ impl<K: Copy + Eq> Schedule<K> {
         if let Some(index) = self.asleep.iter().position(|asleep| asleep.key == key) {
             let asleep = self.asleep.swap_remove(index);
             linger = asleep.linger;
-            linger.waited(MOST, now().saturating_duration_since(asleep.empty));
+            if let Some(empty) = asleep.empty {
+                linger.waited(MOST, now().saturating_duration_since(empty));
+            }
         }
-        let at = if turn == Turn::Next { self.next } else { self.active.len() };
-        self.active.insert(at, Active { key, poll, empty: None, linger });
+        let active = Active { key, poll, empty: None, linger };
+        match turn {
+            // In the order in which they wake.
+            Turn::Next => {
+                self.active.insert((self.next + self.woken).min(self.active.len()), active);
+                self.woken += 1;
+            }
+            Turn::Last => self.active.push(active),
+        }
         true
     }
 
     /// The thread has yielded and got its CPU back at `now`, after `took`.
     pub fn yielded(&mut self, now: Instant, took: Duration) {
-        self.rest.yielded(now, took);
+        self.unshared = !self.rest.yielded(now, took);
     }
 
     /// Sets how long these queues are polled.
@@ -174,7 +184,7 @@ impl<K: Copy + Eq> Schedule<K> {
     pub fn forget(&mut self, which: impl Fn(K) -> bool) {
         let served = self.active.iter().take(self.next).filter(|active| !which(active.key)).count();
         self.active.retain(|active| !which(active.key));
-        self.next = if served < self.active.len() { served } else { 0 };
+        (self.next, self.woken) = (if served < self.active.len() { served } else { 0 }, 0);
         self.asleep.retain(|asleep| !which(asleep.key));
     }
 
@@ -213,6 +223,7 @@ impl<K: Copy + Eq> Schedule<K> {
         let mut any = false;
         self.long = false;
         let (mut index, mut done) = (std::mem::take(&mut self.next), 0);
+        self.woken = 0;
         let mut alone = Self::alone(&self.active, self.gather, &mut self.alone);
         if let Some(alone) = &mut alone
             && let Some(until) = alone.until
@@ -250,14 +261,19 @@ impl<K: Copy + Eq> Schedule<K> {
                 }
                 continue;
             }
-            if !active.has_waited(&mut self.rest, &now) {
+            let early = last.early && active.poll == Poll::Auto;
+            if !early && !active.has_waited(&self.rest, &now) {
                 continue;
             }
             if sleep(active.key) {
                 index -= 1;
                 let Active { key, poll, empty, linger } = self.active.swap_remove(index);
-                let auto = empty.filter(|_| poll == Poll::Auto);
-                self.asleep.extend(auto.map(|empty| Asleep { key, empty, linger }));
+                if poll == Poll::Auto {
+                    self.asleep.push(Asleep { key, empty: empty.filter(|_| !early), linger });
+                    if std::mem::take(&mut self.unshared) {
+                        self.rest.polled();
+                    }
+                }
             }
         }
         any

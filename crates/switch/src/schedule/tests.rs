@@ -2,7 +2,7 @@ use super::*;
 use std::cell::Cell;
 
 fn light(frames: usize) -> Work {
-    Work { frames, heavy: false }
+    Work { frames, ..Work::default() }
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn what_is_changed_holds_from_the_next_round_on() {
         let looks = Cell::new(0);
         let work = |_| {
             looks.set(looks.get() + 1);
-            Work { frames, heavy: false }
+            Work { frames, ..Work::default() }
         };
         schedule.round(|| now, work, |_| true);
         looks.get()
@@ -147,7 +147,7 @@ fn what_is_changed_holds_from_the_next_round_on() {
 fn a_turn_ends_with_a_burst_that_is_not_full() {
     let mut schedule = Schedule::new(Gather::Off, 4);
     let now = Instant::now();
-    (0..3).rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
+    (0..3).for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
     // The first one has more than its turn, the second one less, the third one nothing.
     let mut left = [6 * BURST, BURST + 1, 0];
     let mut order = Vec::new();
@@ -173,7 +173,7 @@ fn turns(schedule: &mut Schedule<usize>, heavy: usize) -> Vec<usize> {
     let now = Instant::now();
     let work = |key| {
         order.push(key);
-        Work { frames: BURST, heavy: key < heavy }
+        Work { frames: BURST, heavy: key < heavy, early: false }
     };
     schedule.round(|| now, work, |_| true);
     order
@@ -181,7 +181,7 @@ fn turns(schedule: &mut Schedule<usize>, heavy: usize) -> Vec<usize> {
 
 fn all_polled(keys: std::ops::Range<usize>, turn: usize) -> Schedule<usize> {
     let mut schedule = Schedule::new(Gather::Off, turn);
-    keys.rev().for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
+    keys.for_each(|key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
     schedule
 }
 
@@ -224,6 +224,15 @@ fn a_queue_that_wakes_is_next_and_gets_no_more_turns_than_others() {
 }
 
 #[test]
+fn queues_that_wake_have_their_turns_in_that_order() {
+    let mut schedule = all_polled(0..3, 1);
+    assert_eq!(turns(&mut schedule, 9), [0]);
+    [7, 8, 9].iter().for_each(|&key| assert!(schedule.wake(key, Poll::Unlimited, Turn::Next, Instant::now)));
+    let rest: Vec<_> = (0..6).flat_map(|_| turns(&mut schedule, 10)).collect();
+    assert_eq!(rest, [7, 8, 9, 1, 2, 0]);
+}
+
+#[test]
 fn an_interrupted_round_goes_on_where_it_was_when_queues_stop() {
     let interrupted = || {
         let mut schedule = all_polled(0..4, 1);
@@ -244,13 +253,13 @@ fn an_interrupted_round_goes_on_where_it_was_when_queues_stop() {
 #[test]
 fn a_queue_that_sleeps_in_an_interrupted_round_costs_no_other_its_turn() {
     let mut schedule = Schedule::new(Gather::Off, 1);
-    (0..4).rev().for_each(|key| assert!(schedule.wake(key, Poll::For(Duration::ZERO), Turn::Next, Instant::now)));
+    (0..4).for_each(|key| assert!(schedule.wake(key, Poll::For(Duration::ZERO), Turn::Next, Instant::now)));
     let now = Instant::now();
     let mut order = Vec::new();
     for _ in 0..3 {
         let work = |key| {
             order.push(key);
-            Work { frames: usize::from(key != 1), heavy: true }
+            Work { frames: usize::from(key != 1), heavy: true, early: false }
         };
         schedule.round(|| now, work, |_| true);
     }
@@ -332,6 +341,60 @@ fn no_polling_beside_a_thread_that_needs_the_cpu() {
     paced.now += 50_000;
     paced.frame_after(0);
     assert_eq!([20; 4].map(|gap| paced.frame_after(gap)), [false; 4]);
+}
+
+#[test]
+fn rests_are_longer_each_time_that_the_cpu_is_shared() {
+    let mut paced = Paced::new();
+    (0..10).for_each(|_| _ = paced.frame_after(20));
+    let is_on = |paced: &Paced, micros: u64| paced.schedule.rest.is_on(|| paced.at() + Duration::from_micros(micros));
+    for millis in [50, 100, 200, 400, 400] {
+        // The queue was empty before the yield, which took longer than it is polled.
+        paced.round(0);
+        paced.now += 200;
+        let now = paced.at();
+        paced.schedule.yielded(now, Duration::from_micros(200));
+        paced.round(0);
+        assert!(paced.schedule.is_empty());
+        assert_eq!([millis * 1000 - 1, millis * 1000].map(|micros| is_on(&paced, micros)), [true, false], "{millis}");
+        paced.now += millis * 1000;
+        paced.frame_after(0);
+    }
+    // Shorter again after polling that disturbed nobody.
+    for _ in 0..3 {
+        let now = paced.at();
+        paced.schedule.yielded(now, Duration::from_micros(1));
+        paced.round(0);
+        paced.now += 100;
+        paced.round(0);
+        assert!(paced.schedule.is_empty());
+        paced.frame_after(0);
+    }
+    let now = paced.at();
+    paced.schedule.yielded(now, Duration::from_micros(200));
+    assert_eq!([99_999, 100_000].map(|micros| is_on(&paced, micros)), [true, false]);
+}
+
+#[test]
+fn a_queue_whose_frames_have_their_time_is_not_polled_until_then() {
+    let mut paced = Paced::new();
+    (0..10).for_each(|_| _ = paced.frame_after(20));
+    let early = |paced: &mut Paced| {
+        let now = paced.at();
+        let work = |_| Work { early: true, ..Work::default() };
+        paced.schedule.round(|| now, work, |_| true);
+    };
+    let before = paced.schedule.active[0].linger;
+    early(&mut paced);
+    assert!(paced.schedule.is_empty());
+    // The pause says nothing about how quickly frames follow each other.
+    paced.now += 1000;
+    paced.frame_after(0);
+    assert_eq!(paced.schedule.active[0].linger, before);
+    // For as long as its port says, if that is not "auto".
+    paced.schedule.set_poll(|_| true, Poll::For(Duration::from_micros(20)));
+    early(&mut paced);
+    assert!(!paced.schedule.is_empty());
 }
 
 #[test]
