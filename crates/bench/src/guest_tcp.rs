@@ -227,16 +227,16 @@ impl<'a> Bed<'a> {
     /// Returns the `[[port]]` section of a guest of ours.
     fn port(&self, number: usize) -> String {
         let Args { access_poll, interrupt_delay, mitigation, .. } = self.args;
+        // An emulated guest may not run for longer than the default; QEMU's own devices wait for it without limit.
+        let limits = if self.guest == Guest::Uml { "" } else { "limits = { wait = \"100ms\" }\n" };
         let kind = match self.guest {
-            // An emulated guest may not run for longer than the default; QEMU's card waits for it without limit.
             Guest::E1000 => {
                 let mitigation = if mitigation == "clamped" { "\"clamped\"" } else { mitigation };
-                let limits = "limits = { wait = \"100ms\" }";
-                format!("kind = \"e1000\"\n{limits}\naccess_poll = \"{access_poll}\"\nmitigation = {mitigation}\n")
+                format!("kind = \"e1000\"\naccess_poll = \"{access_poll}\"\nmitigation = {mitigation}\n")
             }
             _ => format!("kind = \"vhost-user\"\ninterrupt_delay = \"{interrupt_delay}\"\n"),
         };
-        format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}", self.socket(number).display())
+        format!("[[port]]\nname = \"vm{number}\"\nsocket = \"{}\"\n{kind}{limits}", self.socket(number).display())
     }
 
     /// Ends the guests and our switches, and starts them anew.
