@@ -431,3 +431,29 @@ impl Running {
         self.handle().port().report()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_guests_that_notify_are_polled_by_auto() {
+        const PORTS: [(&str, Poll); 3] = [
+            ("kind = \"vhost-user\"\nsocket = \"/run/a.sock\"", Poll::Auto),
+            ("kind = \"e1000\"\nsocket = \"/run/a.sock\"", Poll::For(Duration::ZERO)),
+            ("kind = \"tap\"\ninterface = \"a\"", Poll::For(Duration::ZERO)),
+        ];
+        for (kind, auto) in PORTS {
+            let of = |own: &str, default: Poll| {
+                let text = format!("[[port]]\nname = \"a\"\n{kind}\n{own}");
+                let config = Config::parse(&text, "test").unwrap_or_else(|error| panic!("{text}: {error}"));
+                settings(&config.ports[0], default).poll
+            };
+            assert_eq!(of("", Poll::Auto), auto, "{kind}: the default");
+            assert_eq!(of("poll = \"auto\"", Poll::Unlimited), auto, "{kind}: its own");
+            let some = Poll::For(Duration::from_micros(50));
+            assert_eq!([of("poll = \"50us\"", Poll::Auto), of("", some)], [some; 2], "{kind}");
+            assert_eq!(of("poll = \"unlimited\"", Poll::Auto), Poll::Unlimited, "{kind}");
+        }
+    }
+}

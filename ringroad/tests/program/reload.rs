@@ -237,7 +237,7 @@ fn a_reload_changes_in_place_what_it_can() {
     assert!(within(PATIENCE, || made(c.received()) > 0), "the port generates frames");
     reloads.port("");
     assert_eq!(back(&mut c), 0);
-    for poll in ["50us", "unlimited", "0"] {
+    for poll in ["50us", "auto", "unlimited", "0"] {
         let log = reloads.port(&format!("poll = {poll:?}"));
         only(log, "port.poll");
     }
