@@ -19,6 +19,7 @@ use std::{fmt, net::SocketAddr, path::PathBuf, thread, time::Duration};
     ringroad bench guest-tcp --json guest-tcp.json          all, in about ten minutes; needs root and scripts/peers all\n  \
     ringroad bench guest-tcp --guest uml --way out,in\n  \
     ringroad bench guest-tcp --way round-trip --poll 50us   our switch polls for 50 µs before it sleeps\n  \
+    ringroad bench guest-tcp --way out --window 64K         senders that wait for their acknowledgements\n  \
     ringroad bench guest-tcp --guest e1000                  needs scripts/peers e1000")]
 pub struct Args {
     /// Guests, as a list
@@ -42,6 +43,9 @@ pub struct Args {
     /// TCP congestion control of what the host sends; the guests have their kernels' default, cubic
     #[arg(long, default_value = "cubic")]
     congestion: String,
+    /// Window of each TCP connection, `iperf3 -w`, as 32K or 1M; without, the kernels choose
+    #[arg(long, value_name = "SIZE")]
+    window: Option<String>,
     /// How often the guests boot; the pairs are shared among the boots
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     boots: u32,
@@ -302,6 +306,7 @@ impl<'a> Bed<'a> {
         const PORT: u16 = 5201;
         let (seconds, host) = (self.args.common.seconds, format!("{}.1", network(self.guest, side, false)));
         let time = format!("-t {} -O 1 -J", seconds.max(1.0).ceil());
+        let window = self.args.window.as_ref().map(|size| format!("-w {size}")).unwrap_or_default();
         let run = |guest: usize, command: &str| {
             iperf3_report(&self.lab.run(&guest_name(side, guest), seconds + 2.0, command)?)
         };
@@ -309,13 +314,13 @@ impl<'a> Bed<'a> {
             Way::Out | Way::In => {
                 let _server = iperf3_server(self.args.common.device_cpu, PORT)?;
                 let reverse = if way == Way::In { "-R" } else { "" };
-                tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {reverse}"))?)
+                tcp(&run(0, &format!("iperf3 -c {host} -p {PORT} {time} {window} {reverse}"))?)
             }
             Way::Between => {
                 let other = format!("{}.4", network(self.guest, side, true));
                 self.lab.run(&guest_name(side, 2), 5.0, &format!("iperf3 -s -1 -D -p {PORT}"))?;
                 thread::sleep(Duration::from_millis(300));
-                tcp(&run(1, &format!("iperf3 -c {other} -p {PORT} {time}"))?)
+                tcp(&run(1, &format!("iperf3 -c {other} -p {PORT} {time} {window}"))?)
             }
             Way::Udp => {
                 let _server = iperf3_server(self.args.common.device_cpu, PORT)?;
@@ -377,6 +382,7 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
     let mut row = json!({
         "guest": guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
         "interrupt_delay": delay, "access_poll": access_poll, "mitigation": mitigation, "congestion": args.congestion,
+        "window": args.window,
         "peer_name": guest.peer(),
         "retransmits": again[0], "peer_retransmits": again[1],
         "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],

@@ -5,7 +5,9 @@ use crate::Burst;
 use ringroad_wire::{
     ethernet,
     ip::{self, Packet, Version, protocol},
+    l4::{Tcp, flags},
 };
+use zerocopy::FromBytes;
 
 /// Bytes of a frame that are looked at: two VLAN tags, IPv6 with a few extension headers, ports.
 const LOOK: usize = 128;
@@ -70,6 +72,34 @@ impl Flow {
         // Once more: the upper bits of a product say little of the upper bits of its factor.
         (mix(mixed, 0) >> 32) as u32
     }
+}
+
+/// Length in bytes of the longest TCP header that says nothing urgent: with timestamps, but not with SACK blocks (RFC 2018), which
+/// report a loss.
+const PLAIN: usize = 32;
+
+/// Returns whether the frame that starts with these bytes is a TCP segment that only acknowledges: without data, and without flags
+/// or options that its receiver should see at once.
+pub fn acknowledges(frame: &[u8]) -> bool {
+    let packet = || {
+        let (ethertype, at) = ethernet::payload(frame)?;
+        let version = match ethertype {
+            ip::ETHERTYPE_V4 => Version::V4,
+            ip::ETHERTYPE_V6 => Version::V6,
+            _ => return None,
+        };
+        let bytes = frame.get(at..)?;
+        let packet = Packet::read(version, bytes).ok()?;
+        let (tcp, _) = Tcp::read_from_prefix(bytes.get(packet.header_len..)?).ok()?;
+        Some((packet, tcp))
+    };
+    packet().is_some_and(|(packet, tcp)| {
+        packet.protocol == protocol::TCP
+            && !packet.is_fragment
+            && tcp.flags == flags::ACK
+            && tcp.header_len() <= PLAIN
+            && packet.total_len == packet.header_len + tcp.header_len()
+    })
 }
 
 /// Returns what two numbers have in common, whichever comes first.
@@ -157,5 +187,50 @@ mod tests {
         // Behind headers that are longer than what is looked at, nothing is known.
         let long = [&[protocol::TCP, 13][..], &[0; 110]].concat();
         assert_eq!(packet(&long, protocol::DESTINATION, [5, 6]), packet(&long, protocol::DESTINATION, [5, 7]));
+    }
+
+    /// A TCP segment with this many bytes of options and of data.
+    fn segment(version: Version, tags: usize, flags: u8, options: usize, data: usize) -> Vec<u8> {
+        let tcp = [&[0; 12][..], &[(20 + options as u8) << 2, flags], &vec![0; 6 + options + data]].concat();
+        let len = (tcp.len() as u16).to_be_bytes();
+        match version {
+            Version::V4 => {
+                let total = (tcp.len() as u16 + 20).to_be_bytes();
+                let ip = [&[0x45, 0], &total[..], &[0, 1, 0x40, 0, 64, protocol::TCP, 0, 0], &[1; 8]].concat();
+                frame(tags, ip::ETHERTYPE_V4, &[ip, tcp].concat())
+            }
+            Version::V6 => {
+                let ip = [&[0x60, 0, 0, 0], &len[..], &[protocol::TCP, 64], &[1; 32]].concat();
+                frame(tags, ip::ETHERTYPE_V6, &[ip, tcp].concat())
+            }
+        }
+    }
+
+    #[test]
+    fn acknowledgements_have_no_data_and_nothing_urgent() {
+        for version in [Version::V4, Version::V6] {
+            for tags in 0..=2 {
+                let is = |flags, options, data| acknowledges(&segment(version, tags, flags, options, data));
+                assert!(is(flags::ACK, 0, 0) && is(flags::ACK, 12, 0), "{version:?}, {tags} tags");
+                assert!(!is(flags::ACK, 0, 1) && !is(flags::ACK, 24, 0), "data, SACK");
+                for other in [flags::SYN, flags::FIN, flags::RST, flags::PSH, flags::URG, flags::ECE, flags::CWR] {
+                    assert!(!is(flags::ACK | other, 12, 0) && !is(other, 12, 0));
+                }
+                // Padded, as on Ethernet, and cut short.
+                let whole = segment(version, tags, flags::ACK, 0, 0);
+                assert!(acknowledges(&[&whole[..], &[0; 6]].concat()));
+                assert!((0..whole.len()).all(|len| !acknowledges(&whole[..len])));
+            }
+        }
+        // Of another protocol, a fragment, of another EtherType.
+        let mut other = segment(Version::V4, 0, flags::ACK, 0, 0);
+        other[23] = protocol::UDP;
+        assert!(!acknowledges(&other));
+        let mut fragment = segment(Version::V4, 0, flags::ACK, 0, 0);
+        fragment[20] = 0x20;
+        assert!(!acknowledges(&fragment));
+        let mut strange = segment(Version::V4, 0, flags::ACK, 0, 0);
+        strange[13] = 6;
+        assert!(!acknowledges(&strange));
     }
 }

@@ -27,7 +27,7 @@ mod tag;
 
 pub use burst::{Burst, NotAFrame, PIECES, Rest, copy_some, write_some};
 pub use counters::{Counter, Counters, Snapshot};
-pub use flow::Flow;
+pub use flow::{Flow, acknowledges};
 pub use head::{Frame, HEAD, HEADROOM};
 pub use offload::Offload;
 pub use port::{Poured, Sink, Source};

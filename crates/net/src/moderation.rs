@@ -111,6 +111,18 @@ impl Moderation {
         self.urgent = true;
     }
 
+    /// Returns whether the driver has set limits.
+    #[inline(always)]
+    pub fn is_asked(&self) -> bool {
+        self.asked.is_some()
+    }
+
+    /// Returns whether the driver is short of buffers.
+    #[inline(always)]
+    pub fn is_urgent(&self) -> bool {
+        self.urgent
+    }
+
     #[inline(always)]
     fn holds(&self) -> bool {
         let Coalesce { packets, bytes, delay } = self.limits;

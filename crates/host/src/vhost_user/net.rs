@@ -207,7 +207,11 @@ impl<K: PortKind> NetDevice<K> {
         let (mut queue, resumed) = resumed.map_err(|error| error.to_string())?;
         notes::say(&self.name, 2 * pair, base, resumed);
         // Within the gate: a change of the tuning meanwhile is applied to the queue afterwards.
-        queue.tune(self.handle.port().settings().tuning);
+        let settings = self.handle.port().settings();
+        queue.tune(settings.tuning);
+        if let Some(sent) = self.port.received().get(pair) {
+            queue.acknowledge(settings.interrupt_delay, sent.clone());
+        }
         queue.limit(self.port.longest());
         if let Some(control) = &self.controlled().state {
             queue.control(control.filter(), control.support());

@@ -225,8 +225,11 @@ impl PortKind for VhostPort {
     }
 
     fn tune(&self, settings: &PortSettings) {
-        for gate in &self.0.rx {
-            gate.enter().queue.iter_mut().for_each(|queue| queue.tune(settings.tuning));
+        for (gate, sent) in self.0.rx.iter().zip(&self.0.tx_counters) {
+            if let Some(queue) = &mut gate.enter().queue {
+                queue.tune(settings.tuning);
+                queue.acknowledge(settings.interrupt_delay, sent.clone());
+            }
         }
         for gate in &self.0.tx {
             if let Some(queue) = &mut gate.enter().queue {

@@ -10,7 +10,10 @@ use ringroad_net::{
     control::{Command, Interrupts},
 };
 use ringroad_wire::ethernet::MacAddr;
-use std::time::{Duration, Instant};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 use vmm_sys_util::eventfd::EventFd;
 
 const OURS: MacAddr = MacAddr([2, 0, 0, 0, 0, 0x77]);
@@ -75,6 +78,99 @@ fn interrupts_for_sent_frames_wait_for_more_but_not_for_long() {
         assert!(!within_time(&a.vrings[1].call, QUIET));
         set_delay(&rig, 1, Duration::from_millis(1));
         assert!(within_time(&a.vrings[1].call, PATIENCE) && begun.elapsed() < LONG);
+        assert_eq!(rig.faults(), 0);
+    }
+}
+
+/// A TCP segment between two guests, with this many bytes of data.
+fn segment(from: &Guest, to: &Guest, data: usize) -> Vec<u8> {
+    let total = (40 + data as u16).to_be_bytes();
+    let ip = [&[0x45, 0], &total[..], &[0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]].concat();
+    let tcp = [&[0; 12][..], &[0x50, 0x10, 0, 0, 0, 0, 0, 0]].concat();
+    [&to.mac.0[..], &from.mac.0, &[8, 0], &ip, &tcp, &vec![7; data]].concat()
+}
+
+/// Two guests, of which one sends to the other, which acknowledges.
+struct Transfer<'a> {
+    rig: &'a Rig,
+    a: Guest,
+    b: Guest,
+}
+
+impl Transfer<'_> {
+    /// The driver takes what has come, and asks to be notified.
+    fn takes(&mut self) {
+        self.a.driver.rx[0].receive(true, |_| ()).unwrap();
+        assert!(!self.a.driver.rx[0].enable_notification());
+        called(&self.a.vrings[0].call);
+    }
+
+    /// It sends 96 KB, which the other one acknowledges. Returns whether it is notified of that within this time.
+    fn round(&mut self, time: Duration) -> bool {
+        let (frame, ack) = (segment(&self.a, &self.b, 1460), segment(&self.b, &self.a, 0));
+        for _ in 0..64 {
+            assert!(within(PATIENCE, || self.a.add_frame(&frame)));
+        }
+        let before = self.rig.report(1).sent.frames;
+        self.a.vrings[1].kick.write(1).unwrap();
+        let (mut there, b) = (0, &mut self.b);
+        assert!(within(PATIENCE, || {
+            there += b.driver.rx[0].receive(true, |_| ()).unwrap();
+            there >= 64
+        }));
+        assert!(within(PATIENCE, || b.add_frame(&ack)));
+        b.vrings[1].kick.write(1).unwrap();
+        assert!(within(PATIENCE, || self.rig.report(1).sent.frames > before));
+        let begun = Instant::now();
+        while begun.elapsed() < time {
+            if called(&self.a.vrings[0].call) {
+                return true;
+            }
+            thread::yield_now();
+        }
+        false
+    }
+}
+
+#[test]
+fn acknowledgements_wait_if_the_driver_sends_more_that_way() {
+    let rig = Rig::new("acks");
+    for layout in LAYOUTS.map(|layout| layout | bits::EVENT_IDX) {
+        let (mut a, mut b) = (rig.guest(1, layout), rig.guest(2, layout));
+        exchange(&mut a, &mut b);
+        set_delay(&rig, 1, Duration::from_millis(10));
+        let mut transfer = Transfer { rig: &rig, a, b };
+        transfer.takes();
+        for _ in 0..3 {
+            assert!(transfer.round(PATIENCE), "before the first trial");
+            transfer.takes();
+        }
+        // An interrupt costs it a millisecond, in which it does not send.
+        let interrupts = |transfer: &mut Transfer<'_>, rounds: usize| {
+            let interrupted = (0..rounds).filter(|_| {
+                let interrupted = transfer.round(Duration::from_micros(50));
+                if interrupted {
+                    thread::sleep(Duration::from_millis(1));
+                    transfer.takes();
+                }
+                interrupted
+            });
+            interrupted.count()
+        };
+        let mut last = 0;
+        let fewer = within(PATIENCE, || {
+            last = interrupts(&mut transfer, 100);
+            last < 50
+        });
+        assert!(fewer, "{last} interrupts in 100 rounds");
+        assert!(transfer.round(PATIENCE), "it pauses");
+        transfer.takes();
+        // Without a delay.
+        set_delay(&rig, 1, Duration::ZERO);
+        for _ in 0..10 {
+            assert!(transfer.round(PATIENCE));
+            transfer.takes();
+        }
         assert_eq!(rig.faults(), 0);
     }
 }

@@ -1,5 +1,6 @@
 //! Receive queues: we put, the driver receives.
 
+mod acks;
 mod fill;
 mod room;
 
@@ -12,6 +13,7 @@ use crate::{
     offload,
     rss::{HashReport, Rss},
 };
+use acks::Acks;
 use ringroad_frame::{ALL, Burst, Counters, Flow, Frame, HEAD, HEADROOM, MAX_FRAME, Rest, offload::Support};
 use ringroad_mem::{Span, Table};
 use ringroad_ring::{
@@ -118,6 +120,7 @@ pub struct RxQueue {
     filter: Option<Arc<Filter>>,
     tuning: Tuning,
     moderation: Moderation,
+    acks: Acks,
     counters: Arc<Counters>,
 }
 
@@ -169,6 +172,7 @@ impl RxQueue {
             filter: None,
             tuning,
             moderation: Moderation::new(size),
+            acks: Acks::default(),
             counters,
         };
         Ok((queue, resumed))
@@ -259,6 +263,7 @@ impl RxQueue {
         // A fault behind good frames is reported by the next burst.
         let counters = &self.counters;
         self.moderation.count(tally.frames as usize, tally.bytes, 0);
+        self.acks.note(tally.frames, tally.bytes, || acks::all(burst, which));
         counters.frames.add(tally.frames);
         counters.bytes.add(tally.bytes);
         counters.oversize.add(tally.oversize);
@@ -561,12 +566,41 @@ impl RxQueue {
     /// [`RxQueue::settle`] must be called before going idle.
     #[inline]
     pub fn wants_notification(&mut self) -> bool {
-        self.moderation.wants_notification(&mut self.ring)
+        if self.acks_wait() {
+            return false;
+        }
+        let wants = self.moderation.wants_notification(&mut self.ring);
+        if wants {
+            self.acks.notified();
+        }
+        wants
     }
 
     /// Decides whether to notify the driver of published frames. `now`: time since any fixed point.
     pub fn settle(&mut self, now: Duration) -> Notice {
-        self.moderation.settle(&mut self.ring, now)
+        let until = self.acks.until(now);
+        if let Some(until) = until.filter(|_| self.acks_wait() && self.ring.unsignalled() > 0) {
+            return Notice::At(until);
+        }
+        let notice = self.moderation.settle(&mut self.ring, now);
+        match notice {
+            Notice::Now => self.acks.notified(),
+            Notice::Not => self.acks.taken(),
+            Notice::At(_) => {}
+        }
+        notice
+    }
+
+    /// Returns whether published frames are acknowledgements of what the driver goes on sending.
+    #[inline(always)]
+    fn acks_wait(&self) -> bool {
+        self.acks.wait() && !self.moderation.is_asked() && !self.moderation.is_urgent()
+    }
+
+    /// Sets how long the notification of TCP's acknowledgements may wait while the driver goes on sending, if it has not set limits
+    /// of its own; without, not at all. `sent`: what it sends on the transmit queue of the pair.
+    pub fn acknowledge(&mut self, delay: Duration, sent: Arc<Counters>) {
+        self.acks.set(delay, sent);
     }
 
     /// Puts back chains taken for the next burst and returns where to resume after a stop (GET_VRING_BASE).

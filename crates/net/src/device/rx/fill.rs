@@ -1,6 +1,6 @@
 //! Frames that a source reads straight into the driver's buffers, before it can see them.
 
-use super::{Refusal, RxQueue, count_offload};
+use super::{Refusal, RxQueue, acks, count_offload};
 use crate::offload;
 use ringroad_frame::{BURST, HEAD, HEADROOM, Poured, copy_some, offload::Offload};
 use ringroad_mem::Span;
@@ -113,6 +113,8 @@ impl RxQueue {
         for piece in self.chains.writable_range(first, 1) {
             header = header.get(piece.write(header)..).unwrap_or_default();
         }
+        let pieces = self.chains.writable_range(first, taken);
+        self.acks.note(1, len.saturating_sub(vnet_hdr::SIZE) as u64, || acks::is_one(pieces, vnet_hdr::SIZE, len));
         Some(taken)
     }
 }
