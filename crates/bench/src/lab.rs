@@ -54,12 +54,20 @@ pub fn add_tap(name: &str) -> Result<(), String> {
     command("ip", &["link", "set", name, "up"]).map(drop)
 }
 
-/// Gives an interface the first address of a network, such as 10.0.0 for 10.0.0.0/24.
+/// Gives an interface the first address of a network, such as 10.0.0 for 10.0.0.0/24. Waits for it to come up: a switch may have its
+/// sockets before its interfaces.
 ///
 /// TCP connections to it have this congestion control from the start. A socket that begins with bbr, the default of some hosts, keeps
 /// pacing what it sends, whatever congestion control the program sets later.
 pub fn add_network(interface: &str, network: &str, congestion: &str) -> Result<(), String> {
     let (all, first) = (format!("{network}.0/24"), format!("{network}.1"));
+    let (start, patience) = (Instant::now(), Duration::from_secs(5));
+    while !command("ip", &["-oneline", "link", "show", "dev", interface, "up"]).is_ok_and(|line| !line.is_empty()) {
+        if start.elapsed() > patience {
+            return Err(format!("{interface} did not come up within {patience:?}"));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
     command("ip", &["addr", "add", &format!("{first}/24"), "dev", interface, "noprefixroute"])?;
     command("ip", &["route", "add", &all, "dev", interface, "src", &first, "congctl", congestion]).map(drop)
 }
