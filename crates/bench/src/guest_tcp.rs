@@ -31,7 +31,7 @@ pub struct Args {
     /// How long our switch polls before it sleeps (`workers.poll`)
     #[arg(long, default_value = "auto")]
     poll: String,
-    /// How long the interrupt for sent frames may wait (`port.interrupt_delay`); an e1000's driver sets that itself
+    /// How long the interrupt for sent frames, or for acknowledgements, may wait (`port.interrupt_delay`); an e1000's driver sets that itself
     #[arg(long, default_value = "300us")]
     interrupt_delay: String,
     /// How long the thread that serves an e1000's registers polls for the next access (`port.access_poll`)

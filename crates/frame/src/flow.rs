@@ -1,5 +1,5 @@
 //! Which frames belong together: addresses and ports, from which a device computes a hash of its own kind. Used by `switch` and
-//! `net` to choose among a port's queues.
+//! `net` to choose among a port's queues. And which of them only acknowledge others.
 
 use crate::Burst;
 use ringroad_wire::{
@@ -74,9 +74,10 @@ impl Flow {
     }
 }
 
-/// Length in bytes of the longest TCP header that says nothing urgent: with timestamps, but not with SACK blocks (RFC 2018), which
-/// report a loss.
-const PLAIN: usize = 32;
+/// How the options of a TCP header begin that has timestamps alone, aligned as all senders do (RFC 7323, appendix A). Others may be
+/// SACK blocks (RFC 2018), which report a loss.
+const TIMESTAMPS: [u8; 4] = [1, 1, 8, 10];
+const WITH_TIMESTAMPS: usize = Tcp::LEN + 12;
 
 /// Returns whether the frame that starts with these bytes is a TCP segment that only acknowledges: without data, and without flags
 /// or options that its receiver should see at once.
@@ -90,14 +91,18 @@ pub fn acknowledges(frame: &[u8]) -> bool {
         };
         let bytes = frame.get(at..)?;
         let packet = Packet::read(version, bytes).ok()?;
-        let (tcp, _) = Tcp::read_from_prefix(bytes.get(packet.header_len..)?).ok()?;
-        Some((packet, tcp))
+        let (tcp, options) = Tcp::read_from_prefix(bytes.get(packet.header_len..)?).ok()?;
+        let plain = match tcp.header_len() {
+            Tcp::LEN => true,
+            WITH_TIMESTAMPS => options.starts_with(&TIMESTAMPS),
+            _ => false,
+        };
+        plain.then_some((packet, tcp))
     };
     packet().is_some_and(|(packet, tcp)| {
         packet.protocol == protocol::TCP
             && !packet.is_fragment
             && tcp.flags == flags::ACK
-            && tcp.header_len() <= PLAIN
             && packet.total_len == packet.header_len + tcp.header_len()
     })
 }
@@ -189,9 +194,10 @@ mod tests {
         assert_eq!(packet(&long, protocol::DESTINATION, [5, 6]), packet(&long, protocol::DESTINATION, [5, 7]));
     }
 
-    /// A TCP segment with this many bytes of options and of data.
-    fn segment(version: Version, tags: usize, flags: u8, options: usize, data: usize) -> Vec<u8> {
-        let tcp = [&[0; 12][..], &[(20 + options as u8) << 2, flags], &vec![0; 6 + options + data]].concat();
+    /// A TCP segment with these options, and so much data.
+    fn segment(version: Version, tags: usize, flags: u8, options: &[u8], data: usize) -> Vec<u8> {
+        let start = [(20 + options.len() as u8) << 2, flags, 0, 0, 0, 0, 0, 0];
+        let tcp = [&[0; 12][..], &start, options, &vec![0; data]].concat();
         let len = (tcp.len() as u16).to_be_bytes();
         match version {
             Version::V4 => {
@@ -208,28 +214,31 @@ mod tests {
 
     #[test]
     fn acknowledgements_have_no_data_and_nothing_urgent() {
+        let times = [&[1, 1, 8, 10][..], &[7; 8]].concat();
+        let sack = [&[1, 1, 5, 10][..], &[7; 8]].concat();
         for version in [Version::V4, Version::V6] {
             for tags in 0..=2 {
-                let is = |flags, options, data| acknowledges(&segment(version, tags, flags, options, data));
-                assert!(is(flags::ACK, 0, 0) && is(flags::ACK, 12, 0), "{version:?}, {tags} tags");
-                assert!(!is(flags::ACK, 0, 1) && !is(flags::ACK, 24, 0), "data, SACK");
+                let is = |flags, options: &[u8], data| acknowledges(&segment(version, tags, flags, options, data));
+                assert!(is(flags::ACK, &[], 0) && is(flags::ACK, &times, 0), "{version:?}, {tags} tags");
+                assert!(!is(flags::ACK, &[], 1) && !is(flags::ACK, &times, 1), "data");
+                assert!(!is(flags::ACK, &sack, 0) && !is(flags::ACK, &[&times[..], &sack].concat(), 0));
                 for other in [flags::SYN, flags::FIN, flags::RST, flags::PSH, flags::URG, flags::ECE, flags::CWR] {
-                    assert!(!is(flags::ACK | other, 12, 0) && !is(other, 12, 0));
+                    assert!(!is(flags::ACK | other, &times, 0) && !is(other, &times, 0));
                 }
                 // Padded, as on Ethernet, and cut short.
-                let whole = segment(version, tags, flags::ACK, 0, 0);
+                let whole = segment(version, tags, flags::ACK, &[], 0);
                 assert!(acknowledges(&[&whole[..], &[0; 6]].concat()));
                 assert!((0..whole.len()).all(|len| !acknowledges(&whole[..len])));
             }
         }
         // Of another protocol, a fragment, of another EtherType.
-        let mut other = segment(Version::V4, 0, flags::ACK, 0, 0);
+        let mut other = segment(Version::V4, 0, flags::ACK, &[], 0);
         other[23] = protocol::UDP;
         assert!(!acknowledges(&other));
-        let mut fragment = segment(Version::V4, 0, flags::ACK, 0, 0);
+        let mut fragment = segment(Version::V4, 0, flags::ACK, &[], 0);
         fragment[20] = 0x20;
         assert!(!acknowledges(&fragment));
-        let mut strange = segment(Version::V4, 0, flags::ACK, 0, 0);
+        let mut strange = segment(Version::V4, 0, flags::ACK, &[], 0);
         strange[13] = 6;
         assert!(!acknowledges(&strange));
     }

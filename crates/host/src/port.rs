@@ -167,7 +167,8 @@ pub struct PortSettings {
     pub limits: Limits,
     /// The VLANs that it belongs to. As long as any port has VLANs, those without are access ports of VLAN 1.
     pub vlans: Option<Vlans>,
-    /// How long a guest's interrupt for sent frames may wait for more of them, unless its driver sets that; zero: not at all.
+    /// How long a guest's interrupt for sent frames may wait for more of them, and for TCP's acknowledgements as it goes on sending,
+    /// unless its driver sets that; zero: not at all.
     pub interrupt_delay: Duration,
 }
 

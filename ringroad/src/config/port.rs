@@ -145,7 +145,7 @@ pub struct VhostUser {
     pub speed: Option<u32>,
     /// Whether the link is up.
     pub link: bool,
-    /// How long the interrupt for sent frames may wait for more of them.
+    /// How long the interrupt for sent frames may wait for more of them, and for TCP's acknowledgements as the guest goes on sending.
     #[serde(deserialize_with = "value::short_time")]
     pub interrupt_delay: Duration,
     /// Access to the socket, and a frontend's budgets.

@@ -172,7 +172,7 @@ impl RxQueue {
             filter: None,
             tuning,
             moderation: Moderation::new(size),
-            acks: Acks::default(),
+            acks: Acks::new(size),
             counters,
         };
         Ok((queue, resumed))
@@ -578,7 +578,7 @@ impl RxQueue {
 
     /// Decides whether to notify the driver of published frames. `now`: time since any fixed point.
     pub fn settle(&mut self, now: Duration) -> Notice {
-        let until = self.acks.until(now);
+        let until = if self.moderation.is_asked() { None } else { self.acks.until(now) };
         if let Some(until) = until.filter(|_| self.acks_wait() && self.ring.unsignalled() > 0) {
             return Notice::At(until);
         }

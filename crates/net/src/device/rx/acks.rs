@@ -3,7 +3,7 @@
 
 mod trials;
 
-use ringroad_frame::{BURST, Burst, Counters, acknowledges, copy_some};
+use ringroad_frame::{Burst, Counters, acknowledges, copy_some};
 use ringroad_mem::Span;
 use std::{sync::Arc, time::Duration};
 use trials::Trials;
@@ -12,8 +12,8 @@ use trials::Trials;
 /// and waits for replies sends less.
 const BULK: u64 = 32 << 10;
 
-/// Frames in a burst of acknowledgements, at most.
-const FEW: usize = 8;
+/// Acknowledgements that wait, at most; and at most a quarter of the ring.
+const MOST: u64 = 32;
 
 /// Length of the longest acknowledgement in bytes: Ethernet with two tags, IPv6, TCP with timestamps.
 const LONGEST: u64 = 14 + 8 + 40 + 32;
@@ -28,8 +28,12 @@ pub(super) struct Acks {
     delay: Duration,
     /// What the driver sends.
     sent: Option<Arc<Counters>>,
-    /// Something else has been put there.
+    /// Something else has been put there, or too much.
     others: bool,
+    /// Acknowledgements that have been put there.
+    waiting: u64,
+    /// How many may be.
+    most: u64,
     /// Bytes sent when the driver was last notified.
     before: u64,
     /// Since when acknowledgements wait.
@@ -42,6 +46,11 @@ pub(super) struct Acks {
 }
 
 impl Acks {
+    /// For a ring with this number of entries.
+    pub fn new(size: u32) -> Acks {
+        Acks { most: MOST.min(u64::from(size) / 4), ..Acks::default() }
+    }
+
     /// Sets how long acknowledgements may wait, and where to see what the driver sends.
     pub fn set(&mut self, delay: Duration, sent: Arc<Counters>) {
         let bytes = sent.bytes.get();
@@ -59,9 +68,9 @@ impl Acks {
     /// Notes frames that are put there. `are`: whether all of them are acknowledgements.
     #[inline(always)]
     pub fn note(&mut self, frames: u64, bytes: u64, are: impl FnOnce() -> bool) {
-        // Of a driver that is never notified, nothing is looked at.
         if !self.others && frames > 0 {
-            self.others = !self.trials.wait() || frames > FEW as u64 || bytes > frames * LONGEST || !are();
+            self.waiting += frames;
+            self.others = !self.trials.wait() || self.waiting > self.most || bytes > frames * LONGEST || !are();
         }
     }
 
@@ -74,12 +83,12 @@ impl Acks {
     /// The driver is notified.
     #[inline]
     pub fn notified(&mut self) {
-        (self.others, self.since, self.before) = (false, None, self.sent());
+        (self.others, self.waiting, self.since, self.before) = (false, 0, None, self.sent());
     }
 
     /// Nothing waits: the driver has taken it, or looks for itself.
     pub fn taken(&mut self) {
-        (self.others, self.since) = (false, None);
+        (self.others, self.waiting, self.since) = (false, 0, None);
     }
 
     /// Returns until when acknowledgements may wait, if there is time left.
@@ -94,7 +103,11 @@ impl Acks {
         let pause = (4 * self.pace).clamp(LEAST.min(self.delay), self.delay);
         let until = since.saturating_add(self.delay).min(last.max(since).saturating_add(pause));
         // Else it is over, or `since` was another clock's.
-        (since..until).contains(&now).then_some(until)
+        let left = (since..until).contains(&now);
+        if left {
+            self.trials.note();
+        }
+        left.then_some(until)
     }
 
     /// Looks at what the driver has sent.
@@ -130,8 +143,6 @@ pub(super) fn is_one(pieces: &[Span<'_>], skip: usize, len: usize) -> bool {
     acknowledges(frame.get(..there.min(len.saturating_sub(skip))).unwrap_or_default())
 }
 
-const _: () = assert!(FEW <= BURST);
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,7 +156,7 @@ mod tests {
 
     impl Rig {
         fn new() -> Rig {
-            let (mut acks, sent) = (Acks::default(), Arc::new(Counters::default()));
+            let (mut acks, sent) = (Acks::new(256), Arc::new(Counters::default()));
             sent.bytes.add(1 << 40);
             acks.set(DELAY, sent.clone());
             acks.trials = Trials::won();
@@ -184,7 +195,8 @@ mod tests {
         rig.sends(BULK - 1);
         assert!(!rig.put(1, 66, true));
         rig.sends(1);
-        assert!(rig.put(1, 66, true) && rig.put(FEW as u64, 66, true) && rig.put(0, 0, false));
+        assert!(rig.put(1, 66, true) && rig.put(MOST - 3, 66, true) && rig.put(0, 0, false));
+        assert!(!rig.put(1, 66, true), "too many");
         // Until it is notified, and again.
         rig.acks.notified();
         assert!(!rig.put(1, 66, true));
@@ -193,6 +205,11 @@ mod tests {
         // Until the end of moderation.
         rig.acks.set(Duration::ZERO, rig.sent.clone());
         assert!(!rig.put(1, 66, true));
+        // Not in a short ring.
+        let mut rig = Rig::new();
+        rig.acks.most = Acks::new(16).most;
+        rig.sends(BULK);
+        assert!(rig.put(4, 66, true) && !rig.put(1, 66, true));
         // Not if the driver sends as much without.
         let mut rig = Rig::new();
         rig.acks.trials = Trials::default();
@@ -202,7 +219,7 @@ mod tests {
 
     #[test]
     fn other_frames_do_not_wait_nor_what_is_behind_them() {
-        for (frames, len, are) in [(1, 66, false), (FEW as u64 + 1, 66, true), (1, LONGEST + 1, true)] {
+        for (frames, len, are) in [(1, 66, false), (MOST, 66, true), (1, LONGEST + 1, true)] {
             let mut rig = Rig::new();
             rig.sends(BULK);
             assert!(rig.put(1, 66, true) && !rig.put(frames, len, are) && !rig.put(1, 66, true));

@@ -22,7 +22,7 @@ const GAIN: f64 = 1.06;
 /// If it sends so little in the first half of a trial, there is no second half.
 const LOSS: f64 = 0.8;
 
-/// How long the result of a trial stands: it doubles from the one to the other as long as the result is the same.
+/// How long the result of a trial stands: the first time, and at most. It doubles each time that the result is the same.
 const HOLD: Duration = ms(250);
 const LONGEST_HOLD: Duration = ms(8000);
 
@@ -35,6 +35,8 @@ enum State {
     Trying { step: usize, rates: [f64; ORDER.len()] },
 }
 
+const NEW: State = State::Holding { until: None, rate: 0.0, doubted: false };
+
 /// The trials of one queue.
 #[derive(Debug)]
 pub(super) struct Trials {
@@ -43,15 +45,17 @@ pub(super) struct Trials {
     start: Option<(Duration, u64)>,
     state: State,
     hold: Duration,
+    /// The last result.
+    last: Option<bool>,
+    /// Some acknowledgement has waited since the trial began: else it has tried nothing.
+    has_waited: bool,
 }
 
 impl Default for Trials {
     fn default() -> Trials {
-        Trials { waits: false, start: None, state: IDLE, hold: HOLD }
+        Trials { waits: false, start: None, state: NEW, hold: HOLD, last: None, has_waited: false }
     }
 }
-
-const IDLE: State = State::Holding { until: None, rate: 0.0, doubted: false };
 
 impl Trials {
     /// It has been found that the driver sends more if they wait.
@@ -65,6 +69,11 @@ impl Trials {
     #[inline(always)]
     pub fn wait(&self) -> bool {
         self.waits
+    }
+
+    /// Notes that some do.
+    pub fn note(&mut self) {
+        self.has_waited = true;
     }
 
     /// Looks at the bytes that were sent until `now`.
@@ -81,50 +90,59 @@ impl Trials {
     /// A stretch is over, which was this long.
     #[inline(never)]
     fn stretch(&mut self, now: Duration, time: Duration, bytes: u64) {
-        // Less than a stretch: it was another clock.
-        if !(STRETCH..4 * STRETCH).contains(&time) || bytes < LOAD {
-            (self.waits, self.state, self.hold) = (false, IDLE, HOLD);
+        if time < STRETCH {
+            // Another clock, in which no time of this one means anything.
+            *self = Trials { start: self.start, ..Trials::default() };
             return;
         }
         let rate = bytes as f64 / time.as_nanos() as f64;
-        match &mut self.state {
-            State::Holding { until, rate: expected, doubted } => {
-                let bad = self.waits && rate < 0.75 * *expected;
-                let broken = std::mem::replace(doubted, bad) && bad;
-                if broken {
-                    self.hold = HOLD;
-                }
-                if broken || until.is_none_or(|until| until <= now) {
-                    self.try_step(0, [0.0; ORDER.len()]);
-                }
-            }
-            State::Trying { step, rates } => {
-                let (step, mut rates) = (*step, *rates);
-                if let Some(place) = rates.get_mut(step) {
-                    *place = rate;
-                }
-                let half = step + 1 == ORDER.len() / 2;
-                let [without, with] = [false, true].map(|waits| typical(waits, rates.get(..=step).unwrap_or_default()));
-                if step + 1 == ORDER.len() || half && with < LOSS * without {
-                    self.decide(with > GAIN * without, with, now);
-                } else {
-                    self.try_step(step + 1, rates);
+        let (loaded, gap) = (bytes >= LOAD, time >= 4 * STRETCH);
+        match self.state {
+            // Little may be what waiting leaves.
+            State::Trying { step, rates } if !gap && (loaded || self.waits) => self.tried(step, rates, rate, now),
+            State::Trying { .. } => self.rest(now),
+            State::Holding { .. } if self.waits && (gap || !loaded) => self.rest(now),
+            State::Holding { until, rate: expected, doubted } if loaded && !gap => {
+                let bad = self.waits && rate < 0.75 * expected;
+                self.state = State::Holding { until, rate: expected, doubted: bad };
+                if bad && doubted || until.is_none_or(|until| until <= now) {
+                    self.has_waited = false;
+                    self.begin(0, [0.0; ORDER.len()]);
                 }
             }
+            State::Holding { .. } => {}
         }
     }
 
-    fn try_step(&mut self, step: usize, rates: [f64; ORDER.len()]) {
+    /// A step of a trial has given this rate.
+    fn tried(&mut self, step: usize, mut rates: [f64; ORDER.len()], rate: f64, now: Duration) {
+        if let Some(place) = rates.get_mut(step) {
+            *place = rate;
+        }
+        let [without, with] = [false, true].map(|waits| typical(waits, rates.get(..=step).unwrap_or_default()));
+        let half = step + 1 == ORDER.len() / 2;
+        if step + 1 == ORDER.len() || half && (with < LOSS * without || !self.has_waited) {
+            self.decide(with > GAIN * without && self.has_waited, with, now);
+        } else {
+            self.begin(step + 1, rates);
+        }
+    }
+
+    fn begin(&mut self, step: usize, rates: [f64; ORDER.len()]) {
         self.waits = ORDER.get(step).copied().unwrap_or_default();
         self.state = State::Trying { step, rates };
     }
 
     fn decide(&mut self, waits: bool, rate: f64, now: Duration) {
-        let until = Some(now + self.hold);
-        // The hold of one result says nothing about the other.
-        self.hold = (2 * self.hold).min(LONGEST_HOLD);
+        self.hold = if self.last.replace(waits) == Some(waits) { (2 * self.hold).min(LONGEST_HOLD) } else { HOLD };
         self.waits = waits;
-        self.state = State::Holding { until, rate, doubted: false };
+        self.state = State::Holding { until: Some(now + self.hold), rate, doubted: false };
+    }
+
+    /// The load is over, or acknowledgements that wait have ended it: they do not, for a while.
+    fn rest(&mut self, now: Duration) {
+        self.waits = false;
+        self.state = State::Holding { until: Some(now + HOLD), rate: 0.0, doubted: false };
     }
 }
 
