@@ -17,10 +17,14 @@ const LOAD: u64 = 256 << 10;
 const ORDER: [bool; 8] = [false, true, true, false, false, true, true, false];
 
 /// How many times as much the driver must send if they wait.
-const GAIN: f64 = 1.06;
+const GAIN: f64 = 1.03;
 
-/// If it sends so little in the first half of a trial, there is no second half.
-const LOSS: f64 = 0.8;
+/// If it sends so little, in proportion, in the first half of a trial, there is no second half.
+const LOSS: f64 = 0.6;
+
+/// So many stretches in a row with a quarter less than the trial gave, and there is another one. Rates vary by that much: an emulated
+/// guest shares its CPU with what emulates its devices.
+const DOUBTS: u32 = 4;
 
 /// How long the result of a trial stands: the first time, and at most. It doubles each time that the result is the same.
 const HOLD: Duration = ms(250);
@@ -29,13 +33,13 @@ const LONGEST_HOLD: Duration = ms(8000);
 /// Rates in bytes per nanosecond.
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// `rate`: what the trial gave. `doubted`: the last stretch was far below that.
-    Holding { until: Option<Duration>, rate: f64, doubted: bool },
+    /// `rate`: what the trial gave. `doubts`: so many stretches in a row were far below that.
+    Holding { until: Option<Duration>, rate: f64, doubts: u32 },
     /// `step`: index into `ORDER`.
     Trying { step: usize, rates: [f64; ORDER.len()] },
 }
 
-const NEW: State = State::Holding { until: None, rate: 0.0, doubted: false };
+const NEW: State = State::Holding { until: None, rate: 0.0, doubts: 0 };
 
 /// The trials of one queue.
 #[derive(Debug)]
@@ -61,7 +65,7 @@ impl Trials {
     /// It has been found that the driver sends more if they wait.
     #[cfg(test)]
     pub fn won() -> Trials {
-        let state = State::Holding { until: Some(Duration::MAX), rate: 0.0, doubted: false };
+        let state = State::Holding { until: Some(Duration::MAX), rate: 0.0, doubts: 0 };
         Trials { waits: true, state, ..Trials::default() }
     }
 
@@ -102,10 +106,10 @@ impl Trials {
             State::Trying { step, rates } if !gap && (loaded || self.waits) => self.tried(step, rates, rate, now),
             State::Trying { .. } => self.rest(now),
             State::Holding { .. } if self.waits && (gap || !loaded) => self.rest(now),
-            State::Holding { until, rate: expected, doubted } if loaded && !gap => {
-                let bad = self.waits && rate < 0.75 * expected;
-                self.state = State::Holding { until, rate: expected, doubted: bad };
-                if bad && doubted || until.is_none_or(|until| until <= now) {
+            State::Holding { until, rate: expected, doubts } if loaded && !gap => {
+                let doubts = if self.waits && rate < 0.75 * expected { doubts + 1 } else { 0 };
+                self.state = State::Holding { until, rate: expected, doubts };
+                if doubts >= DOUBTS || until.is_none_or(|until| until <= now) {
                     self.has_waited = false;
                     self.begin(0, [0.0; ORDER.len()]);
                 }
@@ -136,13 +140,13 @@ impl Trials {
     fn decide(&mut self, waits: bool, rate: f64, now: Duration) {
         self.hold = if self.last.replace(waits) == Some(waits) { (2 * self.hold).min(LONGEST_HOLD) } else { HOLD };
         self.waits = waits;
-        self.state = State::Holding { until: Some(now + self.hold), rate, doubted: false };
+        self.state = State::Holding { until: Some(now + self.hold), rate, doubts: 0 };
     }
 
     /// The load is over, or acknowledgements that wait have ended it: they do not, for a while.
     fn rest(&mut self, now: Duration) {
         self.waits = false;
-        self.state = State::Holding { until: Some(now + HOLD), rate: 0.0, doubted: false };
+        self.state = State::Holding { until: Some(now + HOLD), rate: 0.0, doubts: 0 };
     }
 }
 
