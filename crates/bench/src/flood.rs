@@ -93,6 +93,8 @@ struct Run {
     /// Datagrams a second that the flood's sender sent, and that the flooded guest received.
     sent: f64,
     received: f64,
+    /// Of all CPUs' time, what another machine had of the physical ones.
+    stolen: f64,
 }
 
 /// How long an answer is waited for, in microseconds.
@@ -154,6 +156,7 @@ impl<'a> Bed<'a> {
     /// Measures pings of the quiet guest, alone or beside the flood.
     fn measure(&self, way: Way, flooded: bool) -> Result<Run, String> {
         let (stop, before, begun) = (AtomicBool::new(false), self.received()?, Instant::now());
+        let jiffies = Jiffies::now()?;
         let cpu = self.common.driver_cpu;
         let (times, sent, seconds) = thread::scope(|scope| {
             let sender = flooded.then(|| scope.spawn(|| send(way.target(), cpu, &stop)));
@@ -163,11 +166,12 @@ impl<'a> Bed<'a> {
             let sent = sender.map_or(Ok(0), |sender| sender.join().unwrap_or_else(|_| Err("a thread panicked".into())));
             (times, sent, seconds)
         });
+        let stolen = Jiffies::now()?.stolen_since(&jiffies);
         let (times, sent, received) = (times?, sent? as f64, self.received()? - before);
         let at = |share: f64| quantile(&times, share);
         let lost = times.iter().filter(|&&time| time == LOST).count() as f64 / times.len().max(1) as f64;
         let (sent, received) = (sent / seconds, received / seconds);
-        Ok(Run { p50: at(0.5), p99: at(0.99), longest: at(1.0), lost, sent, received })
+        Ok(Run { p50: at(0.5), p99: at(0.99), longest: at(1.0), lost, sent, received, stolen })
     }
 
     /// Has the flooded port wait or drop.
@@ -178,6 +182,32 @@ impl<'a> Bed<'a> {
         self.switch.reload();
         thread::sleep(Duration::from_millis(200));
         Ok(())
+    }
+}
+
+/// Time of all CPUs since the start of the system, in whatever unit.
+struct Jiffies {
+    all: f64,
+    stolen: f64,
+}
+
+impl Jiffies {
+    /// Reads `/proc/stat`.
+    fn now() -> Result<Jiffies, String> {
+        let text = fs::read_to_string("/proc/stat").map_err(|error| format!("/proc/stat: {error}"))?;
+        Jiffies::parse(&text)
+            .ok_or_else(|| format!("/proc/stat: expected \"cpu\" and eight numbers, found {text:.80?}"))
+    }
+
+    /// proc_stat(5): user, nice, system, idle, iowait, irq, softirq, steal; what guests had is in the first two.
+    fn parse(text: &str) -> Option<Jiffies> {
+        let numbers = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
+        let times: Vec<f64> = numbers.take(8).map(|number| number.parse().ok()).collect::<Option<_>>()?;
+        Some(Jiffies { all: times.iter().sum(), stolen: *times.get(7)? })
+    }
+
+    fn stolen_since(&self, before: &Jiffies) -> f64 {
+        (self.stolen - before.stolen) / (self.all - before.all).max(1.0)
     }
 }
 
@@ -230,6 +260,7 @@ fn report(args: &Args, way: Way, rounds: &Rounds<Run>) -> (Value, Vec<String>) {
         "p50_alone": spread(0, |run| run.p50).median, "p50_beside": spread(1, |run| run.p50).median,
         "longest_alone": spread(0, |run| run.longest).max, "longest_beside": spread(1, |run| run.longest).max,
         "lost_alone": spread(0, |run| run.lost).max, "lost_beside": spread(1, |run| run.lost).max,
+        "stolen_alone": spread(0, |run| run.stolen).median, "stolen_beside": spread(1, |run| run.stolen).median,
         "flood_sent": spread(1, |run| run.sent).median, "flood_received": spread(1, |run| run.received).median,
     });
     let (alone, beside) = (Spread::of(&alone), Spread::of(&beside));
@@ -242,6 +273,7 @@ fn report(args: &Args, way: Way, rounds: &Rounds<Run>) -> (Value, Vec<String>) {
     line.extend([alone.columns(0), beside.columns(0), ratio.columns(2)].concat());
     line.extend([0, 1].map(|variant| format!("{:.0}", spread(variant, |run| run.longest).max)));
     line.push(format!("{:.2} %", 100.0 * spread(1, |run| run.lost).max));
+    line.extend([0, 1].map(|variant| format!("{:.1} %", 100.0 * spread(variant, |run| run.stolen).median)));
     line.extend([median(1, |run| run.sent), median(1, |run| run.received)]);
     (row, line)
 }
@@ -280,10 +312,15 @@ pub fn run(args: &Args) -> Result<(), String> {
         "longest alone",
         "beside",
         "lost",
+        "stolen alone",
+        "beside",
         "flood sent/s",
         "received/s",
     ];
     session.print(&title, &table(&header, &lines));
+    println!(
+        "stolen: time that the hypervisor gave to other machines while a CPU of this one had work; pings wait that long, too"
+    );
     session.finish()
 }
 
@@ -322,7 +359,20 @@ mod tests {
             (Some(2.0), Some(1.5), Some(2.5))
         );
         assert_eq!((row["p99_alone"].as_f64(), row["p99_beside"].as_f64()), (Some(150.0), Some(325.0)));
-        assert_eq!(line.len(), 14, "a column for each title");
+        assert_eq!(line.len(), 16, "a column for each title");
+    }
+
+    #[test]
+    fn time_that_was_stolen() {
+        let [before, after] = ["cpu  100 0 50 800 10 0 10 30 0 0\ncpu0 1", "cpu  150 0 50 840 10 0 10 40 5 0\n"]
+            .map(|text| Jiffies::parse(text).unwrap());
+        assert_eq!(after.stolen_since(&before), 0.1);
+        assert_eq!(before.stolen_since(&before), 0.0, "no time has passed");
+        assert!(
+            ["", "cpu0 1 2 3", "cpu  1 2 3 4 5 6 7", "cpu  1 2 3 4 5 6 7 x"]
+                .iter()
+                .all(|text| Jiffies::parse(text).is_none())
+        );
     }
 
     #[test]

@@ -25,6 +25,13 @@ pub trait Source {
         self.done(burst);
     }
 
+    /// Returns whether the sender notices that its frames wait, whatever they are: its queue is full, and it stops. One that does
+    /// not, such as the host's network stack behind a TAP interface, drops what its queue has no room for.
+    #[inline]
+    fn notices(&self) -> bool {
+        true
+    }
+
     /// Returns whether [`Source::pour`] is supported: for a source that must read a frame to see its addresses, and reads most
     /// cheaply straight into the receiver's buffers.
     fn pours(&self) -> bool {

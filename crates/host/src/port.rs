@@ -487,6 +487,9 @@ macro_rules! ports {
                 fn retains(&self) -> bool {
                     match self { $($name::$variant(source) => source.retains()),+ }
                 }
+                fn notices(&self) -> bool {
+                    match self { $($name::$variant(source) => source.notices()),+ }
+                }
                 fn retain(&mut self, burst: &mut Burst, first: usize) {
                     match self { $($name::$variant(source) => source.retain(burst, first)),+ }
                 }

@@ -405,6 +405,11 @@ impl Source for TapSource<'_> {
         true
     }
 
+    /// The kernel parts a frame from its socket when it queues it (`skb_orphan` in `tun_net_xmit`). TCP notices the delay.
+    fn notices(&self) -> bool {
+        false
+    }
+
     /// They stay in their buffers; meanwhile nothing is read, and the kernel's own queue fills.
     fn retain(&mut self, burst: &mut Burst, first: usize) {
         self.queue.frames.drain(..first.min(self.queue.frames.len()));

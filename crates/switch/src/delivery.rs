@@ -5,7 +5,7 @@ use crate::{
     mirror::Direction,
     port::Port,
 };
-use ringroad_frame::{ALL, BURST, Burst, Flow, Sink, Software};
+use ringroad_frame::{ALL, BURST, Burst, Flow, Sink, Software, Source};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     time::Duration,
@@ -89,6 +89,8 @@ pub(crate) struct Delivery<'a, P: Port + 'a> {
     software: &'a mut Option<Software>,
     /// Whether the source keeps frames that wait.
     retains: bool,
+    /// Whether their sender notices that they wait.
+    notices: bool,
     /// Index behind the last frame that was delivered.
     behind: usize,
     /// The frames from this index on wait, whatever their destination, for `waiting`.
@@ -100,8 +102,9 @@ pub(crate) struct Delivery<'a, P: Port + 'a> {
 impl<'a, P: Port> Delivery<'a, P> {
     /// Nothing was delivered yet.
     #[inline(always)]
-    pub fn new(ports: &'a Members<P>, software: &'a mut Option<Software>, retains: bool, now: Duration) -> Self {
-        Delivery { ports, held: None, weight: 0, software, retains, behind: 0, end: BURST, waiting: None, now }
+    pub fn new(ports: &'a Members<P>, software: &'a mut Option<Software>, source: &impl Source, now: Duration) -> Self {
+        let (retains, notices) = (source.retains(), source.notices());
+        Delivery { ports, held: None, weight: 0, software, retains, notices, behind: 0, end: BURST, waiting: None, now }
     }
 
     /// Frames beyond the rate of their port stay there.
@@ -173,7 +176,7 @@ impl<'a, P: Port> Delivery<'a, P> {
         if member.broken.get() {
             return all;
         }
-        let (held, software, now) = (&mut self.held, &mut *self.software, self.now);
+        let (held, software, notices, now) = (&mut self.held, &mut *self.software, self.notices, self.now);
         let mut work = all;
         let put = catch_unwind(AssertUnwindSafe(|| {
             let Some(sink) = member.port.sink(hint, all) else { return all };
@@ -195,10 +198,7 @@ impl<'a, P: Port> Delivery<'a, P> {
                     (accepted, work) = put(software, sink, burst, which);
                 }
             }
-            if accepted > 0 {
-                let accepted = which.get(..accepted).unwrap_or(which);
-                member.room(queue).accepted(&member.limits, burst, accepted, now);
-            }
+            member.room(queue).accepted(&member.limits, burst, which, accepted, notices, now);
             all
         }));
         self.weight += work * member.port.weight();
@@ -276,7 +276,7 @@ impl<'a, P: Port> Delivery<'a, P> {
             self.behind = behind;
             self.leave(number, to, burst, which, handled);
         } else if wait {
-            room.accepted(&to.member.limits, burst, which, self.now);
+            room.accepted(&to.member.limits, burst, which, handled, self.notices, self.now);
         }
     }
 
@@ -286,7 +286,7 @@ impl<'a, P: Port> Delivery<'a, P> {
         let (room, limits) = (to.member.room(to.queue), &to.member.limits);
         let (done, left) = which.split_at_checked(handled).unwrap_or((which, &[]));
         if handled > 0 {
-            room.accepted(limits, burst, done, self.now);
+            room.accepted(limits, burst, done, handled, self.notices, self.now);
         }
         self.behind = done.last().map_or(self.behind, |&last| self.behind.max(usize::from(last) + 1));
         // Frames to other ports that were behind them have been delivered already and are not sent again: only those behind all

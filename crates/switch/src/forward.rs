@@ -327,7 +327,7 @@ impl<P: Port> Switch<P> {
         }
         // Release the last destination after the source has published: releasing a gate waits for all earlier stores, so both
         // waits overlap.
-        let mut delivery = Delivery::new(&self.ports, &mut self.software, source.retains(), now);
+        let mut delivery = Delivery::new(&self.ports, &mut self.software, &source, now);
         if paced && source.retains() {
             delivery.admit(&self.burst, member);
         }

@@ -27,17 +27,32 @@ pub(crate) struct Room {
     waits: Cell<bool>,
     /// When it was first found to have no room, without having accepted a frame since.
     full: Cell<Option<Duration>>,
+    /// When it last had no room.
+    last: Cell<Duration>,
     /// How long frames have waited for it, of [`Limits::wait`]. Frames that it accepts give that back.
     spent: Cell<Duration>,
-    /// Whether either of these two is to be given back.
+    /// Whether any of these is to be given back.
     owes: Cell<bool>,
 }
 
-/// So many accepted frames, of [`UNIT`] bytes, give back all of [`Limits::wait`]. A queue that accepts fewer in that time is not
+/// So many bytes in accepted frames, 50 of [`UNIT`], give back all of [`Limits::wait`]. A queue that accepts fewer in that time is not
 /// waited for: else one that gets a buffer now and then would stop its senders for ever, and with them their frames to others.
-const FRAMES: u32 = 50;
-/// A longer frame counts as several.
+const ALL: usize = 50 * UNIT;
+/// A shorter frame counts like one of this length.
 const UNIT: usize = 1500;
+/// But if its sender does not notice that frames wait ([`Source::notices`]), one below this length gives nothing back: waiting for
+/// the receiver of a flood of short datagrams only delays what is behind them. TCP's segments are longer.
+///
+/// [`Source::notices`]: ringroad_frame::Source::notices
+const SHORT: usize = 512;
+/// There, a queue that has had room for so many times [`Limits::wait`] owes nothing.
+const CALM: u32 = 20;
+
+/// Returns what these frames of a burst count for, in bytes, when they are accepted.
+fn worth(burst: &Burst, which: &[u8], notices: bool) -> usize {
+    let lens = which.iter().map(|&index| burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len()));
+    if notices { lens.sum::<usize>().max(UNIT * which.len()) } else { lens.filter(|&len| len >= SHORT).sum() }
+}
 
 impl Room {
     /// Starts over, with frames that wait or not.
@@ -54,20 +69,35 @@ impl Room {
         self.waits.get()
     }
 
-    /// The queue has accepted these frames.
+    /// The queue has accepted the first `accepted` of these frames, and drops the others. `notices`: [`Source::notices`].
+    ///
+    /// [`Source::notices`]: ringroad_frame::Source::notices
     #[inline]
-    pub fn accepted(&self, limits: &Limits, burst: &Burst, which: &[u8], now: Duration) {
+    pub fn accepted(
+        &self,
+        limits: &Limits,
+        burst: &Burst,
+        which: &[u8],
+        accepted: usize,
+        notices: bool,
+        now: Duration,
+    ) {
         if self.owes.get() {
-            let len = |&index: &u8| burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
-            let units = which.iter().map(len).sum::<usize>() / UNIT;
-            self.give_back(limits, units.max(which.len()), now);
+            let (taken, dropped) = which.split_at_checked(accepted).unwrap_or((which, &[]));
+            if !dropped.is_empty() {
+                self.last.set(now);
+            }
+            let calm = !notices && now.saturating_sub(self.last.get()) >= CALM * limits.wait;
+            if !taken.is_empty() {
+                self.give_back(limits, if calm { ALL } else { worth(burst, taken, notices) }, now);
+            }
         }
     }
 
     #[cold]
-    fn give_back(&self, limits: &Limits, frames: usize, now: Duration) {
+    fn give_back(&self, limits: &Limits, worth: usize, now: Duration) {
         let waited = self.full.take().map_or(Duration::ZERO, |since| now.saturating_sub(since));
-        let earned = limits.wait * FRAMES.min(frames as u32) / FRAMES;
+        let earned = limits.wait * worth.min(ALL) as u32 / ALL as u32;
         let spent = (self.spent.get() + waited).min(limits.wait).saturating_sub(earned);
         self.spent.set(spent);
         self.owes.set(!spent.is_zero());
@@ -79,6 +109,7 @@ impl Room {
     pub fn refused(&self, limits: &Limits, now: Duration) -> Option<Duration> {
         let since = self.full.get().unwrap_or(now);
         self.full.set(Some(since));
+        self.last.set(now);
         self.owes.set(true);
         let until = since + limits.wait.saturating_sub(self.spent.get());
         self.waits.set(now < until);

@@ -104,6 +104,59 @@ fn beside_a_slow_one(interval: Duration, some: usize) -> ([usize; 2], usize) {
     (arrived, net.ports[1].full.load(Relaxed))
 }
 
+/// Floods port 1, which always has room for `some` frames more after 20 us, with frames of this length for a second, from a port whose
+/// sender notices that they wait or not. Returns how often they did, and how many frames were dropped.
+fn flooded(len: usize, some: usize, notices: bool) -> (usize, usize) {
+    let mut net = net(3);
+    net.ports[0].heedless.store(!notices, Relaxed);
+    net.ports[1].room.store(0, Relaxed);
+    let mut one = frame(mac(1), mac(0), 0);
+    one.resize(len, 0);
+    let burst = vec![one; 32];
+    let mut waited = 0;
+    for tick in 0..50_000 {
+        net.ports[1].room.store(some, Relaxed);
+        if net.ports[0].to_send.lock().unwrap().is_empty() {
+            push(&net.ports[0], &burst);
+        }
+        waited += usize::from(carry(&mut net, Duration::from_secs(1) + tick * Duration::from_micros(20)).1.is_some());
+        net.ports[1].got();
+    }
+    (waited, net.ports[1].full.load(Relaxed))
+}
+
+#[test]
+fn a_flood_of_short_frames_waits_only_if_its_sender_notices() {
+    // 400 000 frames a second are taken, of 1.6 million.
+    assert_eq!(flooded(64, 8, true), (37_500, 0));
+    let (waited, dropped) = flooded(64, 8, false);
+    assert!(waited <= 250 && dropped > 1_100_000, "for limits.wait, once: {waited} and {dropped}");
+    // Segments of a TCP connection: 50 000 frames a second.
+    assert_eq!([true, false].map(|notices| flooded(1514, 1, notices)), [(48_438, 0); 2]);
+    assert_eq!(flooded(600, 2, false), (46_875, 0));
+}
+
+#[test]
+fn after_a_flood_of_short_frames_they_wait_again() {
+    let mut net = net(3);
+    net.ports[0].heedless.store(true, Relaxed);
+    net.ports[1].room.store(0, Relaxed);
+    let one = frames(1, 0..1);
+    let mut carry_at = |room: usize, micros: u64| {
+        net.ports[1].room.store(room, Relaxed);
+        if net.ports[0].to_send.lock().unwrap().is_empty() {
+            push(&net.ports[0], &one);
+        }
+        carry(&mut net, Duration::from_secs(1) + Duration::from_micros(micros)).1.is_some()
+    };
+    assert_eq!([0, 4999, 5000].map(|micros| carry_at(0, micros)), [true, true, false]);
+    // While it drops some now and then, nothing waits.
+    assert_eq!([6, 60, 120, 180].map(|ms| [carry_at(1, 1000 * ms), carry_at(0, 1000 * ms + 1)]), [[false; 2]; 4]);
+    // It has had room for 100 ms.
+    assert_eq!([200, 279].map(|ms| [carry_at(1, 1000 * ms), carry_at(1, 1000 * ms + 1)]), [[false; 2]; 2]);
+    assert!(!carry_at(1, 280_001) && carry_at(0, 290_000) && carry_at(0, 294_999) && !carry_at(0, 295_000));
+}
+
 #[test]
 fn a_receiver_that_takes_one_now_and_then_does_not_stop_its_senders() {
     // Each frame that it takes is one within the wait.

@@ -165,6 +165,10 @@ impl<K: PortKind> Source for MeasuredSource<'_, K> {
         self.mode == Mode::Switch && self.source.retains()
     }
 
+    fn notices(&self) -> bool {
+        self.source.notices()
+    }
+
     fn retain(&mut self, burst: &mut Burst, first: usize) {
         self.source.retain(burst, first);
     }

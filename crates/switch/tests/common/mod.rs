@@ -36,6 +36,8 @@ pub struct Fake {
     pub to_send: Mutex<VecDeque<Vec<Bytes>>>,
     /// Whether it keeps frames that were not delivered, and the frames of its last burst.
     pub retains: AtomicBool,
+    /// Whether its sender does not notice that they wait.
+    pub heedless: AtomicBool,
     pub sent: Mutex<Vec<Bytes>>,
     /// How many buffers without a frame its next burst has.
     pub refused: AtomicUsize,
@@ -117,6 +119,7 @@ impl Fake {
             poured: AtomicUsize::new(0),
             to_send: Mutex::default(),
             retains: AtomicBool::new(false),
+            heedless: AtomicBool::new(false),
             sent: Mutex::default(),
             refused: AtomicUsize::new(0),
             room: AtomicUsize::new(usize::MAX),
@@ -205,6 +208,10 @@ impl Source for FakeSource<'_> {
 
     fn retains(&self) -> bool {
         self.0.retains.load(Relaxed)
+    }
+
+    fn notices(&self) -> bool {
+        !self.0.heedless.load(Relaxed)
     }
 
     fn retain(&mut self, burst: &mut Burst, first: usize) {
