@@ -149,8 +149,13 @@ mod tests {
         // Preempted, not busy.
         (0..20).for_each(|_| write(&cost, || std::thread::sleep(Duration::from_millis(1))));
         assert_eq!((cost.is_dear(), cost.suspect.load(Ordering::Relaxed)), (false, SUSPECT));
-        (0..SUSPECT * 2).for_each(|_| write(&cost, || ()));
-        assert_eq!((cost.spent(), cost.suspect.load(Ordering::Relaxed)), (Duration::ZERO, 0));
+        // An interrupt may strike one of these, too, and what the hypervisor takes counts as the thread's time.
+        let trusted = |_: &u32| {
+            write(&cost, || ());
+            cost.suspect.load(Ordering::Relaxed) == 0
+        };
+        assert!((0..100 * SUSPECT).find(trusted).is_some_and(|count| count + 1 >= SUSPECT));
+        assert!(cost.spent() < Duration::from_millis(2), "of 20 ms: {:?}", cost.spent());
     }
 
     #[test]
