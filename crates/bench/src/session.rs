@@ -89,8 +89,19 @@ impl<'a> Session<'a> {
         variants: &[V],
         one: impl Fn(&V) -> Result<T, String>,
     ) -> Result<Rounds<T>, String> {
+        self.rounds_if(what, variants, |_| true, one)
+    }
+
+    /// As [`Session::rounds`]; rounds with a run that is not usable are discarded and repeated, too.
+    pub fn rounds_if<V, T>(
+        &mut self,
+        what: &str,
+        variants: &[V],
+        usable: impl Fn(&T) -> bool,
+        one: impl Fn(&V) -> Result<T, String>,
+    ) -> Result<Rounds<T>, String> {
         let mut rounds = Rounds::new(variants.iter().map(|_| Vec::new()).collect());
-        self.rounds_until(self.common.pairs as usize, &mut rounds, what, variants, one)?;
+        self.repeat(self.common.pairs as usize, &mut rounds, what, variants, usable, one)?;
         Ok(rounds)
     }
 
@@ -101,6 +112,18 @@ impl<'a> Session<'a> {
         rounds: &mut Rounds<T>,
         what: &str,
         variants: &[V],
+        one: impl Fn(&V) -> Result<T, String>,
+    ) -> Result<(), String> {
+        self.repeat(wanted, rounds, what, variants, |_| true, one)
+    }
+
+    fn repeat<V, T>(
+        &mut self,
+        wanted: usize,
+        rounds: &mut Rounds<T>,
+        what: &str,
+        variants: &[V],
+        usable: impl Fn(&T) -> bool,
         one: impl Fn(&V) -> Result<T, String>,
     ) -> Result<(), String> {
         while rounds.count < wanted {
@@ -118,7 +141,7 @@ impl<'a> Session<'a> {
             if is_reverse {
                 figures.reverse();
             }
-            if !is_steady(&lines) {
+            if !is_steady(&lines) || !figures.iter().all(&usable) {
                 if rounds.discarded < 2 * wanted + 5 {
                     rounds.discarded += 1;
                     continue;
@@ -286,6 +309,11 @@ impl<T> Rounds<T> {
         Rounds { figures, lines, count: self.count, discarded: 0, unsteady: 0 }
     }
 
+    /// Returns how many rounds were discarded and repeated, and how many were kept that should have been.
+    pub fn repeated(&self) -> [usize; 2] {
+        [self.discarded, self.unsteady]
+    }
+
     /// Returns the spread of a figure of a variant.
     pub fn spread(&self, variant: usize, figure: impl Fn(&T) -> f64) -> Spread {
         Spread::of(&self.of(variant, figure))
@@ -442,6 +470,24 @@ mod tests {
         assert_eq!((kept.count, kept.discarded), (4, 4));
         assert_eq!(kept.of(1, |&figure| figure as f64), [10.0, 30.0, 10.0, 30.0]);
         assert_eq!(kept.medians(), [480.5, 500.5, 480.5, 500.5]);
+    }
+
+    #[test]
+    fn rounds_with_a_run_that_is_not_usable_are_repeated() {
+        use std::cell::Cell;
+        let common: Common = crate::testing::parse("--pairs 3");
+        let mut session = Session::new("bench", &common, 1, false);
+        let runs = Cell::new(0);
+        let one = |_: &()| {
+            runs.set(runs.get() + 1);
+            Ok(f64::from(runs.get()))
+        };
+        let rounds = session.rounds_if("cell", &[(), ()], |&run| run != 3.0, one).unwrap();
+        assert_eq!((rounds.of(0, |&run| run), rounds.repeated()), (vec![1.0, 5.0, 8.0], [1, 0]));
+        // Three and so many repetitions, and it is taken as it is.
+        runs.set(0);
+        let rounds = session.rounds_if("cell", &[(), ()], |_| false, one).unwrap();
+        assert_eq!((runs.get(), rounds.repeated()), (2 * (2 * 3 + 5 + 3), [11, 3]));
     }
 
     #[test]

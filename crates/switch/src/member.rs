@@ -87,7 +87,7 @@ impl Room {
             if !dropped.is_empty() {
                 self.last.set(now);
             }
-            let calm = !notices && now.saturating_sub(self.last.get()) >= CALM * limits.wait;
+            let calm = !notices && now.saturating_sub(self.last.get()) >= limits.wait.saturating_mul(CALM);
             if !taken.is_empty() {
                 self.give_back(limits, if calm { ALL } else { worth(burst, taken, notices) }, now);
             }
@@ -97,7 +97,7 @@ impl Room {
     #[cold]
     fn give_back(&self, limits: &Limits, worth: usize, now: Duration) {
         let waited = self.full.take().map_or(Duration::ZERO, |since| now.saturating_sub(since));
-        let earned = limits.wait * worth.min(ALL) as u32 / ALL as u32;
+        let earned = limits.wait.saturating_mul(worth.min(ALL) as u32) / ALL as u32;
         let spent = (self.spent.get() + waited).min(limits.wait).saturating_sub(earned);
         self.spent.set(spent);
         self.owes.set(!spent.is_zero());
@@ -111,7 +111,7 @@ impl Room {
         self.full.set(Some(since));
         self.last.set(now);
         self.owes.set(true);
-        let until = since + limits.wait.saturating_sub(self.spent.get());
+        let until = since.saturating_add(limits.wait.saturating_sub(self.spent.get()));
         self.waits.set(now < until);
         self.waits.get().then_some(until)
     }
