@@ -84,18 +84,20 @@ impl Room {
     ) {
         if self.owes.get() {
             let (taken, dropped) = which.split_at_checked(accepted).unwrap_or((which, &[]));
-            if !dropped.is_empty() {
-                self.last.set(now);
-            }
-            let calm = !notices && now.saturating_sub(self.last.get()) >= limits.wait.saturating_mul(CALM);
-            if !taken.is_empty() {
-                self.give_back(limits, if calm { ALL } else { worth(burst, taken, notices) }, now);
-            }
+            self.give_back(limits, burst, taken, !dropped.is_empty(), notices, now);
         }
     }
 
     #[cold]
-    fn give_back(&self, limits: &Limits, worth: usize, now: Duration) {
+    fn give_back(&self, limits: &Limits, burst: &Burst, taken: &[u8], drops: bool, notices: bool, now: Duration) {
+        if drops {
+            self.last.set(now);
+        }
+        if taken.is_empty() {
+            return;
+        }
+        let calm = !notices && now.saturating_sub(self.last.get()) >= limits.wait.saturating_mul(CALM);
+        let worth = if calm { ALL } else { worth(burst, taken, notices) };
         let waited = self.full.take().map_or(Duration::ZERO, |since| now.saturating_sub(since));
         let earned = limits.wait.saturating_mul(worth.min(ALL) as u32) / ALL as u32;
         let spent = (self.spent.get() + waited).min(limits.wait).saturating_sub(earned);
