@@ -2,7 +2,7 @@
 //! program's main.rs.
 //!
 //! A file for each bench. What they share: options.rs, devices and runs of our driver (rig.rs), peers (peer.rs), rounds, tables
-//! and JSON rows (session.rs), statistics (figures.rs), both ends of a vsock device (vsock_ends.rs).
+//! and JSON rows (session.rs), statistics (figures.rs), both ends of a vsock device (vsock_ends.rs), what a signal does (interrupt.rs).
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),
@@ -15,6 +15,7 @@ mod figures;
 mod flood;
 mod frames;
 mod guest_tcp;
+mod interrupt;
 mod lab;
 mod latency;
 mod lem;
@@ -82,9 +83,9 @@ enum Bench {
 /// Runs a bench, prints its tables, and saves its rows as JSON if requested.
 ///
 /// # Errors
-/// A message for the user: a device, peer or driver did not start, or no frames arrived.
+/// A message for the user: a device, peer or driver did not start, no frames arrived, or SIGINT or SIGTERM has ended it.
 pub fn run(args: Args) -> Result<(), String> {
-    match args.bench {
+    interrupt::run(|| match args.bench {
         Bench::Pvp(args) => pvp::run(&args),
         Bench::Packed(args) => packed::run(&args),
         Bench::Switch(args) => switch::run(&args),
@@ -99,5 +100,5 @@ pub fn run(args: Args) -> Result<(), String> {
         Bench::Mergeable(args) => mergeable::run(&args),
         Bench::Lem(args) => lem::run(&args),
         Bench::VsockPeer(args) => vsock_peer::run(&args),
-    }
+    })
 }

@@ -2,6 +2,7 @@
 
 use crate::{
     figures::{LINE, LINE_NOTE, RATIO, Spread, extend, line_round_trip},
+    interrupt,
     options::Common,
     peer::Peer,
     rig::Device,
@@ -133,6 +134,7 @@ impl<'a> Session<'a> {
             for index in 0..variants.len() {
                 let index = if is_reverse { variants.len() - 1 - index } else { index };
                 let Some(variant) = variants.get(index) else { continue };
+                interrupt::check()?;
                 figures.push(one(variant)?);
                 if self.steady {
                     lines.push(self.line()?);

@@ -201,6 +201,32 @@ fn demo() {
     }
 }
 
+// ------------------------------------------------------------------------------------------------------------ bench
+
+/// Returns whether a process runs whose command line names this folder.
+fn uses(folder: &Path) -> bool {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let commands = processes.filter_map(|process| std::fs::read(process.path().join("cmdline")).ok());
+    commands.map(|command| String::from_utf8_lossy(&command).into_owned()).any(|command| command.contains(text(folder)))
+}
+
+#[test]
+fn a_bench_ends_at_a_signal_and_its_programs_with_it() {
+    for signal in ["TERM", "INT"] {
+        let mut command = ringroad();
+        command.args(["bench", "pvp", "--peer", "none", "--driver", "plain", "--pairs", "1000", "--seconds", "0.1"]);
+        let mut bench = Program::start(command);
+        let folder = std::env::temp_dir().join(format!("ringroad-pvp-{}", bench.child.id()));
+        // A device, stopped or not.
+        assert!(within(PATIENCE, || uses(&folder)), "{}", bench.err());
+        bench.signal(signal);
+        let status = bench.ends(PATIENCE);
+        assert_eq!(status.code(), Some(1), "{}", bench.err());
+        assert!(bench.err().contains("interrupted by a signal"), "{}", bench.err());
+        assert!(!uses(&folder) && !folder.exists());
+    }
+}
+
 #[test]
 fn help() {
     let (code, _, err) = run(&[]);
