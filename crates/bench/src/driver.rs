@@ -180,12 +180,8 @@ fn measure(args: &Args, peer: &Peer, mode: Mode, cells: &[Cell<'_>], session: &m
             session.skip(&name, row, cell.not_vectorized())?;
             continue;
         }
-        // A new driver for each run: where its memory happens to be makes a difference of 15 %.
         let one = |&(title, device): &(&str, &Device)| {
-            let driver = Testpmd::start(&options, &folder, (title, device))?;
-            let run = driver.measure(seconds);
-            driver.end();
-            run
+            Testpmd::start(&options, &folder, (title, device))?.measure_once(seconds)
         };
         let pairs = session.rounds(&name, &[("on-ours", &ours), ("on-peer", &theirs)], one)?;
         session.push(table.add(&name, row, &pairs, paths))?;

@@ -219,17 +219,12 @@ impl Bench<'_> {
             in_order: true,
             vectorized: true,
         };
-        // It takes seconds to start: one on each device, of which one runs at a time.
-        let mut started = Vec::new();
-        for variant in variants {
+        let seconds = self.common.seconds.round().max(1.0) as usize;
+        session.rounds(title, variants, |variant| {
             let driver = Testpmd::start(&options, self.folder, (variant.title, variant.device))?;
             variant.acked.store(driver.features(), Ordering::Relaxed);
-            started.push(driver);
-        }
-        let seconds = self.common.seconds.round().max(1.0) as usize;
-        let rounds = session.rounds(title, &started, |driver| driver.measure(seconds));
-        started.into_iter().for_each(Testpmd::end);
-        rounds
+            driver.measure_once(seconds)
+        })
     }
 
     /// Measures a cell with all drivers, one after the other, and adds a line for each and one for the best to the table.
