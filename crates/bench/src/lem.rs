@@ -2,6 +2,7 @@
 //! frames, as fast as the driver can; each access to a register is a vfio-user message.
 
 mod latency;
+mod load;
 
 use crate::{
     figures::{RATIO, Spread, extend},
@@ -10,6 +11,7 @@ use crate::{
     session::{Rounds, Session},
 };
 use latency::Lone;
+use load::Load;
 use ringroad_text::table;
 use ringroad_traffic::{
     Lem, LemError, LemTotals, Settings,
@@ -94,6 +96,8 @@ struct Bed<'a> {
     mitigated: Device,
     /// The same two, which send each frame back.
     reflecting: [Device; 2],
+    /// A mitigated one that generates frames.
+    generating: Device,
 }
 
 impl<'a> Bed<'a> {
@@ -114,7 +118,8 @@ impl<'a> Bed<'a> {
         };
         let (standard, mitigated) = (device("standard", false, "switch")?, device("mitigated", true, "switch")?);
         let reflecting = [device("reflecting", false, "reflect")?, device("reflecting-mitigated", true, "reflect")?];
-        Ok(Bed { args, standard, mitigated, reflecting })
+        let generating = device("generating", true, "generate")?;
+        Ok(Bed { args, standard, mitigated, reflecting, generating })
     }
 
     fn measure(&self, policy: Policy, accesses: AccessKind) -> Result<Run, String> {
@@ -150,6 +155,11 @@ impl From<LemTotals> for Run {
     }
 }
 
+/// Returns the interval in microseconds that a value of ITR asks for.
+fn interval(itr: u16) -> f64 {
+    f64::from(itr) * 0.256
+}
+
 /// Measures all rows in turn.
 pub fn run(args: &Args) -> Result<(), String> {
     let folder = Folder::new("lem")?;
@@ -174,6 +184,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let (itr, queue_size, size) = (*itr, *queue_size, *size);
     let lone = Lone { devices, accesses, itr, queue_size, size, poll, common: &args.common };
     latency::run(&lone, &mut session)?;
+    load::run(&Load { device: &bed.generating, accesses, size, poll, common: &args.common }, &mut session)?;
     session.finish()
 }
 

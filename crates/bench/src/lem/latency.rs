@@ -1,5 +1,6 @@
 //! What moderated interrupts cost a lone frame: a card that reflects it, and the next one when it has returned.
 
+use super::interval;
 use crate::{
     figures::{Spread, extend},
     options::Common,
@@ -55,10 +56,6 @@ pub fn run(lone: &Lone<'_>, session: &mut Session<'_>) -> Result<(), String> {
 /// Explains the table.
 const NOTE: &str =
     "longer: p99 of the mitigated device less that of the standard one; it should be less than an interval\n\n";
-
-fn interval(itr: u16) -> f64 {
-    f64::from(itr) * 0.256
-}
 
 fn measure(lone: &Lone<'_>, (gap, mitigation): Way) -> Result<Times, String> {
     let &Lone { devices: [standard, mitigated], accesses, itr, queue_size, size, common, .. } = lone;

@@ -1,0 +1,129 @@
+//! Whether interrupts come at the rate that ITR asks for: a driver that receives as fast as the card can give.
+
+use super::interval;
+use crate::{
+    figures::{RATIO, Spread, extend},
+    options::Common,
+    rig::Device,
+    session::{Rounds, Session},
+};
+use ringroad_text::table;
+use ringroad_traffic::{
+    Lem, LemError, Mode, Settings,
+    options::{AccessKind, LemOptions, name},
+};
+use serde_json::json;
+use std::time::Duration;
+
+/// Number of receive descriptors: the default of Linux's driver.
+const RING: u32 = 256;
+/// 20 032, 8005 and 3999 interrupts a second.
+const INTERVALS: [u16; 3] = [195, 488, 977];
+
+/// What one run showed.
+#[derive(Clone, Copy)]
+struct Run {
+    /// Interrupts per second.
+    rate: f64,
+    mpps: f64,
+}
+
+/// A card that generates frames, and how it is driven.
+pub struct Load<'a> {
+    pub device: &'a Device,
+    pub accesses: AccessKind,
+    pub size: u16,
+    pub poll: &'a str,
+    pub common: &'a Common,
+}
+
+/// Measures each interval in turn, and adds the rows.
+pub fn run(load: &Load<'_>, session: &mut Session<'_>) -> Result<(), String> {
+    let rounds = session.rounds("e1000 under load", &INTERVALS, |&itr| measure(load, itr))?;
+    let mut lines = Vec::new();
+    for (index, &itr) in INTERVALS.iter().enumerate() {
+        lines.push(add(load, session, &rounds, index, itr)?);
+    }
+    let Load { size, poll, common, .. } = load;
+    let title = format!(
+        "e1000, interrupts per second while frames of {size} B are received as fast as the card has them, ring {RING}, worker polls \
+         for {poll}, {}",
+        common.runs()
+    );
+    session.print(&title, &format!("{}{NOTE}", table(&["ITR", "asked for", "had", "", "ratio", "", "Mpps"], &lines)));
+    Ok(())
+}
+
+/// Explains the table.
+const NOTE: &str = "ratio: interrupts that the driver had, to those that ITR (in units of 256 ns) asks for\n\n";
+
+/// Returns how many interrupts a second an interval asks for.
+fn asked(itr: u16) -> f64 {
+    1e6 / interval(itr)
+}
+
+fn measure(load: &Load<'_>, itr: u16) -> Result<Run, String> {
+    let &Load { device, accesses, size, common, .. } = load;
+    let options = LemOptions { mit: false, itr, accesses };
+    let time = Duration::from_secs_f64(common.seconds);
+    let socket = device.socket(0)?;
+    let settings = Settings { mode: Mode::Rx, ..Settings::flood(size.into()) };
+    let work = || {
+        let mut driver = Lem::connect(socket, options, RING, settings)?;
+        driver.run(Duration::from_millis(100), |_| {})?;
+        driver.run(time, |_| {})
+    };
+    let failed = |error: LemError| format!("interrupts at ITR {itr}: {error}");
+    let run = device.awake(|| common.on_driver_cpu(|| work().map_err(failed)))?;
+    let seconds = run.totals.time.as_secs_f64();
+    match run.totals.received {
+        0 => Err(format!("interrupts at ITR {itr}: nothing was received")),
+        received => Ok(Run { rate: run.interrupts as f64 / seconds, mpps: received as f64 / seconds / 1e6 }),
+    }
+}
+
+/// Adds the JSON row of an interval; returns its line of the table.
+fn add(
+    load: &Load<'_>,
+    session: &mut Session<'_>,
+    rounds: &Rounds<Run>,
+    index: usize,
+    itr: u16,
+) -> Result<Vec<String>, String> {
+    let (asked, had) = (asked(itr), rounds.spread(index, |run| run.rate));
+    let ratio = Spread::of(&rounds.of(index, |run| run.rate / asked));
+    let mpps = rounds.spread(index, |run| run.mpps).median;
+    let Load { accesses, size, poll, common, .. } = load;
+    let mut row = json!({
+        "policy": "mitigated device, receiving driver", "itr": itr, "asked": asked, "size": size, "queue_size": RING,
+        "poll": poll, "unit": "interrupts/s", "mpps": mpps, "pairs": common.pairs, "seconds": common.seconds,
+        "accesses": name(accesses),
+    });
+    had.add_to(&mut row, ["had", "had_min", "had_max"]);
+    ratio.add_to(&mut row, RATIO);
+    extend(&mut row, json!({ "line_ns": rounds.line().median }));
+    session.push(row)?;
+    let mut line = vec![itr.to_string(), format!("{asked:.0}")];
+    line.extend([had.columns(0), ratio.columns(3)].concat());
+    line.push(format!("{mpps:.2}"));
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interrupts_are_compared_with_what_was_asked_for() {
+        let common: Common = crate::testing::parse("");
+        let device = Device { name: "ours".into(), sockets: Vec::new(), programs: Vec::new() };
+        let load = Load { device: &device, accesses: AccessKind::Posted, size: 64, poll: "0", common: &common };
+        let mut session = Session::new("lem", &common, 1, false);
+        let runs = [4006.4, 20032.05, 10016.03].map(|rate| Run { rate, mpps: 1.5 });
+        let line = add(&load, &mut session, &Rounds::new(vec![runs.to_vec()]), 0, 195).unwrap();
+        assert_eq!(line, ["195", "20032", "10016", "4006–20032", "0.500", "0.200–1.000", "1.50"]);
+        let row = &session.rows()[0];
+        assert_eq!((row["had"].as_f64(), row["itr"].as_u64()), (Some(10016.03), Some(195)));
+        assert!((row["ratio"].as_f64().unwrap() - 0.5).abs() < 1e-6);
+    }
+}
