@@ -155,11 +155,6 @@ impl From<LemTotals> for Run {
     }
 }
 
-/// Returns the interval in microseconds that a value of ITR asks for.
-fn interval(itr: u16) -> f64 {
-    f64::from(itr) * 0.256
-}
-
 /// Measures all rows in turn.
 pub fn run(args: &Args) -> Result<(), String> {
     let folder = Folder::new("lem")?;

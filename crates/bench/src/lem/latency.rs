@@ -1,6 +1,5 @@
 //! What moderated interrupts cost a lone frame: a card that reflects it, and the next one when it has returned.
 
-use super::interval;
 use crate::{
     figures::{Spread, extend},
     options::Common,
@@ -56,6 +55,11 @@ pub fn run(lone: &Lone<'_>, session: &mut Session<'_>) -> Result<(), String> {
 /// Explains the table.
 const NOTE: &str =
     "longer: p99 of the mitigated device less that of the standard one; it should be less than an interval\n\n";
+
+/// Returns the interval in microseconds that a value of ITR asks for.
+pub fn interval(itr: u16) -> f64 {
+    f64::from(itr) * 0.256
+}
 
 fn measure(lone: &Lone<'_>, (gap, mitigation): Way) -> Result<Times, String> {
     let &Lone { devices: [standard, mitigated], accesses, itr, queue_size, size, common, .. } = lone;

@@ -1,6 +1,6 @@
 //! Whether interrupts come at the rate that ITR asks for: a driver that receives as fast as the card can give.
 
-use super::interval;
+use super::latency::interval;
 use crate::{
     figures::{RATIO, Spread, extend},
     options::Common,
