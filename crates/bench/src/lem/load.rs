@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// Number of receive descriptors: the default of Linux's driver.
 const RING: u32 = 256;
-/// 20 032, 8005 and 3999 interrupts a second.
+/// 20 032, 8005 and 3998 interrupts a second.
 const INTERVALS: [u16; 3] = [195, 488, 977];
 
 /// What one run showed.
