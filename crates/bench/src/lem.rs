@@ -1,6 +1,7 @@
 //! An emulated e1000 and its driver (seed 002): what moderated interrupts are worth, and a driver that defers its doorbell. 64-byte
 //! frames, as fast as the driver can; each access to a register is a vfio-user message.
 
+mod drive;
 mod latency;
 mod load;
 
@@ -10,16 +11,17 @@ use crate::{
     rig::{Device, on},
     session::{Rounds, Session},
 };
+use drive::drive;
 use latency::Lone;
 use load::Load;
 use ringroad_text::table;
 use ringroad_traffic::{
-    Lem, LemError, LemTotals, Settings,
+    LemTotals, Settings,
     child::Folder,
     options::{AccessKind, LemOptions, name},
 };
 use serde_json::json;
-use std::{fmt, time::Duration};
+use std::fmt;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
@@ -126,23 +128,14 @@ impl<'a> Bed<'a> {
         let Args { itr, queue_size, size, common, .. } = self.args;
         let device = if policy == Policy::Standard { &self.standard } else { &self.mitigated };
         let options = LemOptions { mit: policy == Policy::Deferring, itr: *itr, accesses };
-        let time = Duration::from_secs_f64(common.seconds);
-        let socket = device.socket(0)?;
-        let failed = |error: &dyn fmt::Display| format!("{policy}, {} writes: {error}", name(&accesses));
-        let work = || {
-            let settings = Settings::flood((*size).into());
-            let mut driver = Lem::connect(socket, options, *queue_size, settings)?;
-            driver.run(Duration::from_millis(100), |_| {})?;
-            driver.run(time, |_| {})
-        };
-        let run = || common.on_driver_cpu(|| work().map_err(|error: LemError| failed(&error)));
-        let totals = device.awake(run)?;
+        let what = format!("{policy}, {} writes", name(&accesses));
+        let totals = drive((device, common), &what, options, *queue_size, Settings::flood((*size).into()))?;
         let lost = totals.totals.left.map_or(0, |left| left.under_way);
         if totals.totals.sent == 0 || lost > 0 || totals.transmitted != totals.totals.sent {
             let (sent, card) = (totals.totals.sent, totals.transmitted);
-            return Err(failed(&format!(
-                "{sent} frames were sent and {lost} not returned, but the card has transmitted {card}"
-            )));
+            return Err(format!(
+                "{what}: {sent} frames were sent and {lost} not returned, but the card has transmitted {card}"
+            ));
         }
         Ok(totals.into())
     }

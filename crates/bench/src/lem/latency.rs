@@ -1,5 +1,6 @@
 //! What moderated interrupts cost a lone frame: a card that reflects it, and the next one when it has returned.
 
+use super::drive::drive;
 use crate::{
     figures::{Spread, extend},
     options::Common,
@@ -8,11 +9,10 @@ use crate::{
 };
 use ringroad_text::table;
 use ringroad_traffic::{
-    Lem, LemError, Settings, Touch,
+    Settings, Touch,
     options::{AccessKind, LemOptions, name},
 };
 use serde_json::json;
-use std::{fmt::Display, time::Duration};
 
 /// Time between frames in microseconds; 0: the next one follows at once, so that its interrupt waits for the interval.
 const GAPS: [u32; 2] = [1000, 0];
@@ -65,20 +65,12 @@ fn measure(lone: &Lone<'_>, (gap, mitigation): Way) -> Result<Times, String> {
     let &Lone { devices: [standard, mitigated], accesses, itr, queue_size, size, common, .. } = lone;
     let device = if mitigation { mitigated } else { standard };
     let options = LemOptions { mit: false, itr, accesses };
-    let time = Duration::from_secs_f64(common.seconds);
-    let socket = device.socket(0)?;
-    let failed = |error: &dyn Display| format!("round trip of one frame: {error}");
     let rate = (gap > 0).then(|| 1e6 / f64::from(gap));
     let settings = Settings { touch: Touch::All, window: Some(1), rate, ..Settings::flood(size.into()) };
-    let work = || {
-        let mut driver = Lem::connect(socket, options, queue_size, settings)?;
-        driver.run(Duration::from_millis(100), |_| {})?;
-        driver.run(time, |_| {})
-    };
-    let run = || common.on_driver_cpu(|| work().map_err(|error: LemError| failed(&error)));
-    let totals = device.awake(run)?.totals;
+    let totals = drive((device, common), "round trip of one frame", options, queue_size, settings)?.totals;
     if totals.received == 0 || totals.received != totals.sent || totals.errors > 0 {
-        return Err(failed(&format!("{} were sent, {} have returned", totals.sent, totals.received)));
+        let (sent, received) = (totals.sent, totals.received);
+        return Err(format!("round trip of one frame: {sent} were sent, {received} have returned"));
     }
     Ok([0.5, 0.99].map(|quantile| totals.round_trip.value_at_quantile(quantile) as f64 / 1e3))
 }

@@ -1,6 +1,6 @@
 //! Whether interrupts come at the rate that ITR asks for: a driver that receives as fast as the card can give.
 
-use super::latency::interval;
+use super::{drive::drive, latency::interval};
 use crate::{
     figures::{RATIO, Spread, extend},
     options::Common,
@@ -9,11 +9,10 @@ use crate::{
 };
 use ringroad_text::table;
 use ringroad_traffic::{
-    Lem, LemError, Mode, Settings,
+    Mode, Settings,
     options::{AccessKind, LemOptions, name},
 };
 use serde_json::json;
-use std::time::Duration;
 
 /// Number of receive descriptors: the default of Linux's driver.
 const RING: u32 = 256;
@@ -65,16 +64,8 @@ fn asked(itr: u16) -> f64 {
 fn measure(load: &Load<'_>, itr: u16) -> Result<Run, String> {
     let &Load { device, accesses, size, common, .. } = load;
     let options = LemOptions { mit: false, itr, accesses };
-    let time = Duration::from_secs_f64(common.seconds);
-    let socket = device.socket(0)?;
     let settings = Settings { mode: Mode::Rx, ..Settings::flood(size.into()) };
-    let work = || {
-        let mut driver = Lem::connect(socket, options, RING, settings)?;
-        driver.run(Duration::from_millis(100), |_| {})?;
-        driver.run(time, |_| {})
-    };
-    let failed = |error: LemError| format!("interrupts at ITR {itr}: {error}");
-    let run = device.awake(|| common.on_driver_cpu(|| work().map_err(failed)))?;
+    let run = drive((device, common), &format!("interrupts at ITR {itr}"), options, RING, settings)?;
     let seconds = run.totals.time.as_secs_f64();
     match run.totals.received {
         0 => Err(format!("interrupts at ITR {itr}: nothing was received")),
