@@ -29,6 +29,8 @@ pub struct Burst {
     has_offloads: bool,
     /// Whether frames are added reflected; see [`Burst::reflect`].
     reflects: bool,
+    /// See [`Burst::set_spare`].
+    spare: bool,
     count: usize,
     /// Number of frames at the start that have one piece each.
     singles: usize,
@@ -51,6 +53,7 @@ impl Default for Burst {
             offloads: [Offload::NONE; BURST],
             has_offloads: false,
             reflects: false,
+            spare: false,
             count: 0,
             singles: 0,
             lead: 0,
@@ -97,6 +100,19 @@ impl Burst {
     #[inline]
     pub fn reflect(&mut self, on: bool) {
         self.reflects = on;
+    }
+
+    /// Sets whether the worker has time to spare, as it is faster than the driver of its only queue. If so, ports spend some of it on
+    /// what makes the driver faster: see `DeviceRing::hand_over`.
+    #[inline]
+    pub fn set_spare(&mut self, on: bool) {
+        self.spare = on;
+    }
+
+    /// Returns whether the worker has time to spare.
+    #[inline]
+    pub fn has_spare(&self) -> bool {
+        self.spare
     }
 
     /// Swaps the burst's list of pieces with the source's, which holds the pieces of its frames.

@@ -276,6 +276,8 @@ struct Loop<'a, K: PortKind> {
     ports: Vec<Option<Served<K>>>,
     start: Instant,
     faults: u64,
+    /// Whether the CPU can hand lines over to a driver's core.
+    demotes: bool,
     config: WorkerConfig,
 }
 
@@ -329,6 +331,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
             ports: Vec::new(),
             start: Instant::now(),
             faults: ringroad_mem::faults(),
+            demotes: ringroad_mem::can_demote(),
             config,
         }
     }
@@ -404,9 +407,10 @@ impl<'a, K: PortKind> Loop<'a, K> {
     /// Gives polled queues their turn; returns whether any work was done.
     #[inline(always)]
     fn round(&mut self, now: Duration) -> bool {
-        let Loop { switch, schedule, ports, blocked, start, .. } = self;
+        let Loop { switch, schedule, ports, blocked, start, demotes, .. } = self;
         let port = |number: u32| ports.get(number as usize).and_then(Option::as_ref);
         let blocked = RefCell::new(blocked);
+        switch.set_spare(*demotes && schedule.has_spare());
         schedule.round(
             Instant::now,
             |key| {

@@ -167,6 +167,31 @@ pub(crate) fn prefetch_write(address: *const u8) {
     let _ = address;
 }
 
+/// Moves a cache line to the cache that all cores share, from where another core gets it in half the time. Any address is allowed.
+#[inline(always)]
+pub(crate) fn demote(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: CLDEMOTE is a hint and never faults; CPUs without it treat it as a no-op.
+    unsafe {
+        std::arch::asm!("cldemote [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+/// Returns whether this CPU can move lines to the cache that all cores share (Intel, from Sapphire Rapids on). It may trap: not for the
+/// data path.
+pub fn can_demote() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // Intel SDM, CPUID leaf 7: ECX bit 25.
+        use std::arch::x86_64::{__cpuid, __cpuid_count};
+        __cpuid(0).eax >= 7 && __cpuid_count(7, 0).ecx & 1 << 25 != 0
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,6 +21,7 @@ mod table;
 mod words;
 mod zeros;
 
+pub use copy::can_demote;
 pub use pieces::Pieces;
 pub use region::{Error, Region};
 pub use sigbus::faults;

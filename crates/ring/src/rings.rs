@@ -53,6 +53,15 @@ impl DeviceRing {
         either!(&mut self.0, ring => ring.tuning = tuning)
     }
 
+    /// Sets whether lines of the ring are handed over to the driver as it gets them fastest, at some cost for the device: lines
+    /// written are moved to the cache that all cores share (CLDEMOTE), and descriptors of a split ring are fetched for writing, as the
+    /// driver reads and writes them when it makes them available again. For a device that would else wait for the driver, on a CPU
+    /// where [`ringroad_mem::can_demote`].
+    #[inline]
+    pub fn hand_over(&mut self, on: bool) {
+        either!(&mut self.0, ring => ring.hands_over = on)
+    }
+
     /// Undoes the taking of the last chains, which were not needed: all from index `keep` of the burst on.
     pub fn untake(&mut self, chains: &mut Chains, keep: usize) {
         either!(&mut self.0, ring => ring.untake(chains, keep))

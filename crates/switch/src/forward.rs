@@ -255,6 +255,12 @@ impl<P: Port> Switch<P> {
         member.open.get()
     }
 
+    /// Sets whether there is time to spare for what makes a driver faster: see [`Burst::set_spare`].
+    #[inline]
+    pub fn set_spare(&mut self, on: bool) {
+        self.burst.set_spare(on);
+    }
+
     /// Carries one burst from a port's queue to its destinations. Returns how many buffers were taken, 0 if the queue is empty,
     /// and whether that was a lot of work. `now`: time since the switch was created; it need not be exact.
     ///

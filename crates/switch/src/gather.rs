@@ -16,7 +16,7 @@ pub enum Gather {
     Off,
     /// Always for this long.
     For(Duration),
-    /// As long as gives the highest rate, up to 10 µs; found by trying.
+    /// As long as gives the highest rate, up to 14 µs; found by trying.
     #[default]
     Auto,
 }
@@ -26,12 +26,21 @@ const fn us(count: u64) -> Duration {
 }
 
 /// Pauses to try.
-const PAUSES: [Duration; 6] = [Duration::ZERO, us(2), us(4), us(6), us(8), us(10)];
+const PAUSES: [Duration; 8] = [Duration::ZERO, us(2), us(4), us(6), us(8), us(10), us(12), us(14)];
 /// How long each pause is tried, and how often.
 const EPOCH: Duration = us(500);
 const TRIALS: usize = 8;
-/// How long the best pause is used before the next trials.
+/// An epoch of this length was interrupted: the host of a VM takes a CPU away now and then, ours or the driver's.
+const GAP: Duration = us(2000);
+/// After this time without frames, or so many poor epochs one after the other, the load is another one.
+const SILENCE: Duration = Duration::from_millis(100);
+const POOR: u32 = 4;
+/// How long the best pause is used before the next trials. They compare it with the next shorter and the next longer one, which cost
+/// hardly anything; all are tried again after so many of these.
 const HOLD: Duration = Duration::from_millis(500);
+const NEAR: u32 = 16;
+/// A pause delays frames: one is used only if no shorter one reaches this part of the highest rate. Medians of trials vary by less.
+const ENOUGH: f64 = 0.995;
 /// If no pause was better than none, the time to the next trials doubles from `WAIT` to `LONGEST_WAIT`.
 const WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
@@ -50,9 +59,14 @@ impl Count {
         self.frames as f64 / self.time.as_nanos().max(1) as f64
     }
 
-    /// Returns whether the queue is under load: more than a frame per microsecond, without gaps. Else there is nothing to gain.
+    /// Returns whether the queue is under load: more than a frame per microsecond. Else there is nothing to gain.
     fn is_load(&self) -> bool {
-        self.time < 4 * EPOCH && self.rate() > 1e-3
+        self.rate() > 1e-3
+    }
+
+    /// Returns whether this thread had the CPU all the time, so that the rate says something about the pause.
+    fn is_whole(&self) -> bool {
+        self.time < GAP
     }
 
     /// Returns whether the worker is faster than the driver.
@@ -87,11 +101,11 @@ impl Tries {
 
 #[allow(clippy::large_enum_variant, reason = "one per worker, and nothing is allocated on the data path")]
 enum State {
-    /// Uses one pause. `rate`: what it gave in the trials. `doubted`: the last measurement was far below that.
-    Holding { until: Option<Instant>, rate: f64, doubted: bool },
-    /// Tries the pauses up to `most`, in rising and falling order by turns. `doubted`: the last one gave so little that it is
-    /// tried once more.
-    Trying { trial: usize, most: usize, doubted: bool, tries: [Tries; PAUSES.len()] },
+    /// Uses one pause. `rate`: what it gave in the trials.
+    Holding { until: Option<Instant>, rate: f64 },
+    /// Tries the pauses from `least` to `most`, in rising and falling order by turns. `doubted`: the last one gave so little that it
+    /// is tried once more.
+    Trying { trial: usize, least: usize, most: usize, doubted: bool, tries: [Tries; PAUSES.len()] },
 }
 
 /// Finds the pause for one queue. Used by workers, and by drivers of test traffic: they poll, too.
@@ -103,6 +117,10 @@ pub struct Pauses {
     count: Count,
     state: State,
     wait: Duration,
+    /// Trials near the current pause since all were tried.
+    near: u32,
+    /// Epochs one after the other that said nothing, or that the current pause is wrong.
+    poor: u32,
 }
 
 impl std::fmt::Debug for Pauses {
@@ -114,8 +132,8 @@ impl std::fmt::Debug for Pauses {
 impl Pauses {
     /// Creates it for a queue.
     pub fn new(how: Gather) -> Pauses {
-        let state = State::Holding { until: None, rate: 0.0, doubted: false };
-        Pauses { how, which: 0, start: None, count: Count::default(), state, wait: WAIT }
+        let state = State::Holding { until: None, rate: 0.0 };
+        Pauses { how, which: 0, start: None, count: Count::default(), state, wait: WAIT, near: 0, poor: 0 }
     }
 
     /// Returns how long to leave the queue alone after a burst of `frames` frames.
@@ -135,6 +153,16 @@ impl Pauses {
         if frames < BURST { PAUSES.get(self.which).copied().unwrap_or_default() } else { Duration::ZERO }
     }
 
+    /// Returns whether there is a pause, also for a trial: then whoever polls is faster than the other end.
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        match self.how {
+            Gather::Off => false,
+            Gather::For(pause) => !pause.is_zero(),
+            Gather::Auto => self.which > 0,
+        }
+    }
+
     fn look(&mut self, now: Instant) {
         let start = *self.start.get_or_insert(now);
         let time = now.saturating_duration_since(start);
@@ -143,27 +171,25 @@ impl Pauses {
         }
         let count = Count { time, ..self.count };
         (self.start, self.count) = (Some(now), Count::default());
+        let is_poor = !count.is_load() || !count.is_whole() || count.rate() < 0.75 * self.expected();
+        self.poor = if is_poor { self.poor + 1 } else { 0 };
+        if count.time >= SILENCE || self.poor >= POOR {
+            self.hold(0, None, 0.0);
+        }
         match &mut self.state {
-            _ if !count.is_load() => self.hold(0, None, 0.0),
-            State::Holding { until, rate, doubted } => {
-                let bad = self.which > 0 && count.rate() < 0.75 * *rate;
-                let broken = std::mem::replace(doubted, bad) && bad;
+            _ if is_poor => {}
+            State::Holding { until, .. } => {
                 let over = until.is_none_or(|until| until <= now);
-                if broken {
-                    self.hold(0, None, 0.0);
-                } else if over && (self.which > 0 || count.is_sparse()) {
-                    self.state =
-                        State::Trying { trial: 0, most: PAUSES.len() - 1, doubted: false, tries: Default::default() };
-                    self.which = 0;
+                if over && (self.which > 0 || count.is_sparse()) {
+                    self.explore();
                 }
             }
-            State::Trying { trial, most, doubted, tries } => {
+            State::Trying { trial, least, most, doubted, tries } => {
                 if let Some(tries) = tries.get_mut(self.which) {
                     tries.add(count.rate());
                 }
-                let [without, ..] = tries;
-                let bad = count.rate() < 0.9 * without.rate();
-                if bad && self.which > 0 && !*doubted {
+                let bad = tries.get(*least).is_some_and(|shortest| count.rate() < 0.9 * shortest.rate());
+                if bad && self.which > *least && !*doubted {
                     *doubted = true;
                     return;
                 }
@@ -174,25 +200,42 @@ impl Pauses {
                     *trial |= 1;
                 } else if trial.is_multiple_of(2) && self.which < *most {
                     self.which += 1;
-                } else if !trial.is_multiple_of(2) && self.which > 0 {
+                } else if !trial.is_multiple_of(2) && self.which > *least {
                     self.which -= 1;
                 } else {
                     *trial += 1;
                 }
                 *doubted = false;
-                if *trial >= TRIALS || *most == 0 {
-                    let (rates, most) = (tries.map(|tries| tries.rate()), *most);
-                    self.decide(rates.get(..=most).unwrap_or_default(), now);
+                if *trial >= TRIALS || most == least {
+                    let (rates, tried) = (tries.map(|tries| tries.rate()), *least..=*most);
+                    self.decide(rates.into_iter().enumerate().filter(|(which, _)| tried.contains(which)), now);
                 }
             }
         }
     }
 
-    fn decide(&mut self, rates: &[f64], now: Instant) {
-        let best = rates.iter().copied().fold(0.0, f64::max);
-        // A pause delays frames, and rates vary by 1 % anyway: take the shortest pause within that.
-        let found = rates.iter().copied().enumerate().find(|&(_, rate)| rate >= 0.99 * best);
-        let (which, rate) = found.unwrap_or_default();
+    /// Returns the rate that the current pause should give, if it was tried.
+    fn expected(&self) -> f64 {
+        match self.state {
+            State::Holding { rate, .. } => rate,
+            State::Trying { .. } => 0.0,
+        }
+    }
+
+    /// Starts trials: near the current pause if there is one, now and then all.
+    fn explore(&mut self) {
+        let all = self.which == 0 || self.near >= NEAR;
+        let (least, most) =
+            if all { (0, PAUSES.len() - 1) } else { (self.which - 1, (self.which + 1).min(PAUSES.len() - 1)) };
+        self.near = if all { 0 } else { self.near + 1 };
+        self.which = least;
+        self.state = State::Trying { trial: 0, least, most, doubted: false, tries: Default::default() };
+    }
+
+    /// Uses the best of these pauses, of which the shortest comes first.
+    fn decide(&mut self, mut rates: impl Iterator<Item = (usize, f64)> + Clone, now: Instant) {
+        let best = rates.clone().map(|(_, rate)| rate).fold(0.0, f64::max);
+        let (which, rate) = rates.find(|&(_, rate)| rate >= ENOUGH * best).unwrap_or_default();
         if which > 0 {
             self.wait = WAIT;
             self.hold(which, Some(now + HOLD), rate);
@@ -203,8 +246,8 @@ impl Pauses {
     }
 
     fn hold(&mut self, which: usize, until: Option<Instant>, rate: f64) {
-        self.which = which;
-        self.state = State::Holding { until, rate, doubted: false };
+        (self.which, self.poor) = (which, 0);
+        self.state = State::Holding { until, rate };
     }
 }
 

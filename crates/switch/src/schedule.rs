@@ -203,6 +203,12 @@ impl<K: Copy + Eq> Schedule<K> {
         self.active.iter().all(|active| active.poll != Poll::Unlimited)
     }
 
+    /// Returns whether the worker is faster than the driver of the only queue that is polled, so that it pauses now and then.
+    #[inline]
+    pub fn has_spare(&self) -> bool {
+        self.active.len() == 1 && self.alone.as_ref().is_some_and(|alone| alone.pauses.is_on())
+    }
+
     /// Returns whether the last round took long enough to look at queues that are not polled. It may have been interrupted for that;
     /// the next one goes on there.
     #[inline]

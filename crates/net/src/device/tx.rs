@@ -101,6 +101,7 @@ impl TxQueue {
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
         burst.start(self.limit, self.header);
+        self.ring.hand_over(burst.has_spare());
         std::mem::swap(&mut self.chains, &mut self.ahead);
         if self.chains.list().is_empty() {
             self.chains.start(&self.memory);
@@ -114,10 +115,9 @@ impl TxQueue {
                 return nothing.map(|()| 0);
             }
         }
-        let taken = self.chains.list().len();
+        let (taken, distance) = (self.chains.list().len(), self.tuning.distance());
         let mut bytes = if self.tuning.fast_path { self.read_plain(burst) } else { 0 };
         let mut dropped = Unsuitable::default();
-        let distance = self.tuning.distance();
         for index in burst.frames().len()..taken {
             let Some(&chain) = self.chains.list().get(index) else { break };
             if chain.writable_len() > 0 || chain.readable_len() < self.header as u32 {

@@ -1,6 +1,6 @@
 //! Device end of a split virtqueue (virtio 1.3, 2.7): what it does not share with a packed one. Called by `device.rs`.
 
-use super::layout::{ELEMENTS_PER_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
+use super::layout::{DESCRIPTORS_PER_LINE, ELEMENTS_PER_LINE, ENTRIES, FLAGS, INDEX, Layout, NO_NOTIFICATION};
 use crate::{
     Chain, Chains, Fault, Features, INDIRECT, Inflight, Journal, JournalKey, NEXT, Resumed, SetupError, WRITE,
     chain::Descriptor,
@@ -9,7 +9,10 @@ use crate::{
     layout::RingPosition,
     notify,
 };
-use ringroad_mem::{Table, sync::Ordering};
+use ringroad_mem::{
+    Table,
+    sync::{AtomicU16, Ordering},
+};
 
 /// What only a split ring's device end keeps.
 pub(crate) struct DeviceState {
@@ -126,6 +129,19 @@ impl Device<Layout> {
         self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
     }
 
+    /// Fetches the descriptors of these entries for writing. A CPU that lets a line that is read elsewhere wander there would else leave
+    /// it shared, and the driver, which reads it and then writes it, would miss it twice.
+    #[inline]
+    fn own(&self, entries: &[AtomicU16]) {
+        let mut line = usize::MAX;
+        for entry in entries {
+            let head = usize::from(u16::from_le(entry.load(Ordering::Relaxed)));
+            if std::mem::replace(&mut line, head / DESCRIPTORS_PER_LINE) != head / DESCRIPTORS_PER_LINE {
+                self.ring.descriptors.prefetch(2 * head, true);
+            }
+        }
+    }
+
     #[cold]
     #[inline(never)]
     fn publish_tracked(&mut self) {
@@ -163,6 +179,9 @@ impl DeviceEnd<Layout> for Device<Layout> {
         let entries = self.ring.available.get(ENTRIES + start..ENTRIES + self.ring.size as usize).unwrap_or_default();
         let descriptors = self.ring.descriptors.as_chunks::<2>().0;
         let count = max.min(entries.len());
+        if self.hands_over {
+            self.own(&entries[..count]);
+        }
         let buffers = entries[..count].iter().map(|entry| {
             let head = u16::from_le(entry.load(Ordering::Relaxed));
             let [address, word] = descriptors.get(head as usize)?;
@@ -210,13 +229,18 @@ impl DeviceEnd<Layout> for Device<Layout> {
         let staged = next.wrapping_add(chains.len() as u16);
         // Recorded before the elements are written: see `journal`.
         self.journal.record_staged(Staged { position: staged, ..Staged::default() });
-        let elements = self.ring.elements.as_chunks::<2>().0;
+        let (first, elements) = (next.slot(size), self.ring.elements.as_chunks::<2>().0);
         for chain in chains {
             if let Some([id, len]) = elements.get(next.slot(size)) {
                 id.store(u32::from(chain.id).to_le(), Ordering::Relaxed);
                 len.store(chain.written.to_le(), Ordering::Relaxed);
             }
             next = next.wrapping_add(1);
+        }
+        if self.hands_over {
+            let straight = chains.len().min(usize::from(size) - first);
+            self.ring.elements.demote_run(2 * first, 2 * straight);
+            self.ring.elements.demote_run(0, 2 * (chains.len() - straight));
         }
         self.next_used = next;
     }

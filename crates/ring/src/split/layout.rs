@@ -58,6 +58,8 @@ impl RingPosition for u16 {
 
 /// Used elements per cache line.
 pub(super) const ELEMENTS_PER_LINE: usize = 8;
+/// Number of descriptors in a cache line.
+pub(super) const DESCRIPTORS_PER_LINE: usize = 4;
 /// `available[FLAGS]`, `used[FLAGS]`.
 pub(super) const FLAGS: usize = 0;
 /// `available[INDEX]`, `used[INDEX]`.
