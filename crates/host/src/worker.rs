@@ -276,8 +276,8 @@ struct Loop<'a, K: PortKind> {
     ports: Vec<Option<Served<K>>>,
     start: Instant,
     faults: u64,
-    /// Whether the CPU can hand lines over to a driver's core.
-    demotes: bool,
+    /// Whether it pays to hand lines over to a driver on this CPU.
+    hands_over: bool,
     config: WorkerConfig,
 }
 
@@ -331,7 +331,7 @@ impl<'a, K: PortKind> Loop<'a, K> {
             ports: Vec::new(),
             start: Instant::now(),
             faults: ringroad_mem::faults(),
-            demotes: ringroad_mem::can_demote(),
+            hands_over: ringroad_mem::reads_take_lines(),
             config,
         }
     }
@@ -407,10 +407,10 @@ impl<'a, K: PortKind> Loop<'a, K> {
     /// Gives polled queues their turn; returns whether any work was done.
     #[inline(always)]
     fn round(&mut self, now: Duration) -> bool {
-        let Loop { switch, schedule, ports, blocked, start, demotes, .. } = self;
+        let Loop { switch, schedule, ports, blocked, start, hands_over, .. } = self;
         let port = |number: u32| ports.get(number as usize).and_then(Option::as_ref);
         let blocked = RefCell::new(blocked);
-        switch.set_spare(*demotes && schedule.has_spare());
+        switch.set_spare(*hands_over && schedule.has_spare());
         schedule.round(
             Instant::now,
             |key| {

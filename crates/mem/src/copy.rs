@@ -167,26 +167,15 @@ pub(crate) fn prefetch_write(address: *const u8) {
     let _ = address;
 }
 
-/// Moves a cache line to the cache that all cores share, from where another core gets it in half the time. Any address is allowed.
-#[inline(always)]
-pub(crate) fn demote(address: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: CLDEMOTE is a hint and never faults; CPUs without it treat it as a no-op.
-    unsafe {
-        std::arch::asm!("cldemote [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
-}
-
-/// Returns whether this CPU can move lines to the cache that all cores share (Intel, from Sapphire Rapids on). It may trap: not for the
-/// data path.
-pub fn can_demote() -> bool {
+/// Returns whether a core that reads a line which another core has written takes it away from that core, as Intel's do: the writer then
+/// misses it when it reads it again, and once more when it writes it, unless it was fetched for writing in between. It may trap: not
+/// for the data path.
+pub fn reads_take_lines() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        // Intel SDM, CPUID leaf 7: ECX bit 25.
-        use std::arch::x86_64::{__cpuid, __cpuid_count};
-        __cpuid(0).eax >= 7 && __cpuid_count(7, 0).ecx & 1 << 25 != 0
+        // Intel SDM, CPUID leaf 0: "GenuineIntel".
+        let id = std::arch::x86_64::__cpuid(0);
+        [id.ebx, id.edx, id.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
     }
     #[cfg(not(target_arch = "x86_64"))]
     false

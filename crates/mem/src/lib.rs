@@ -21,7 +21,7 @@ mod table;
 mod words;
 mod zeros;
 
-pub use copy::can_demote;
+pub use copy::reads_take_lines;
 pub use pieces::Pieces;
 pub use region::{Error, Region};
 pub use sigbus::faults;

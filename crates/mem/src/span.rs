@@ -11,9 +11,6 @@
 use crate::copy;
 use std::{marker::PhantomData, ptr::NonNull};
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
 /// A bounds-checked piece of shared memory. The other side may write to it at any time, so it can only be copied: there is
 /// no `&[u8]` to it.
 #[derive(Clone, Copy)]
@@ -243,15 +240,6 @@ impl<'m> Span<'m> {
     #[inline(always)]
     pub fn prefetch_write<const LINES: usize>(self) {
         (0..LINES).for_each(|line| copy::prefetch_write(self.start.as_ptr().wrapping_add(64 * line)));
-    }
-
-    /// Moves the cache lines of the first `len` bytes to the cache that all cores share: another core reads them next.
-    #[inline(always)]
-    pub fn demote(self, len: usize) {
-        let start = self.start.as_ptr().cast_const();
-        let before = start.addr() % LINE;
-        let lines = (0..before + len.min(self.len)).step_by(LINE);
-        lines.for_each(|at| copy::demote(start.wrapping_sub(before).wrapping_add(at)));
     }
 
     /// Returns the address, for system calls that access the memory themselves (`readv`, `writev`).

@@ -62,15 +62,6 @@ impl<T: Word> Words<T> {
         if write { lines.for_each(copy::prefetch_write) } else { lines.for_each(copy::prefetch) }
     }
 
-    /// Moves the cache lines of `count` words from `index` on to the cache that all cores share: another core reads them next.
-    #[inline(always)]
-    pub fn demote_run(&self, index: usize, count: usize) {
-        let start = self.start.as_ptr().wrapping_add(index).cast::<u8>().cast_const();
-        let before = start.addr() % 64;
-        let lines = (0..before + count * size_of::<T>()).step_by(64);
-        lines.for_each(|at| copy::demote(start.wrapping_sub(before).wrapping_add(at)));
-    }
-
     /// Returns the region that contains the words.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
@@ -145,9 +136,6 @@ impl<T: Word> Words<T> {
 
     /// No-op.
     pub fn prefetch_run(&self, _index: usize, _count: usize, _write: bool) {}
-
-    /// No-op.
-    pub fn demote_run(&self, _index: usize, _count: usize) {}
 
     /// Returns an array for a model.
     pub fn model(words: Vec<T>) -> Self {

@@ -53,10 +53,10 @@ impl DeviceRing {
         either!(&mut self.0, ring => ring.tuning = tuning)
     }
 
-    /// Sets whether lines of the ring are handed over to the driver as it gets them fastest, at some cost for the device: lines
-    /// written are moved to the cache that all cores share (CLDEMOTE), and descriptors of a split ring are fetched for writing, as the
-    /// driver reads and writes them when it makes them available again. For a device that would else wait for the driver, on a CPU
-    /// where [`ringroad_mem::can_demote`].
+    /// Sets whether the descriptors of a split ring are fetched for writing, although they are only read. A driver that reads a
+    /// descriptor and then writes it, to put it on its free list, misses its line once then, else twice: read elsewhere, it is shared
+    /// when the driver has read it. It costs the device some time: for one that would else wait for the driver, on a CPU where
+    /// [`ringroad_mem::reads_take_lines`].
     #[inline]
     pub fn hand_over(&mut self, on: bool) {
         either!(&mut self.0, ring => ring.hands_over = on)

@@ -142,6 +142,7 @@ fn device(features: Features, start: u16, content: &[u8], ops: &[Op], tuning: Tu
     let base = if features.packed { features.fresh_base() | start | start << 16 } else { 0 };
     let mut ring = DeviceRing::start(&memory.table, features, SIZE, memory.at, base).unwrap();
     ring.tune(tuning);
+    ring.hand_over(tuning != Tuning::default());
     let mut chains = Chains::new(64, 128);
     chains.start(&memory.table);
     let mut events = Vec::new();

@@ -115,10 +115,10 @@ impl TxQueue {
                 return nothing.map(|()| 0);
             }
         }
-        let (taken, distance) = (self.chains.list().len(), self.tuning.distance());
         let mut bytes = if self.tuning.fast_path { self.read_plain(burst) } else { 0 };
         let mut dropped = Unsuitable::default();
-        for index in burst.frames().len()..taken {
+        let distance = self.tuning.distance();
+        for index in burst.frames().len()..self.chains.list().len() {
             let Some(&chain) = self.chains.list().get(index) else { break };
             if chain.writable_len() > 0 || chain.readable_len() < self.header as u32 {
                 // Frames before it are valid; the next burst begins with it.

@@ -249,9 +249,6 @@ impl Device<Layout> {
                 // Fast path: one descriptor each, not crossing the ring's end.
                 let flags = used_flags(at.wrap);
                 run.iter().zip(chains).for_each(|([_, word], chain)| word.store(used(flags, chain), Ordering::Relaxed));
-                if self.hands_over {
-                    self.ring.descriptors.demote_run(2 * at.slot as usize, 2 * run.len());
-                }
             } else {
                 self.write_each(chains, at);
             }
@@ -369,9 +366,6 @@ impl DeviceEnd<Layout> for Device<Layout> {
             // Pairs with the driver's acquire load of this word: the buffers and the used descriptors behind it are
             // written.
             self.ring.descriptors[2 * slot as usize + 1].store(word, Ordering::Release);
-            if self.hands_over {
-                self.ring.descriptors.demote_run(2 * slot as usize, 2);
-            }
         }
     }
 

@@ -129,8 +129,8 @@ impl Device<Layout> {
         self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
     }
 
-    /// Fetches the descriptors of these entries for writing. A CPU that lets a line that is read elsewhere wander there would else leave
-    /// it shared, and the driver, which reads it and then writes it, would miss it twice.
+    /// Fetches the descriptors of these entries for writing, although they are only read: see `DeviceRing::hand_over`. Whatever the
+    /// driver has written there, a prefetch accesses nothing.
     #[inline]
     fn own(&self, entries: &[AtomicU16]) {
         let mut line = usize::MAX;
@@ -229,18 +229,13 @@ impl DeviceEnd<Layout> for Device<Layout> {
         let staged = next.wrapping_add(chains.len() as u16);
         // Recorded before the elements are written: see `journal`.
         self.journal.record_staged(Staged { position: staged, ..Staged::default() });
-        let (first, elements) = (next.slot(size), self.ring.elements.as_chunks::<2>().0);
+        let elements = self.ring.elements.as_chunks::<2>().0;
         for chain in chains {
             if let Some([id, len]) = elements.get(next.slot(size)) {
                 id.store(u32::from(chain.id).to_le(), Ordering::Relaxed);
                 len.store(chain.written.to_le(), Ordering::Relaxed);
             }
             next = next.wrapping_add(1);
-        }
-        if self.hands_over {
-            let straight = chains.len().min(usize::from(size) - first);
-            self.ring.elements.demote_run(2 * first, 2 * straight);
-            self.ring.elements.demote_run(0, 2 * (chains.len() - straight));
         }
         self.next_used = next;
     }

@@ -115,8 +115,10 @@ fn only_a_queue_alone_is_left_alone() {
     assert_eq!([10, 10].map(|us| looks(&mut schedule, us, 0)), [1, 1]);
     assert_eq!([11, 11].map(|us| looks(&mut schedule, us, BURST)), [1, 1]);
     assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [1, 0]);
+    assert!(schedule.has_spare());
     schedule.wake(2, Poll::Unlimited, Turn::Next, Instant::now);
     assert_eq!([12, 12].map(|us| looks(&mut schedule, us, 3)), [2, 2]);
+    assert!(!schedule.has_spare(), "the others have their turns");
 }
 
 #[test]

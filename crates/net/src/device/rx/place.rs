@@ -79,13 +79,13 @@ impl RxQueue {
         if sources.len() == frames.len() && which.len() == frames.len() {
             // Each piece is a frame, and all frames go here.
             debug_assert_eq!(ALL.get(..frames.len()), Some(which));
-            return self.place_all::<WRITE, _>(which.len(), burst.has_spare(), |part| {
+            return self.place_all::<WRITE, _>(which.len(), |part| {
                 let sources = sources.get(part.clone()).unwrap_or_default();
                 let frames = frames.get(part).unwrap_or_default();
                 frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source)))
             });
         }
-        self.place_all::<WRITE, _>(which.len(), burst.has_spare(), |part| {
+        self.place_all::<WRITE, _>(which.len(), |part| {
             which.get(part).unwrap_or_default().iter().map(|&index| {
                 let frame = frames.get(index as usize)?;
                 Some((frame, *sources.get(burst.piece(frame))?))
@@ -93,14 +93,9 @@ impl RxQueue {
         })
     }
 
-    /// As `place_plain`, for `count` frames, which `frames` returns part by part. `spare`: hand their lines over to the driver. Not inlined: its loop needs all registers.
+    /// As `place_plain`, for `count` frames, which `frames` returns part by part. Not inlined: its loop needs all registers.
     #[inline(never)]
-    fn place_all<'b, const WRITE: bool, F>(
-        &mut self,
-        count: usize,
-        spare: bool,
-        frames: impl Fn(Range<usize>) -> F,
-    ) -> (usize, u64)
+    fn place_all<'b, const WRITE: bool, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
     where
         F: ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
     {
@@ -118,18 +113,12 @@ impl RxQueue {
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
             let targets = targets.get(done..part).unwrap_or_default();
-            let (lead, written) = (if apart { vnet_hdr::SIZE } else { 0 }, targets);
             let placed = match (small, apart) {
                 (true, false) => place_part::<false, WRITE, true>(frames, chains, targets, later),
                 (true, true) => place_part::<true, WRITE, true>(frames, chains, targets, later),
                 (false, false) => place_part::<false, WRITE, false>(frames, chains, targets, later),
                 (false, true) => place_part::<true, WRITE, false>(frames, chains, targets, later),
             };
-            if spare {
-                // With a line of its own, the header was only read.
-                let written = written.iter().zip(chains.iter()).take(placed);
-                written.for_each(|(target, chain)| target.skip(lead).demote(chain.written as usize - lead));
-            }
             done += placed;
             if done < part || done == most {
                 break;
