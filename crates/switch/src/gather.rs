@@ -188,7 +188,7 @@ impl Pauses {
                 if let Some(tries) = tries.get_mut(self.which) {
                     tries.add(count.rate());
                 }
-                let bad = tries.get(*least).is_some_and(|shortest| count.rate() < 0.9 * shortest.rate());
+                let bad = tries.get(*least).is_some_and(|shortest| count.rate() < 0.95 * shortest.rate());
                 if bad && self.which > *least && !*doubted {
                     *doubted = true;
                     return;
