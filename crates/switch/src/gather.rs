@@ -39,7 +39,8 @@ const POOR: u32 = 4;
 /// hardly anything; all are tried again after so many of these.
 const HOLD: Duration = Duration::from_millis(500);
 const NEAR: u32 = 16;
-/// A pause delays frames: one is used only if no shorter one reaches this part of the highest rate. Medians of trials vary by less.
+/// A pause delays frames: one is used only if no shorter one reaches this part of the highest rate. Medians of trials vary by
+/// about as much on a quiet host.
 const ENOUGH: f64 = 0.995;
 /// If no pause was better than none, the time to the next trials doubles from `WAIT` to `LONGEST_WAIT`.
 const WAIT: Duration = Duration::from_millis(100);

@@ -107,3 +107,52 @@ fn a_fixed_pause_is_made_after_what_is_not_full() {
     assert_eq!(pauses.after(BURST, || unreachable!()), Duration::ZERO);
     assert_eq!(Pauses::new(Gather::Off).after(1, || unreachable!()), Duration::ZERO);
 }
+
+/// Once in a while the host of a VM takes the CPU away for longer than an epoch.
+#[test]
+fn a_long_interruption_does_not_end_a_pause() {
+    let clock = Cell::new(Instant::now());
+    let mut pauses = Pauses::new(Gather::Auto);
+    run(&mut pauses, &clock, Duration::from_millis(200), limits);
+    assert!(pauses.which > 0);
+    for _ in 0..20 {
+        clock.set(clock.get() + us(3000));
+        let (_, paused) = run(&mut pauses, &clock, Duration::from_millis(5), limits);
+        assert!(paused > 0.1 && pauses.which > 0, "{paused}");
+    }
+    // Nor do some that follow each other at once, but no more.
+    for (interruptions, holds) in [(3, true), (4, false)] {
+        run(&mut pauses, &clock, Duration::from_millis(200), limits);
+        assert!(pauses.which > 0);
+        let held = (0..interruptions).all(|_| {
+            clock.set(clock.get() + us(3000));
+            pauses.after(1, || clock.get());
+            pauses.which > 0
+        });
+        assert_eq!(held, holds, "{interruptions}");
+    }
+}
+
+/// Once disturbed, it needs 0.5 µs before it sends again, a frame in 120 ns.
+fn starts_slowly(alone: Duration) -> usize {
+    (alone.as_nanos() as usize).saturating_sub(500) / 120
+}
+
+#[test]
+fn a_pause_that_holds_is_compared_with_its_neighbours() {
+    let clock = Cell::new(Instant::now());
+    let mut pauses = Pauses::new(Gather::Auto);
+    run(&mut pauses, &clock, Duration::from_millis(200), starts_slowly);
+    let found = pauses.which;
+    assert!(found > 1, "{found}");
+    // Nearly until all are tried again.
+    let (mut seen, start) = ([0u32; PAUSES.len()], clock.get());
+    while clock.get() - start < 10 * HOLD {
+        run(&mut pauses, &clock, us(100), starts_slowly);
+        seen[pauses.which] += 1;
+    }
+    let tried = seen.iter().filter(|&&times| times > 0).count();
+    assert!(seen[0] == 0 && (2..=5).contains(&tried), "{seen:?}");
+    let near = seen.iter().enumerate().all(|(which, &times)| times == 0 || which.abs_diff(found) <= 2);
+    assert!(near, "{found}: {seen:?}");
+}
