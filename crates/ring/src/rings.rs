@@ -59,7 +59,9 @@ impl DeviceRing {
     /// [`ringroad_mem::reads_take_lines`].
     #[inline]
     pub fn hand_over(&mut self, on: bool) {
-        either!(&mut self.0, ring => ring.hands_over = on)
+        if let Either::Split(ring) = &mut self.0 {
+            ring.hands_over = on;
+        }
     }
 
     /// Undoes the taking of the last chains, which were not needed: all from index `keep` of the burst on.

@@ -41,7 +41,7 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
         }
         let Some((frame, source)) = frame else { break };
         let total = frame.extent();
-        if chain.readable_len() > 0 || target.len() < total {
+        if target.len() < total || chain.readable_len() > 0 {
             break;
         }
         let copied = if APART {
