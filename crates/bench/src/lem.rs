@@ -98,36 +98,39 @@ struct Bed<'a> {
     mitigated: Device,
     /// The same two, which send each frame back.
     reflecting: [Device; 2],
-    /// A mitigated one that generates frames.
-    generating: Device,
+    /// A mitigated one that generates frames: at [`load::GIGABIT`], and as fast as the driver takes them.
+    generating: [Device; 2],
 }
 
 impl<'a> Bed<'a> {
     fn new(args: &'a Args, folder: &Folder) -> Result<Bed<'a>, String> {
         let Common { driver_cpu, device_cpu, .. } = args.common;
-        let device = |name: &str, mitigation: bool, mode: &str| {
+        let limited = |name: &str, mitigation: bool, mode: &str, limit: &str| {
             let socket = folder.file(&format!("{name}.sock"));
             // The only port of its switch: the card transmits and counts every frame, and there is nowhere else for it to go.
             let config = format!(
                 "[workers]\ncpus = [{device_cpu}]\npoll = \"{}\"\n\
                  [[port]]\nname = \"card\"\nkind = \"e1000\"\nsocket = \"{}\"\nmitigation = {mitigation}\n\
-                 mode = \"{mode}\"\n",
+                 mode = \"{mode}\"\n{limit}\n",
                 args.poll,
                 socket.display()
             );
             // The socket's thread inherits the driver's CPU, which is where a virtual machine's exits are handled.
             on("--driver-cpu", driver_cpu, || Device::ours(folder, name, &config, vec![socket]))
         };
+        let device = |name: &str, mitigation, mode: &str| limited(name, mitigation, mode, "");
         let (standard, mitigated) = (device("standard", false, "switch")?, device("mitigated", true, "switch")?);
         let reflecting = [device("reflecting", false, "reflect")?, device("reflecting-mitigated", true, "reflect")?];
-        let generating = device("generating", true, "generate")?;
+        let gigabit = format!("limits = {{ frames = {}, burst = \"1ms\" }}", load::GIGABIT);
+        let generating =
+            [limited("gigabit", true, "generate", &gigabit)?, limited("generating", true, "generate", "")?];
         Ok(Bed { args, standard, mitigated, reflecting, generating })
     }
 
     fn measure(&self, policy: Policy, accesses: AccessKind) -> Result<Run, String> {
         let Args { itr, queue_size, size, common, .. } = self.args;
         let device = if policy == Policy::Standard { &self.standard } else { &self.mitigated };
-        let options = LemOptions { mit: policy == Policy::Deferring, itr: *itr, accesses };
+        let options = LemOptions { mit: policy == Policy::Deferring, itr: *itr, accesses, busy: false };
         let what = format!("{policy}, {} writes", name(&accesses));
         let totals = drive((device, common), &what, options, *queue_size, Settings::flood((*size).into()))?;
         let lost = totals.totals.left.map_or(0, |left| left.under_way);
@@ -172,7 +175,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let (itr, queue_size, size) = (*itr, *queue_size, *size);
     let lone = Lone { devices, accesses, itr, queue_size, size, poll, common: &args.common };
     latency::run(&lone, &mut session)?;
-    load::run(&Load { device: &bed.generating, accesses, size, poll, common: &args.common }, &mut session)?;
+    load::run(&Load { devices: &bed.generating, accesses, size, poll, common: &args.common }, &mut session)?;
     session.finish()
 }
 

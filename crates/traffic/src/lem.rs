@@ -2,7 +2,8 @@
 //! frame at a time, and its interrupt handler cleans the rings and receives.
 //!
 //! A guest is interrupted wherever it is, at the latest when it comes back from an access to a register. This driver looks for an
-//! interrupt after each access, and after [`BURST`] frames without one; with nothing to do, it sleeps until there is one.
+//! interrupt after each access, and after [`BURST`] frames without one; with nothing to do, it sleeps until there is one, unless it is
+//! to be busy.
 
 mod card;
 
@@ -24,6 +25,7 @@ use ringroad_host::vfio_user::Accesses;
 use ringroad_mem::{Span, sync::Ordering};
 use std::{
     path::Path,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -70,6 +72,8 @@ pub struct Lem {
     traffic: State,
     /// Number of transmit descriptors.
     ring: u32,
+    /// It does not sleep.
+    busy: bool,
     interrupts: u64,
 }
 
@@ -110,7 +114,7 @@ impl Lem {
         let scratch = vec![0; settings.longest()];
         let start = Instant::now();
         let traffic = State { start, totals: Totals::default(), next: 0, scratch, seen: Seen::default() };
-        Ok(Lem { card, driver, settings, traffic, ring, interrupts: 0 })
+        Ok(Lem { card, driver, settings, traffic, ring, busy: options.busy, interrupts: 0 })
     }
 
     /// Sends and receives until the time is over or it is stopped, then waits for what is under way. Calls `tick` every second.
@@ -222,7 +226,10 @@ impl Lem {
         let now = self.traffic.now();
         let deadline = self.driver.poll(&mut self.card, now);
         let deadline = deadline.map_or(Duration::MAX, |at| Duration::from_nanos(at.saturating_sub(now)));
-        if self.card.interrupt.wait(longest.min(deadline)).map_err(LemError::Interrupt)? {
+        let most = longest.min(deadline);
+        let interrupted =
+            if self.busy { self.look(most) } else { self.card.interrupt.wait(most).map_err(LemError::Interrupt)? };
+        if interrupted {
             self.handle();
         } else if longest >= WATCHDOG {
             self.card.read(STATUS);
@@ -230,6 +237,21 @@ impl Lem {
         // What the rest of the ring is waiting for may have no interrupt: the driver looks for itself.
         self.driver.reclaim();
         Ok(())
+    }
+
+    /// Looks for the interrupt until it is there, or for this long. Others that need the CPU, as the thread that serves accesses to
+    /// registers, get it in between.
+    fn look(&self, longest: Duration) -> bool {
+        let start = Instant::now();
+        loop {
+            if self.card.interrupt.take() {
+                return true;
+            }
+            if start.elapsed() >= longest {
+                return false;
+            }
+            thread::yield_now();
+        }
     }
 
     /// Waits until the device has returned all frames, and for those that come back.

@@ -59,6 +59,9 @@ pub struct LemOptions {
     /// With --driver lem: how registers are written
     #[arg(long, value_enum, default_value = "posted")]
     pub accesses: AccessKind,
+    /// With --driver lem: do not sleep until the interrupt, but go on looking for it, as a guest's CPU that has other work to do
+    #[arg(long)]
+    pub busy: bool,
 }
 
 /// FreeBSD's default: 8000 interrupts a second.
@@ -66,15 +69,15 @@ const ITR: u16 = 488;
 
 impl Default for LemOptions {
     fn default() -> LemOptions {
-        LemOptions { mit: false, itr: ITR, accesses: AccessKind::default() }
+        LemOptions { mit: false, itr: ITR, accesses: AccessKind::default(), busy: false }
     }
 }
 
 impl LemOptions {
     /// Returns the first option given, if any.
     pub fn given(&self) -> Option<&'static str> {
-        let given =
-            [(self.mit, "--mit"), (self.itr != ITR, "--itr"), (self.accesses != AccessKind::default(), "--accesses")];
+        let accesses = self.accesses != AccessKind::default();
+        let given = [(self.mit, "--mit"), (self.itr != ITR, "--itr"), (accesses, "--accesses"), (self.busy, "--busy")];
         given.into_iter().find(|(given, _)| *given).map(|(_, option)| option)
     }
 }

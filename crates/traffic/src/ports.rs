@@ -111,24 +111,28 @@ impl<K: PortKind> MeasuredSource<'_, K> {
         Software::put_finished(&mut software, sink, burst, which).0
     }
 
-    /// What happens to a burst that is not forwarded. Returns how much work it was, in frames.
+    /// What happens to a burst that is not forwarded. Returns how much work it was, in frames. These count towards the port's rate, like
+    /// forwarded ones, but as the shortest: the burst no longer has their lengths.
     #[inline(never)]
     fn consume(&mut self, burst: &mut Burst, taken: usize) -> usize {
+        let mut work = taken;
         match self.mode {
-            Mode::Switch => {}
-            Mode::Drop => burst.remove_frames(),
+            Mode::Switch => return taken,
+            Mode::Drop => {}
             Mode::Reflect => {
                 self.put(burst);
-                burst.remove_frames();
             }
             Mode::Generate => {
                 if taken > 0 {
                     self.source.done(burst);
                 }
-                return taken + self.port.generated.as_ref().map_or(0, |generated| self.put(generated));
+                work += self.port.generated.as_ref().map_or(0, |generated| self.put(generated));
             }
         }
-        taken
+        // What holds no frame is counted already.
+        burst.refuse(work - taken.min(burst.refused()));
+        burst.remove_frames();
+        work
     }
 }
 
@@ -276,7 +280,7 @@ mod tests {
     use super::*;
     use ringroad_frame::BURST;
     use ringroad_host::Port;
-    use ringroad_switch::{Fdb, Switch};
+    use ringroad_switch::{Fdb, Limits, Rate, Switch};
     use std::{sync::atomic::AtomicU16, time::Duration};
 
     /// A port that sends one burst of frames and keeps what it gets.
@@ -374,6 +378,26 @@ mod tests {
         assert_eq!(carried(Mode::Reflect, 3), (3, vec![swapped; 3], 0, 0));
         assert_eq!(carried(Mode::Generate, 3), (3 + BURST, vec![generated.clone(); BURST], 0, 0));
         assert_eq!(carried(Mode::Generate, 0), (BURST, vec![generated; BURST], 0, 0));
+    }
+
+    /// Frames that are not forwarded count towards the port's rate, too.
+    #[test]
+    fn each_mode_keeps_to_the_rate() {
+        let limits = Limits { rate: Rate { frames: 1000, ..Rate::NONE }, ..Limits::default() };
+        for (mode, frames) in [(Mode::Drop, 10), (Mode::Reflect, 10), (Mode::Generate, BURST)] {
+            let settings = PortSettings { limits, ..PortSettings::default() };
+            let port = Arc::new(Port::new(Measured::new(Fake::new(0), mode), settings));
+            let mut switch = Switch::new(Fdb::new(64, 300));
+            assert_eq!(switch.add(port.clone()), 0);
+            let mut sent = 0;
+            for millis in 0..1000 {
+                if mode != Mode::Generate {
+                    *port.kind().kind().sends.lock().unwrap() = frames;
+                }
+                sent += switch.carry(0, 0, Duration::from_secs(5) + Duration::from_millis(millis)).frames;
+            }
+            assert!((1000..=1000 + BURST).contains(&sent), "{mode:?}: {sent} frames in a second");
+        }
     }
 
     #[test]

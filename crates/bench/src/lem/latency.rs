@@ -64,7 +64,7 @@ pub fn interval(itr: u16) -> f64 {
 fn measure(lone: &Lone<'_>, (gap, mitigation): Way) -> Result<Times, String> {
     let &Lone { devices: [standard, mitigated], accesses, itr, queue_size, size, common, .. } = lone;
     let device = if mitigation { mitigated } else { standard };
-    let options = LemOptions { mit: false, itr, accesses };
+    let options = LemOptions { mit: false, itr, accesses, busy: false };
     let rate = (gap > 0).then(|| 1e6 / f64::from(gap));
     let settings = Settings { touch: Touch::All, window: Some(1), rate, ..Settings::flood(size.into()) };
     let totals = drive((device, common), "round trip of one frame", options, queue_size, settings)?.totals;
