@@ -32,8 +32,6 @@ pub(crate) struct Device<L: RingLayout> {
     pub resubmits: Resubmits<L::Saved>,
     pub hit: Hit,
     pub tuning: Tuning,
-    /// See `DeviceRing::hand_over`.
-    pub hands_over: bool,
 }
 
 /// What differs between the layouts.
@@ -114,7 +112,6 @@ impl<L: RingLayout> Device<L> {
             resubmits: Resubmits::default(),
             hit: Hit::default(),
             tuning: Tuning::default(),
-            hands_over: false,
         }
     }
 }

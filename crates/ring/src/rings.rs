@@ -53,14 +53,14 @@ impl DeviceRing {
         either!(&mut self.0, ring => ring.tuning = tuning)
     }
 
-    /// Sets whether the descriptors of a split ring are fetched for writing, although they are only read. A driver that reads a
-    /// descriptor and then writes it, to put it on its free list, misses its line once then, else twice: read elsewhere, it is shared
-    /// when the driver has read it. It costs the device some time: for one that would else wait for the driver, on a CPU where
-    /// [`ringroad_mem::reads_take_lines`].
+    /// Fetches the descriptors of the next `most` available entries of a split ring for writing, although they are only read. A driver
+    /// that reads a descriptor and then writes it, to put it on its free list, misses its line once then, else twice: read elsewhere,
+    /// it is shared when the driver has read it. It costs the device some time: for one that would else wait for the driver, on a CPU
+    /// where [`ringroad_mem::reads_take_lines`]. Of a packed ring, nothing is fetched.
     #[inline]
-    pub fn hand_over(&mut self, on: bool) {
-        if let Either::Split(ring) = &mut self.0 {
-            ring.hands_over = on;
+    pub fn hand_over(&self, most: usize) {
+        if let Either::Split(ring) = &self.0 {
+            ring.hand_over(most);
         }
     }
 

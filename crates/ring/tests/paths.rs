@@ -142,13 +142,15 @@ fn device(features: Features, start: u16, content: &[u8], ops: &[Op], tuning: Tu
     let base = if features.packed { features.fresh_base() | start | start << 16 } else { 0 };
     let mut ring = DeviceRing::start(&memory.table, features, SIZE, memory.at, base).unwrap();
     ring.tune(tuning);
-    ring.hand_over(tuning != Tuning::default());
     let mut chains = Chains::new(64, 128);
     chains.start(&memory.table);
     let mut events = Vec::new();
     for op in ops {
         match op {
             Op::Take(max) => {
+                if tuning != Tuning::default() {
+                    ring.hand_over(*max);
+                }
                 let taken = ring.take(&memory.table, &mut chains, *max);
                 events.push((taken, seen(&chains)));
                 if taken.is_err() {

@@ -188,7 +188,10 @@ impl RxQueue {
         let (mut suitable, all) = (None, which);
         let picks = burst.bound() > self.limit || self.filter.is_some();
         let which = if picks { self.suitable(burst, which, suitable.insert([0; BURST])) } else { which };
-        self.ring.hand_over(burst.has_spare());
+        if burst.has_spare() {
+            // What this burst takes now, and below for the next one.
+            self.ring.hand_over(2 * which.len());
+        }
         self.want::<WRITE>(which.len())?;
         self.walked = 0;
         let (mut used, bytes) = if self.tuning.fast_path { self.place_plain::<WRITE>(burst, which) } else { (0, 0) };

@@ -100,12 +100,7 @@ impl TxQueue {
     /// call.
     #[inline]
     pub fn take(&mut self, burst: &mut Burst) -> Result<usize, Fault> {
-        burst.start(self.limit, self.header);
-        self.ring.hand_over(burst.has_spare());
-        std::mem::swap(&mut self.chains, &mut self.ahead);
-        if self.chains.list().is_empty() {
-            self.chains.start(&self.memory);
-        }
+        self.begin(burst);
         match Self::fetch(&mut self.ring, &self.memory, &mut self.chains, &self.tuning, self.batch) {
             Ok(()) if !self.chains.list().is_empty() => {}
             // Do not keep the memory mapped until the next burst.
@@ -164,6 +159,20 @@ impl TxQueue {
         }
         self.counters.bursts.add(1);
         Ok(self.chains.list().len())
+    }
+
+    /// Begins a burst with the chains that were taken ahead.
+    #[inline(always)]
+    fn begin(&mut self, burst: &mut Burst) {
+        burst.start(self.limit, self.header);
+        if burst.has_spare() {
+            // What this burst takes, and ahead for the next one.
+            self.ring.hand_over(2 * BURST);
+        }
+        std::mem::swap(&mut self.chains, &mut self.ahead);
+        if self.chains.list().is_empty() {
+            self.chains.start(&self.memory);
+        }
     }
 
     /// Fast path: reads the heads of the first chains, up to the first unusual one, which is left to `read_frame`, as are all if

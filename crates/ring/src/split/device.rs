@@ -9,10 +9,7 @@ use crate::{
     layout::RingPosition,
     notify,
 };
-use ringroad_mem::{
-    Table,
-    sync::{AtomicU16, Ordering},
-};
+use ringroad_mem::{Table, sync::Ordering};
 
 /// What only a split ring's device end keeps.
 pub(crate) struct DeviceState {
@@ -129,12 +126,17 @@ impl Device<Layout> {
         self.ring.used[INDEX].store(self.next_used.to_le(), Ordering::Release);
     }
 
-    /// Fetches the descriptors of these entries for writing, although they are only read: see `DeviceRing::hand_over`. Whatever the
-    /// driver has written there, a prefetch accesses nothing.
-    #[inline]
-    fn own(&self, entries: &[AtomicU16]) {
+    /// See `DeviceRing::hand_over`. Whatever the driver has written there, a prefetch accesses nothing.
+    #[cold]
+    #[inline(never)]
+    pub fn hand_over(&self, most: usize) {
+        let size = usize::from(self.ring.size);
+        let available = u16::from_le(self.ring.available[INDEX].load(Ordering::Relaxed));
+        let count = usize::from(available.wrapping_sub(self.next_available)).min(most).min(size);
+        let entries = self.ring.available.get(ENTRIES..ENTRIES + size).unwrap_or_default();
+        let (before, from) = entries.split_at(self.next_available.slot(self.ring.size));
         let mut line = usize::MAX;
-        for entry in entries {
+        for entry in from.iter().chain(before).take(count) {
             let head = usize::from(u16::from_le(entry.load(Ordering::Relaxed)));
             if std::mem::replace(&mut line, head / DESCRIPTORS_PER_LINE) != head / DESCRIPTORS_PER_LINE {
                 self.ring.descriptors.prefetch(2 * head, true);
@@ -179,9 +181,6 @@ impl DeviceEnd<Layout> for Device<Layout> {
         let entries = self.ring.available.get(ENTRIES + start..ENTRIES + self.ring.size as usize).unwrap_or_default();
         let descriptors = self.ring.descriptors.as_chunks::<2>().0;
         let count = max.min(entries.len());
-        if self.hands_over {
-            self.own(&entries[..count]);
-        }
         let buffers = entries[..count].iter().map(|entry| {
             let head = u16::from_le(entry.load(Ordering::Relaxed));
             let [address, word] = descriptors.get(head as usize)?;
