@@ -175,7 +175,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let (itr, queue_size, size) = (*itr, *queue_size, *size);
     let lone = Lone { devices, accesses, itr, queue_size, size, poll, common: &args.common };
     latency::run(&lone, &mut session)?;
-    load::run(&Load { devices: &bed.generating, accesses, size, poll, common: &args.common }, &mut session)?;
+    load::run(&Load { devices: &bed.generating, accesses, poll, common: &args.common }, &mut session)?;
     session.finish()
 }
 

@@ -167,9 +167,9 @@ pub(crate) fn prefetch_write(address: *const u8) {
     let _ = address;
 }
 
-/// Returns whether a core that reads a line which another core has written takes it away from that core, as Intel's do (seen on Emerald Rapids): the writer then
-/// misses it when it reads it again, and once more when it writes it, unless it was fetched for writing in between. It may trap: not
-/// for the data path.
+/// Returns whether a core that reads a line which another core has written takes it away from that core, as Intel's do (seen on
+/// Emerald Rapids): the writer then misses it when it reads it again, and once more when it writes it, unless it was fetched for
+/// writing in between. It may trap: not for the data path.
 pub fn reads_take_lines() -> bool {
     #[cfg(target_arch = "x86_64")]
     {

@@ -111,11 +111,11 @@ impl<K: PortKind> MeasuredSource<'_, K> {
         Software::put_finished(&mut software, sink, burst, which).0
     }
 
-    /// What happens to a burst that is not forwarded. Returns how much work it was, in frames. These count towards the port's rate, like
-    /// forwarded ones, but as the shortest: the burst no longer has their lengths.
+    /// What happens to a burst that is not forwarded. Returns how much work it was, in frames. The frames count towards the port's
+    /// rate, like forwarded ones, but as the shortest: the burst no longer has their lengths.
     #[inline(never)]
     fn consume(&mut self, burst: &mut Burst, taken: usize) -> usize {
-        let mut work = taken;
+        let (frames, mut generated) = (burst.frames().len(), 0);
         match self.mode {
             Mode::Switch => return taken,
             Mode::Drop => {}
@@ -126,13 +126,12 @@ impl<K: PortKind> MeasuredSource<'_, K> {
                 if taken > 0 {
                     self.source.done(burst);
                 }
-                work += self.port.generated.as_ref().map_or(0, |generated| self.put(generated));
+                generated = self.port.generated.as_ref().map_or(0, |generated| self.put(generated));
             }
         }
-        // What holds no frame is counted already.
-        burst.refuse(work - taken.min(burst.refused()));
+        burst.refuse(frames + generated);
         burst.remove_frames();
-        work
+        taken + generated
     }
 }
 

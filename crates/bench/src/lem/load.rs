@@ -18,6 +18,8 @@ use std::fmt;
 
 /// Number of receive descriptors: the default of Linux's driver.
 const RING: u32 = 256;
+/// Size of the frames in bytes: what a port with `mode = "generate"` sends.
+const SIZE: u16 = 64;
 /// 20 032, 8005 and 3998 interrupts a second.
 const INTERVALS: [u16; 3] = [195, 488, 977];
 
@@ -53,11 +55,11 @@ pub struct Load<'a> {
     /// One at [`GIGABIT`], and one without limit.
     pub devices: &'a [Device; 2],
     pub accesses: AccessKind,
-    pub size: u16,
     pub poll: &'a str,
     pub common: &'a Common,
 }
 
+/// A row of the table.
 type Variant = (Offered, u16);
 
 /// Measures each interval in turn, and adds the rows.
@@ -71,9 +73,9 @@ pub fn run(load: &Load<'_>, session: &mut Session<'_>) -> Result<(), String> {
     for (index, &variant) in variants.iter().enumerate() {
         lines.push(add(load, session, &rounds, index, variant)?);
     }
-    let Load { size, poll, common, .. } = load;
+    let Load { poll, common, .. } = load;
     let title = format!(
-        "e1000, interrupts per second while frames of {size} B are received, ring {RING}, worker polls for {poll}, {}",
+        "e1000, interrupts per second while frames of {SIZE} B are received, ring {RING}, worker polls for {poll}, {}",
         common.runs()
     );
     session.print(
@@ -96,10 +98,10 @@ fn asked(itr: u16) -> f64 {
 }
 
 fn measure(load: &Load<'_>, (offered, itr): Variant) -> Result<Run, String> {
-    let &Load { devices: [gigabit, unlimited], accesses, size, common, .. } = load;
+    let &Load { devices: [gigabit, unlimited], accesses, common, .. } = load;
     let device = if offered == Offered::Gigabit { gigabit } else { unlimited };
     let options = LemOptions { mit: false, itr, accesses, busy: true };
-    let settings = Settings { mode: Mode::Rx, ..Settings::flood(size.into()) };
+    let settings = Settings { mode: Mode::Rx, ..Settings::flood(SIZE.into()) };
     let run = drive((device, common), &format!("interrupts at ITR {itr}"), options, RING, settings)?;
     let seconds = run.totals.time.as_secs_f64();
     match run.totals.received {
@@ -119,10 +121,10 @@ fn add(
     let (asked, had) = (asked(itr), rounds.spread(index, |run| run.rate));
     let ratio = Spread::of(&rounds.of(index, |run| run.rate / asked));
     let mpps = rounds.spread(index, |run| run.mpps).median;
-    let Load { accesses, size, poll, common, .. } = load;
+    let Load { accesses, poll, common, .. } = load;
     let mut row = json!({
-        "policy": "mitigated device, receiving driver", "load": offered.to_string(), "itr": itr, "asked": asked, "size": size, "queue_size": RING,
-        "poll": poll, "unit": "interrupts/s", "mpps": mpps, "pairs": common.pairs, "seconds": common.seconds,
+        "policy": "mitigated device, receiving driver", "load": offered.to_string(), "itr": itr, "asked": asked,
+        "size": SIZE, "queue_size": RING, "poll": poll, "unit": "interrupts/s", "mpps": mpps, "pairs": common.pairs, "seconds": common.seconds,
         "accesses": name(accesses),
     });
     had.add_to(&mut row, ["had", "had_min", "had_max"]);
@@ -143,8 +145,7 @@ mod tests {
     fn interrupts_are_compared_with_what_was_asked_for() {
         let common: Common = crate::testing::parse("");
         let device = || Device { name: "ours".into(), sockets: Vec::new(), programs: Vec::new() };
-        let load =
-            Load { devices: &[device(), device()], accesses: AccessKind::Posted, size: 64, poll: "0", common: &common };
+        let load = Load { devices: &[device(), device()], accesses: AccessKind::Posted, poll: "0", common: &common };
         let mut session = Session::new("lem", &common, 1, false);
         let runs = [4006.4, 20032.05, 10016.03].map(|rate| Run { rate, mpps: 1.5 });
         let line = add(&load, &mut session, &Rounds::new(vec![runs.to_vec()]), 0, (Offered::Gigabit, 195)).unwrap();

@@ -134,7 +134,7 @@ impl Device<Layout> {
         let available = u16::from_le(self.ring.available[INDEX].load(Ordering::Relaxed));
         let count = usize::from(available.wrapping_sub(self.next_available)).min(most).min(size);
         let entries = self.ring.available.get(ENTRIES..ENTRIES + size).unwrap_or_default();
-        let (before, from) = entries.split_at(self.next_available.slot(self.ring.size));
+        let (before, from) = entries.split_at_checked(self.next_available.slot(self.ring.size)).unwrap_or_default();
         let mut line = usize::MAX;
         for entry in from.iter().chain(before).take(count) {
             let head = usize::from(u16::from_le(entry.load(Ordering::Relaxed)));
