@@ -197,6 +197,17 @@ impl Device {
         effects
     }
 
+    /// Returns whether an access to a whole register, at a position in bytes, is one that a driver makes while it sends or receives.
+    /// It has no [`Effects::QUIESCE`].
+    pub fn is_quick(offset: u64, write: bool) -> bool {
+        let register = u32::try_from(offset).unwrap_or(u32::MAX);
+        let written = || {
+            let interrupts = matches!(register, reg::ICR..=reg::IMC | reg::RDTR | reg::RADV | reg::TIDV | reg::TADV);
+            interrupts || matches!(register, reg::TDT | reg::RDT)
+        };
+        offset.is_multiple_of(4) && offset < BAR && (!write || written())
+    }
+
     /// Reads from the I/O BAR: IOADDR at 0, IODATA at 4 (13.3); zeros elsewhere.
     pub fn io_read(&mut self, offset: u64, data: &mut [u8], now: u64) -> Effects {
         if offset == 4 && data.len() == 4 {

@@ -119,6 +119,9 @@ pub trait PortKind: Send + Sync + 'static {
         true
     }
 
+    /// The worker stops polling a queue although it may have frames: they wait for room at another port, or for their time.
+    fn stop_polling(&self, _queue: usize) {}
+
     /// Turns a queue's notifications off: the worker polls it.
     fn disable_notification(&self, _queue: usize) {}
 
@@ -586,6 +589,10 @@ macro_rules! ports {
                 fn enable_notification(&self, queue: usize) -> bool {
                     match self { $($name::$variant(kind) => kind.enable_notification(queue)),+ }
                 }
+                fn stop_polling(&self, queue: usize) {
+                    match self { $($name::$variant(kind) => kind.stop_polling(queue)),+ }
+                }
+
                 fn disable_notification(&self, queue: usize) {
                     match self { $($name::$variant(kind) => kind.disable_notification(queue)),+ }
                 }

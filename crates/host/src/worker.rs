@@ -252,6 +252,25 @@ impl<K: PortKind> PortHandle<K> {
     }
 }
 
+/// What the other threads of a port tell its worker, whatever the kinds of its ports are.
+pub(crate) trait Tell: Send + Sync {
+    /// See [`PortHandle::settle`].
+    fn settle(&self);
+
+    /// See [`PortHandle::forget`].
+    fn forget(&self);
+}
+
+impl<K: PortKind> Tell for PortHandle<K> {
+    fn settle(&self) {
+        PortHandle::settle(self);
+    }
+
+    fn forget(&self) {
+        PortHandle::forget(self);
+    }
+}
+
 impl<K: PortKind> Drop for PortHandle<K> {
     fn drop(&mut self) {
         let kind = self.port.kind();
@@ -426,9 +445,13 @@ impl<'a, K: PortKind> Loop<'a, K> {
                 let waiting = blocked.borrow().get(key);
                 if let Some(Wait { port: full, .. }) = waiting {
                     // What the queue waits for is room, or time.
-                    let Some(full) = full else { return true };
-                    return port(full)
-                        .is_some_and(|Served { port, .. }| guarded(port, false, || port.kind().enable_room()));
+                    let sleeps = full.is_none_or(|full| {
+                        port(full).is_some_and(|Served { port, .. }| guarded(port, false, || port.kind().enable_room()))
+                    });
+                    if sleeps && let Some(Served { port, .. }) = port(key.port) {
+                        guarded(port, (), || port.kind().stop_polling(key.queue.into()));
+                    }
+                    return sleeps;
                 }
                 port(key.port).is_none_or(|Served { port, .. }| {
                     guarded(port, true, || port.kind().enable_notification(key.queue.into()))

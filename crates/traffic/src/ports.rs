@@ -248,6 +248,9 @@ impl<K: PortKind> PortKind for Measured<K> {
     fn enable_notification(&self, queue: usize) -> bool {
         self.kind.enable_notification(queue)
     }
+    fn stop_polling(&self, queue: usize) {
+        self.kind.stop_polling(queue);
+    }
     fn disable_notification(&self, queue: usize) {
         self.kind.disable_notification(queue);
     }

@@ -1,6 +1,8 @@
 //! An emulated network card, Intel's 82540EM, as a port: its registers behind a vfio-user socket, its queues served by the worker.
-//! The card itself is the crate `e1000`; `port.rs` is what the worker sees, `server.rs` what a VMM sees.
+//! The card itself is the crate `e1000`; `card.rs` is what the
+//! threads share, `port.rs` what the worker sees, `server.rs` the socket.
 
+mod card;
 mod port;
 mod server;
 

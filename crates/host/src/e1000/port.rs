@@ -1,71 +1,26 @@
 //! The queues of a card as a port of the switch. Made by `server.rs`.
 
+use super::card::Card;
 use crate::{
-    gate::{Gate, Lease},
+    gate::Lease,
     port::{PortKind, PortSettings},
     socket::{Lines, say},
-    vfio_user::{InterruptKind, Interrupts},
+    vfio_user::Interrupts,
 };
-use parking_lot::{Mutex, MutexGuard};
-use ringroad_e1000::{Bell, Device, Effects, Exits, Interrupter, RxQueue, TxQueue, Vector};
+use parking_lot::MutexGuard;
+use ringroad_e1000::{Device, Exits, RxQueue, TxQueue};
 use ringroad_frame::{Burst, Counters, Poured, Sink, Source, offload::Support};
-use ringroad_mem::{Span, Table};
+use ringroad_mem::Span;
 use std::{
     io,
     os::fd::BorrowedFd,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
 };
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-
-/// Wakes the worker when a tail has moved, if it asked for that.
-#[derive(Debug)]
-struct Kick {
-    eventfd: EventFd,
-    bell: Bell,
-}
-
-impl Kick {
-    fn new() -> io::Result<Kick> {
-        Ok(Kick { eventfd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?, bell: Bell::default() })
-    }
-
-    /// For the registers' thread, after it has stored a tail.
-    #[inline]
-    fn tail_moved(&self) {
-        if self.bell.ring() {
-            let _ = self.eventfd.write(1);
-        }
-    }
-}
 
 /// A card as a port. Cheap to clone: its registers share it with the worker.
 #[derive(Clone)]
 pub struct E1000Port(pub(super) Arc<Card>);
-
-/// A card. The thread of its socket has the registers, the worker the queues.
-pub(super) struct Card {
-    pub name: String,
-    registers: Mutex<Device>,
-    tx: Gate<TxQueue>,
-    rx: Gate<RxQueue>,
-    interrupter: Interrupter,
-    pub interrupts: Interrupts,
-    /// Of its clock.
-    start: Instant,
-    /// Counters of frames from the guest, and of those to it.
-    counters: [Vec<Arc<Counters>>; 2],
-    transmit: Kick,
-    room: Kick,
-    /// A frame found no room, and none has found any since.
-    short: AtomicBool,
-    /// The worker was told to settle, and has not done so yet.
-    told: AtomicBool,
-    pub lines: Lines,
-}
 
 impl std::fmt::Debug for E1000Port {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -81,117 +36,11 @@ impl E1000Port {
 
     pub(super) fn new(
         name: &str,
-        (device, tx, rx): (Device, TxQueue, RxQueue),
+        parts: (Device, TxQueue, RxQueue),
         interrupts: Interrupts,
         lines: Lines,
     ) -> io::Result<E1000Port> {
-        let counters = [vec![tx.counters().clone()], vec![rx.counters().clone()]];
-        Ok(E1000Port(Arc::new(Card {
-            name: name.to_owned(),
-            interrupter: device.interrupter(),
-            registers: Mutex::new(device),
-            tx: Gate::new(tx),
-            rx: Gate::new(rx),
-            interrupts,
-            start: Instant::now(),
-            counters,
-            transmit: Kick::new()?,
-            room: Kick::new()?,
-            short: AtomicBool::new(false),
-            told: AtomicBool::new(false),
-            lines,
-        })))
-    }
-}
-
-impl Card {
-    fn now(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
-    }
-
-    /// For the socket's thread: an access to the registers, and what follows from it. Returns whether the worker must be told that
-    /// an interrupt waits for a timer; not more often than it looks at it.
-    pub fn access(&self, access: impl FnOnce(&mut Device, u64) -> Effects) -> bool {
-        let effects = access(&mut self.registers.lock(), self.now());
-        if effects.contains(Effects::QUIESCE) {
-            self.tx.enter().quiesce();
-            self.rx.enter().quiesce();
-            // A queue that has stopped keeps nobody waiting.
-            self.room.tail_moved();
-        }
-        if effects.contains(Effects::TRANSMIT) {
-            self.transmit.tail_moved();
-        }
-        if effects.contains(Effects::RECEIVE) {
-            self.room.tail_moved();
-        }
-        if !effects.contains(Effects::INTERRUPT) {
-            return false;
-        }
-        let after = self.settle();
-        self.tell_line();
-        after.is_some() && !self.told.swap(true, Ordering::Relaxed)
-    }
-
-    /// Interrupts the driver if it is time. Returns after how long to ask again.
-    pub fn settle(&self) -> Option<Duration> {
-        let now = self.now();
-        let signal = self.interrupter.settle(now);
-        match signal.raise {
-            Some(Vector::Message) => {
-                self.interrupts.signal(InterruptKind::Msi, 0);
-            }
-            Some(Vector::Line) => self.tell_line(),
-            None => {}
-        }
-        signal.at.map(|at| Duration::from_nanos(at.saturating_sub(now)))
-    }
-
-    /// Asserts or deasserts the pin. It rises in either thread, and falls in the socket's.
-    fn tell_line(&self) {
-        loop {
-            let asserted = self.interrupter.is_line_asserted();
-            self.interrupts.set_line(asserted);
-            // The last one to change the level must be the last one to tell it.
-            if self.interrupter.is_line_asserted() == asserted {
-                return;
-            }
-        }
-    }
-
-    /// For control: replaces the memory, once the bursts that use it are over.
-    pub fn set_memory(&self, memory: &Arc<Table>) {
-        let memory = Some(memory).filter(|memory| !memory.regions().is_empty());
-        // Both or none: truncation is looked for in the memory of one.
-        let set = self.tx.enter().set_memory(memory.cloned());
-        if let Err(error) = &set {
-            say!(self.lines, Error, "port {}: {error}; the card has no memory", self.name);
-        }
-        self.rx.enter().set_memory(memory.filter(|_| set.is_ok()).cloned());
-        // There may be descriptors that could not be read before.
-        self.transmit.tail_moved();
-        self.room.tail_moved();
-    }
-
-    /// Sets the longest frame, in bytes.
-    pub fn limit(&self, frame: usize) {
-        self.tx.enter().limit(frame);
-        self.rx.enter().limit(frame);
-    }
-
-    /// Counts a fault of the client.
-    pub fn count_fault(&self) {
-        // Counters have one writer at a time.
-        let _queue = self.tx.enter();
-        if let Some(counters) = self.counters[0].first() {
-            counters.faults.add(1);
-        }
-    }
-
-    /// A queue has stopped for a fault of its driver.
-    #[cold]
-    fn tell(&self, queue: &str, fault: ringroad_e1000::Fault) {
-        say!(self.lines, Error, "port {} {queue} queue: {fault}", self.name);
+        Ok(E1000Port(Arc::new(Card::new(name, parts, interrupts, lines)?)))
     }
 }
 
@@ -267,6 +116,9 @@ impl PortKind for E1000Port {
     }
 
     fn enable_notification(&self, _queue: usize) -> bool {
+        if !self.0.lending.close() {
+            return false;
+        }
         self.0.transmit.bell.want();
         // Control holds the queue. It wakes the worker when it has changed something, but may not have done so yet.
         self.0.tx.try_enter().is_some_and(|mut queue| queue.is_idle())
@@ -274,6 +126,10 @@ impl PortKind for E1000Port {
 
     fn disable_notification(&self, _queue: usize) {
         self.0.transmit.bell.unwant();
+    }
+
+    fn stop_polling(&self, _queue: usize) {
+        self.0.lending.withdraw();
     }
 
     fn takes(&self) -> Support {
@@ -302,6 +158,7 @@ impl PortKind for E1000Port {
     /// Leaves the guest's memory alone after a panic, until its client maps it again.
     #[cold]
     fn abandon(&self) {
+        self.0.lending.withdraw();
         if let Some(mut tx) = self.0.tx.try_enter() {
             let _ = tx.set_memory(None);
         }
@@ -334,6 +191,7 @@ impl std::fmt::Debug for E1000Source<'_> {
 
 impl Source for E1000Source<'_> {
     fn take(&mut self, burst: &mut Burst) -> usize {
+        self.card.lending.serve();
         let taken = self.queue.take(burst);
         if let Some(fault) = self.queue.take_fault() {
             self.card.tell("transmit", fault);

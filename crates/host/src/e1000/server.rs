@@ -1,20 +1,15 @@
 //! The socket of a card: a PCI device for one VMM at a time.
 
-use super::port::{Card, E1000Port};
+use super::{card::Pci, port::E1000Port};
 use crate::{
     port::{Port, PortKind, PortSettings},
     socket::Lines,
-    vfio_user::{Access, CONFIG_REGION, Interrupts, Limits, PciRegion, Server, ServerConfig, SocketError, VfioDevice},
+    vfio_user::{Access, Interrupts, Limits, Server, ServerConfig, SocketError},
     worker::{PortHandle, Worker},
 };
-use ringroad_e1000::{CONFIG, Device, DeviceConfig, IO_BAR, Mitigation, registers::BAR};
-use ringroad_mem::Table;
+use ringroad_e1000::{Device, DeviceConfig, Mitigation};
 use ringroad_wire::ethernet::{self, MacAddr};
 use std::{path::PathBuf, sync::Arc, time::Duration};
-
-/// Index of the BAR with the registers, and of the one with the window to them.
-const REGISTERS: u32 = 0;
-const WINDOW: u32 = 2;
 
 /// How a card is set up.
 #[derive(Clone, Debug)]
@@ -104,8 +99,8 @@ impl<K: PortKind> E1000Server<K> {
             access: config.access,
             poll: config.access_poll,
         };
-        let device = Pci { name: name.clone(), card: port.0.clone(), handle: handle.clone() };
-        let server = Server::start(at, device)?;
+        let device = Pci::new(port.0.clone(), handle.clone());
+        let server = Server::start_with(at, device, port.0.lending.clone())?;
         Ok(E1000Server { server, handle, port })
     }
 
@@ -126,7 +121,7 @@ impl<K: PortKind> E1000Server<K> {
 
     /// Sets whether the card has a link.
     pub fn set_link(&self, up: bool) {
-        if self.port.0.access(|device, now| device.set_link(up, now)) {
+        if self.port.0.control(|device, now| device.set_link(up, now)) {
             self.handle.settle();
         }
         if !up {
@@ -146,84 +141,5 @@ impl<K: PortKind> E1000Server<K> {
     pub fn set_client(&self, limits: Limits, access: Access) -> Result<(), SocketError> {
         self.port.0.lines.set(limits.lines);
         self.server.set(limits, access)
-    }
-}
-
-/// The device behind the socket.
-struct Pci<K: PortKind> {
-    name: String,
-    card: Arc<Card>,
-    handle: Arc<PortHandle<K>>,
-}
-
-// Not derived, as that would ask for kinds that can be cloned.
-impl<K: PortKind> Clone for Pci<K> {
-    fn clone(&self) -> Self {
-        Pci { name: self.name.clone(), card: self.card.clone(), handle: self.handle.clone() }
-    }
-}
-
-impl<K: PortKind> Pci<K> {
-    fn access(&self, access: impl FnOnce(&mut Device, u64) -> ringroad_e1000::Effects) {
-        if self.card.access(access) {
-            self.handle.settle();
-        }
-    }
-}
-
-impl<K: PortKind> VfioDevice for Pci<K> {
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn region(&self, index: u32) -> PciRegion {
-        match index {
-            REGISTERS => PciRegion::new(BAR),
-            WINDOW => PciRegion::new(IO_BAR),
-            CONFIG_REGION => PciRegion::new(CONFIG as u64),
-            _ => PciRegion::default(),
-        }
-    }
-
-    fn interrupts(&self) -> &Interrupts {
-        &self.card.interrupts
-    }
-
-    fn read(&self, region: u32, offset: u64, data: &mut [u8]) {
-        self.access(|device, now| match region {
-            REGISTERS => device.read(offset, data, now),
-            WINDOW => device.io_read(offset, data, now),
-            _ => {
-                device.config_read(offset, data);
-                ringroad_e1000::Effects::empty()
-            }
-        });
-    }
-
-    fn write(&self, region: u32, offset: u64, data: &[u8]) {
-        self.access(|device, now| match region {
-            REGISTERS => device.write(offset, data, now),
-            WINDOW => device.io_write(offset, data, now),
-            _ => device.config_write(offset, data, now),
-        });
-    }
-
-    fn set_memory(&self, memory: Arc<Table>) {
-        self.card.set_memory(&memory);
-    }
-
-    fn reset(&self) {
-        self.access(|device, _| device.reset());
-    }
-
-    fn count_fault(&self) {
-        self.card.count_fault();
-    }
-
-    /// The next client finds a new card: with the registers of the last one, it would use the next guest's memory as soon as that
-    /// is mapped.
-    fn disconnected(&self) {
-        self.access(|device, _| device.renew());
-        self.handle.forget();
     }
 }

@@ -122,6 +122,12 @@ impl Client {
         Ok(client)
     }
 
+    /// For tests that go on without the protocol.
+    #[cfg(test)]
+    pub(super) fn into_stream(self) -> UnixStream {
+        self.stream
+    }
+
     /// Returns what the device has.
     ///
     /// # Errors

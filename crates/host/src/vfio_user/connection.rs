@@ -80,7 +80,20 @@ impl Connection {
 
     /// Reads what has arrived. Returns whether there is something to take.
     pub(super) fn read_more(&mut self) -> Result<bool, End> {
-        Ok(self.has_more() || self.read(size_of::<Header>())?)
+        Ok(self.has_more() || self.read_now()?)
+    }
+
+    /// Returns the next message, if all of it was read and no descriptors were: header and payload. It is not checked.
+    pub(super) fn peek(&self) -> Option<(Header, &[u8])> {
+        let unread = self.inbox.get(self.start..self.end)?;
+        let (header, rest) = Header::read_from_prefix(unread).ok()?;
+        let payload = (header.size as usize).saturating_sub(size_of::<Header>());
+        Some((header, rest.get(..payload)?)).filter(|_| self.arrived.is_empty())
+    }
+
+    /// Reads what has arrived, also of a message that has begun. Never waits; returns whether there was something.
+    pub(super) fn read_now(&mut self) -> Result<bool, End> {
+        self.read(size_of::<Header>(), false)
     }
 
     /// Returns all descriptors that nobody has taken.
@@ -103,21 +116,22 @@ impl Connection {
                     return Ok(Some(header));
                 }
             }
-            if !self.read(size - len)? {
+            // Of a message that has begun the rest is waited for.
+            if !self.read(size - len, len > 0)? {
                 return Ok(None);
             }
         }
     }
 
-    /// Reads more, but no more than is missing of a message that has descriptors. Returns `false` if no message has begun and
-    /// there is nothing to read.
-    fn read(&mut self, missing: usize) -> Result<bool, End> {
+    /// Reads more, but no more than is missing of a message that has descriptors. Returns `false` if there is nothing to read and it
+    /// does not wait.
+    fn read(&mut self, missing: usize, wait: bool) -> Result<bool, End> {
         self.inbox.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
         let room = self.inbox.get_mut(self.end..).unwrap_or_default();
         let most = if self.arrived.is_empty() { room.len() } else { missing.min(room.len()) };
         let begun = self.end > 0;
-        match receive(self.stream.as_fd(), room.get_mut(..most).unwrap_or_default(), &mut self.arrived, begun) {
+        match receive(self.stream.as_fd(), room.get_mut(..most).unwrap_or_default(), &mut self.arrived, wait) {
             Ok(0) => Err(closed(begun)),
             Ok(len) => {
                 self.end += len;

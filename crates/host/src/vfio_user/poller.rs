@@ -48,6 +48,24 @@ impl Poller {
         Ok(false)
     }
 
+    /// For a thread that polls something else, too: returns whether to go on after this time, and looks at `last` and `now`.
+    pub(super) fn goes_on(&mut self, most: Duration, idle: Duration, [last, now]: [Instant; 2]) -> bool {
+        // Between them it may have yielded, or had more to do than this.
+        if !self.is_on(most, now) || self.rest.yielded(now, now.saturating_duration_since(last)) {
+            return false;
+        }
+        let goes_on = idle < self.linger.time(most);
+        if !goes_on {
+            self.rest.polled();
+        }
+        goes_on
+    }
+
+    /// Returns whether polling pays now: messages follow each other, and nobody else needs the CPU.
+    pub(super) fn is_on(&self, most: Duration, now: Instant) -> bool {
+        !self.linger.time(most).is_zero() && !self.rest.is_on(|| now)
+    }
+
     /// Notes how long the thread has slept after it had polled in vain.
     pub(super) fn slept(&mut self, most: Duration, time: Duration) {
         self.linger.waited(most, self.linger.time(most) + time);

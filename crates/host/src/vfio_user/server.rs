@@ -3,9 +3,9 @@
 use super::{
     VfioDevice,
     connection::{Connection, End},
+    lending::{Client, Lending},
     messages::{NO_REPLY, command, send},
-    poller::Poller,
-    session::{Session, SessionContext},
+    session::{Session, SessionContext, is_quick},
 };
 use crate::{
     Quota,
@@ -16,15 +16,11 @@ use crate::{
 };
 use parking_lot::Mutex;
 use std::{
-    convert::Infallible,
     io,
     os::{fd::AsFd, unix::net::UnixStream},
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::Path,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -67,6 +63,9 @@ impl Default for ServerConfig<'_> {
     }
 }
 
+/// Writes that a client must have posted for it to be lent.
+const POSTED: u32 = 16;
+
 /// A socket with a PCI device behind it, and the thread that serves it. Dropped, it disconnects the client and removes the socket.
 pub struct Server {
     serving: Serving,
@@ -74,27 +73,7 @@ pub struct Server {
     limits: Arc<Mutex<Limits>>,
     connects: Arc<Quota>,
     lines: Lines,
-    poll: Arc<Poll>,
-}
-
-/// [`ServerConfig::poll`], which may change.
-#[derive(Debug)]
-struct Poll(AtomicU64);
-
-impl Poll {
-    fn new(time: Duration) -> Poll {
-        let poll = Poll(AtomicU64::default());
-        poll.set(time);
-        poll
-    }
-
-    fn set(&self, time: Duration) {
-        self.0.store(time.as_nanos() as u64, Ordering::Relaxed);
-    }
-
-    fn get(&self) -> Duration {
-        Duration::from_nanos(self.0.load(Ordering::Relaxed))
-    }
+    set_poll: Box<dyn Fn(Duration) + Send + Sync>,
 }
 
 impl std::fmt::Debug for Server {
@@ -109,6 +88,17 @@ impl Server {
     /// # Errors
     /// The socket cannot be created or its owner and mode not be set, or the system has no more threads or descriptors.
     pub fn start<D: VfioDevice>(config: ServerConfig<'_>, device: D) -> Result<Server, SocketError> {
+        let lending = Lending::new(|_, _, _| false);
+        let lending = lending.map_err(|error| SocketError::Start { name: config.name.to_owned(), error })?;
+        Server::start_with(config, device, Arc::new(lending))
+    }
+
+    /// The same, for a device whose queues another thread polls: its client is lent to that thread.
+    pub(crate) fn start_with<D: VfioDevice>(
+        config: ServerConfig<'_>,
+        device: D,
+        lending: Arc<Lending<D>>,
+    ) -> Result<Server, SocketError> {
         let ServerConfig { name, path, limits, access, poll } = config;
         let failed = |error: io::Error| SocketError::Start { name: name.to_owned(), error };
         let (listener, place) = bind(name, path, access)?;
@@ -119,12 +109,13 @@ impl Server {
         let limits = Arc::new(Mutex::new(limits));
         let context =
             SessionContext { limits: limits.clone(), lines: lines.clone(), peer, disposal: Disposal::default() };
-        let (current, poll) = (Current::default(), Arc::new(Poll::new(poll)));
+        let current = Current::default();
+        lending.set_poll(poll);
         let thread = {
             let (stop, name) = (stop.try_clone().map_err(failed)?, device.name().to_owned());
             let (path, listener, peer) = (path.to_owned(), Some(listener), "client");
             let door = Door { name, peer, listener, path, stop, connects: connects.clone(), lines: lines.clone() };
-            let thread = Thread { device, current: current.clone(), door, context, poll: poll.clone() };
+            let thread = Thread { device, current: current.clone(), door, context, lending: lending.clone() };
             thread::Builder::new()
                 .name(format!("vfio {name}", name = config.name))
                 .stack_size(256 << 10)
@@ -132,12 +123,13 @@ impl Server {
         };
         let thread = Some(thread.map_err(failed)?);
         let serving = Serving { name: name.to_owned(), peer: "client", stop, current, thread };
-        Ok(Server { serving, place, limits, connects, lines, poll })
+        let set_poll = Box::new(move |time| lending.set_poll(time));
+        Ok(Server { serving, place, limits, connects, lines, set_poll })
     }
 
     /// Changes [`ServerConfig::poll`].
     pub fn set_poll(&self, time: Duration) {
-        self.poll.set(time);
+        (self.set_poll)(time);
     }
 
     /// Changes limits and access. Limits on messages and refusals take effect with the next connection.
@@ -152,12 +144,12 @@ impl Server {
     }
 }
 
-struct Thread<D> {
+struct Thread<D: VfioDevice> {
     device: D,
     current: Current,
     door: Door,
     context: SessionContext,
-    poll: Arc<Poll>,
+    lending: Arc<Lending<D>>,
 }
 
 impl<D: VfioDevice> Thread<D> {
@@ -168,12 +160,14 @@ impl<D: VfioDevice> Thread<D> {
                 Some((process, user)) => say!(lines, Info, "{name}: client connected, process {process}, user {user}"),
                 None => say!(lines, Info, "{name}: client connected"),
             }
-            let mut session = Session::new(self.device.clone(), self.context.clone());
+            let session = Session::new(self.device.clone(), self.context.clone());
+            let connection = Connection::new(stream, self.context.limits.lock().messages.quota());
+            let mut client = Some(Box::new(Client::new(connection, session)));
             // A panic is a bug in ringroad; a client that triggers one loses its own connection and nothing else.
-            let end = catch_unwind(AssertUnwindSafe(|| self.serve(stream, &mut session)));
+            let end = catch_unwind(AssertUnwindSafe(|| self.serve(&mut client)));
             // Takes the memory from the device. Not within the call above: a panic during unwinding aborts the process.
             let stopped = catch_unwind(AssertUnwindSafe(|| {
-                drop(session);
+                self.release(client.or_else(|| self.lending.recall()));
                 self.device.disconnected();
             }));
             close(&self.current);
@@ -227,39 +221,93 @@ impl<D: VfioDevice> Thread<D> {
         }
     }
 
-    /// Serves one connection and returns why it ended.
-    fn serve(&self, stream: UnixStream, session: &mut Session<D>) -> End {
-        match stream.try_clone() {
-            Ok(current) => *self.current.lock() = Some(current),
+    /// Serves one connection and returns why it ended. Where the client is then: here, or still lent.
+    fn serve(&self, client: &mut Option<Box<Client<D>>>) -> End {
+        let stream = client.as_ref().map(|client| client.connection.stream.try_clone());
+        match stream.transpose() {
+            Ok(stream) => *self.current.lock() = stream,
             Err(error) => return error.into(),
         }
         self.context.peer.reset();
-        let mut connection = Connection::new(stream, self.context.limits.lock().messages.quota());
-        let Err(end) = self.serve_all(&mut connection, session);
-        // Of a message that did not get through.
-        self.context.disposal.close(connection.into_files());
-        end
+        while let Some(own) = client {
+            if let Err(end) = self.serve_own(own) {
+                return end;
+            }
+            client.take().into_iter().for_each(|own| self.lending.lend(own));
+            if let Err(end) = self.wait_lent() {
+                return end;
+            }
+            *client = self.lending.recall();
+        }
+        removed()
     }
 
-    /// Carries out commands until the connection ends.
-    fn serve_all(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<Infallible, End> {
-        // `stop` may have been set before `current`.
-        let (mut waits, mut turn, mut poller) = (true, 0, Poller::default());
+    /// Carries out commands until the client is to be lent, or the connection ends.
+    fn serve_own(&self, client: &mut Client<D>) -> Result<(), End> {
+        if client.called {
+            resume_unwind(Box::new("a panic of the thread that polls the queues"));
+        }
+        if let Some(end) = client.end.take() {
+            return Err(end);
+        }
+        if std::mem::take(&mut client.unsent) {
+            send(client.connection.stream.as_fd(), &client.connection.reply, &[])?;
+        }
+        // `stop` may have been set before `current`; and whoever had the client has polled already.
+        let (mut waits, mut turn, mut posted) = (true, TURN, 0);
         loop {
+            let most = self.lending.poll();
             turn += 1;
             if waits && turn < TURN {
-                waits = !poller.poll(self.poll.get(), || connection.read_more())?;
+                let Client { poller, connection, .. } = client;
+                waits = !poller.poll(most, || connection.read_more())?;
             }
             if waits || turn >= TURN {
                 turn = 0;
                 let start = Instant::now();
-                waits = !self.wait(connection)?;
-                poller.slept(self.poll.get(), start.elapsed());
+                waits = !self.wait(&mut client.connection)?;
+                client.poller.slept(most, start.elapsed());
             }
             if !waits {
-                waits = !self.serve_one(connection, session)?;
+                waits = !self.serve_one(client, &mut posted)?;
+            }
+            if posted >= POSTED {
+                posted = 0;
+                // While another client is being turned away, this thread has to look.
+                if self.lending.is_open()
+                    && client.connection.accept.is_none()
+                    && client.poller.is_on(most, Instant::now())
+                {
+                    return Ok(());
+                }
             }
         }
+    }
+
+    /// Waits until the lent client is to be recalled.
+    fn wait_lent(&self) -> Result<(), End> {
+        let listener = || self.door.listener.as_ref().map(|listener| listener.as_fd());
+        loop {
+            let timeout = self.attend()?.map(until);
+            let (stop, back) = (sys::borrow(&self.door.stop), sys::borrow(self.lending.back()));
+            match sys::wait_readable(
+                [Some(stop), Some(self.context.peer.attention()), Some(back), listener()],
+                timeout,
+            )? {
+                [true, ..] => return Err(removed()),
+                [_, _, false, false] => {}
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Takes the device from a client that has gone.
+    fn release(&self, client: Option<Box<Client<D>>>) {
+        let Some(client) = client else { return };
+        let Client { connection, session, .. } = *client;
+        // Of a message that did not get through.
+        self.context.disposal.close(connection.into_files());
+        drop(session);
     }
 
     /// Signals the interrupts that others have left to this thread. Returns when to do it again.
@@ -276,10 +324,8 @@ impl<D: VfioDevice> Thread<D> {
     fn wait(&self, connection: &mut Connection) -> Result<bool, End> {
         let now = Instant::now();
         connection.accept = connection.accept.filter(|&until| until > now);
-        // At least a millisecond: with 0, poll would not sleep at all.
         let late = self.attend()?;
-        let timeout = [connection.accept, late].into_iter().flatten().min();
-        let timeout = timeout.map(|until| until.saturating_duration_since(now).max(Duration::from_millis(1)));
+        let timeout = [connection.accept, late].into_iter().flatten().min().map(until);
         let more = connection.has_more();
         let timeout = if more { Some(Duration::ZERO) } else { timeout };
         let fds = [
@@ -305,14 +351,18 @@ impl<D: VfioDevice> Thread<D> {
         }
     }
 
-    /// Reads a command, carries it out and replies. Returns `false` if the next one is to be waited for.
-    fn serve_one(&self, connection: &mut Connection, session: &mut Session<D>) -> Result<bool, End> {
+    /// Reads a command, carries it out and replies. Returns `false` if the next one is to be waited for. `posted`: counts
+    /// quick writes.
+    fn serve_one(&self, client: &mut Client<D>, posted: &mut u32) -> Result<bool, End> {
+        let Client { connection, session, .. } = client;
         let Some(header) = connection.take()? else { return Ok(false) };
         self.hold_back(connection, header.command)?;
         let Connection { stream, payload, files, reply, .. } = connection;
         let result = session.handle(&header, payload, files, reply);
         if header.flags & NO_REPLY == 0 {
             send(stream.as_fd(), reply, &[])?;
+        } else if is_quick(&header, payload, self.lending.quick()) {
+            *posted += 1;
         }
         result.map_err(End::Violation)?;
         while self.context.disposal.is_busy() {
@@ -337,6 +387,11 @@ impl<D: VfioDevice> Thread<D> {
         }
         Ok(())
     }
+}
+
+/// Returns the time until then; at least a millisecond: with 0, poll would not sleep at all.
+fn until(then: Instant) -> Duration {
+    then.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
 
 fn removed() -> End {

@@ -363,3 +363,28 @@ pub(super) fn check(header: &Header) -> Result<(), String> {
     }
     Ok(())
 }
+
+/// Which accesses to whole registers are quick: region, offset, and whether it is written to.
+pub(super) type Quick = fn(u32, u64, bool) -> bool;
+
+/// Returns whether a message, whole and without descriptors, is nothing but quick accesses that a [`Session`] will carry out.
+pub(super) fn is_quick(header: &Header, payload: &[u8], quick: Quick) -> bool {
+    const WORD: usize = size_of::<u32>();
+    let word = |access: &Access, write| access.count as usize == WORD && quick(access.region, access.offset, write);
+    let one = |data: usize, write| {
+        Access::read_from_prefix(payload).is_ok_and(|(access, rest)| rest.len() == data && word(&access, write))
+    };
+    match header.command {
+        command::REGION_READ => one(0, false),
+        command::REGION_WRITE => one(WORD, true),
+        command::REGION_WRITE_MULTI => {
+            let Ok((count, rest)) = u64::read_from_prefix(payload) else { return false };
+            let writes = rest.chunks(size_of::<SmallWrite>());
+            count == writes.len() as u64
+                && writes.into_iter().all(|write| {
+                    SmallWrite::read_from_bytes(write).is_ok_and(|SmallWrite { access, .. }| word(&access, true))
+                })
+        }
+        _ => false,
+    }
+}
