@@ -49,6 +49,9 @@ pub struct Args {
     /// How often the guests boot; the pairs are shared among the boots
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     boots: u32,
+    /// CPU of our switch's worker, if not that of the device: that of the guest, for example, where QEMU's own devices work
+    #[arg(long, value_name = "CPU")]
+    worker_cpu: Option<usize>,
     /// Folder of the program `guests`
     #[arg(long, default_value = "scripts")]
     scripts: PathBuf,
@@ -248,7 +251,8 @@ impl<'a> Bed<'a> {
         self.lab.stop()?;
         self.programs.clear();
         let (guest, common) = (self.guest.name(), &self.args.common);
-        let workers = format!("[workers]\ncpus = [{}]\npoll = \"{}\"\n", common.device_cpu, self.args.poll);
+        let worker = self.args.worker_cpu.unwrap_or(common.device_cpu);
+        let workers = format!("[workers]\ncpus = [{worker}]\npoll = \"{}\"\n", self.args.poll);
         let mut numbers = Vec::new();
         if self.has_host() {
             let interface = format!("rr-{guest}");
@@ -382,7 +386,7 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
     let mut row = json!({
         "guest": guest.name(), "way": way.name(), "unit": way.unit(), "poll": args.poll,
         "interrupt_delay": delay, "access_poll": access_poll, "mitigation": mitigation, "congestion": args.congestion,
-        "window": args.window,
+        "window": args.window, "worker_cpu": args.worker_cpu.unwrap_or(args.common.device_cpu),
         "peer_name": guest.peer(),
         "retransmits": again[0], "peer_retransmits": again[1],
         "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
