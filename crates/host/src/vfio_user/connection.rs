@@ -78,6 +78,11 @@ impl Connection {
         self.start < self.end
     }
 
+    /// Returns whether descriptors were read that are still to be taken.
+    pub(super) fn has_descriptors(&self) -> bool {
+        !self.arrived.is_empty()
+    }
+
     /// Reads what has arrived. Returns whether there is something to take.
     pub(super) fn read_more(&mut self) -> Result<bool, End> {
         Ok(self.has_more() || self.read_now()?)
@@ -88,7 +93,7 @@ impl Connection {
         let unread = self.inbox.get(self.start..self.end)?;
         let (header, rest) = Header::read_from_prefix(unread).ok()?;
         let payload = (header.size as usize).saturating_sub(size_of::<Header>());
-        Some((header, rest.get(..payload)?)).filter(|_| self.arrived.is_empty())
+        Some((header, rest.get(..payload)?)).filter(|_| !self.has_descriptors())
     }
 
     /// Reads what has arrived, also of a message that has begun. Never waits; returns whether there was something.

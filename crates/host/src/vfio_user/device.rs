@@ -27,7 +27,8 @@ impl PciRegion {
 
 /// A PCI device. Cheap to clone: all clones are the same device.
 ///
-/// All calls come from the thread of its socket, in the order of the client's messages. No region is offered for mapping, so every
+/// All calls come from the thread of its socket, in the order of the client's messages. (Devices of this crate whose queues a worker polls
+/// may have that worker make some of the calls instead, never two at a time.) No region is offered for mapping, so every
 /// access is a call, and the client can post writes.
 pub trait VfioDevice: Clone + Send + 'static {
     /// Returns its name in log lines, such as "port vm1".

@@ -66,6 +66,10 @@ impl<D: VfioDevice> Client<D> {
 
     fn serve_quick(&mut self, quick: Quick) -> Result<bool, End> {
         let Client { connection, session, .. } = self;
+        // Nothing is read behind a message with descriptors until they have reached it.
+        if connection.has_descriptors() {
+            return Ok(false);
+        }
         if connection.peek().is_none() && !connection.read_now()? {
             // The rest of a message that has begun is waited for, which is not for this thread.
             return Ok(!connection.has_more());
@@ -90,7 +94,7 @@ impl<D: VfioDevice> Client<D> {
                 break;
             }
         }
-        Ok(true)
+        Ok(!connection.has_descriptors())
     }
 
     /// Returns whether to go on polling, of a thread that has nothing else to do.

@@ -2,7 +2,7 @@
 
 use super::super::{
     CONFIG_REGION, Client as Driver, InterruptKind, Interrupts, PciRegion, Server, ServerConfig,
-    messages::{Access, Header, NO_REPLY, command, receive, send},
+    messages::{Access, DmaMap, DmaUnmap, Header, NO_REPLY, command, receive, send},
     session::SessionContext,
 };
 use super::*;
@@ -123,7 +123,7 @@ impl Rig {
         let quick = |region, offset, _| region == 0 && offset < SLOW;
         let lending = Arc::new(Lending::new(quick).unwrap());
         let rate = |rate| crate::socket::Rate { burst: 1000, rate };
-        let limits = Limits { connects: rate(1000), ..Limits::default() };
+        let limits = Limits { connects: rate(1000), messages: rate(1_000_000), ..Limits::default() };
         let config = ServerConfig { poll: Duration::from_millis(5), limits, ..ServerConfig::new(name, &path) };
         let server = Some(Server::start_with(config, toy.clone(), lending.clone()).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
@@ -343,6 +343,30 @@ fn half_a_message_is_waited_for_by_its_own_thread() {
         send(stream.as_fd(), &write(8, 5), &[null.as_fd()]).unwrap();
     }
     within(|| rig.toy.seen.faults.load(Ordering::Relaxed) == 5);
+    drop(stream);
+    rig.still_serves();
+}
+
+#[test]
+fn descriptors_reach_their_message_among_posted_writes() {
+    let rig = Rig::new("descriptors", Polling::Always);
+    let (region, file) = Region::create(4096, 0x10000, false).unwrap();
+    let map = DmaMap { argsz: size_of::<DmaMap>() as u32, flags: 3, offset: 0, address: region.guest(), size: 4096 };
+    let unmap = DmaUnmap { argsz: size_of::<DmaUnmap>() as u32, flags: 0, address: region.guest(), size: 4096 };
+    let map = message(command::DMA_MAP, NO_REPLY, &[map.as_bytes()]);
+    let unmap = message(command::DMA_UNMAP, NO_REPLY, &[unmap.as_bytes()]);
+    let stream = raw(&rig);
+    let before = rig.toy.seen.written.lock().len();
+    for round in 0..300 {
+        (0..40).for_each(|_| send(stream.as_fd(), &write(4, 1), &[]).unwrap());
+        send(stream.as_fd(), &map, &[file.as_fd()]).unwrap();
+        (0..round % 7).for_each(|_| send(stream.as_fd(), &write(4, 1), &[]).unwrap());
+        send(stream.as_fd(), &unmap, &[]).unwrap();
+    }
+    let written = 300 * 40 + (0..300).map(|round| round % 7).sum::<usize>();
+    within(|| rig.toy.seen.written.lock().len() == before + written);
+    within(|| rig.toy.seen.memory.lock().regions().is_empty());
+    assert_eq!(rig.toy.seen.faults.load(Ordering::Relaxed), 0);
     drop(stream);
     rig.still_serves();
 }
