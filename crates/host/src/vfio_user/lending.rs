@@ -1,6 +1,6 @@
-//! How the thread of a socket lends its client to the thread that polls the device's queues. While a driver posts writes and the
-//! queues are polled anyway, that thread finds the writes by itself: the client's system call wakes nobody, and the effect of a
-//! write comes at once. It carries out accesses that are quick, and gives the client back for anything else. Used by `server.rs`,
+//! How the thread of a socket lends its client to the thread that polls the device's queues. While a driver's writes
+//! follow each other and the queues are polled anyway, that thread finds them by itself: the client's system call wakes nobody, and the
+//! effect of a write comes at once. It carries out accesses that are quick, and gives the client back for anything else. Used by `server.rs`,
 //! and by devices whose queues are polled.
 
 use super::{

@@ -63,8 +63,8 @@ impl Default for ServerConfig<'_> {
     }
 }
 
-/// Writes that a client must have posted for it to be lent.
-const POSTED: u32 = 16;
+/// Quick writes of a client before it is lent.
+const WRITES: u32 = 16;
 
 /// A socket with a PCI device behind it, and the thread that serves it. Dropped, it disconnects the client and removes the socket.
 pub struct Server {
@@ -254,7 +254,7 @@ impl<D: VfioDevice> Thread<D> {
             send(client.connection.stream.as_fd(), &client.connection.reply, &[])?;
         }
         // `stop` may have been set before `current`; and whoever had the client has polled already.
-        let (mut waits, mut turn, mut posted) = (true, TURN, 0);
+        let (mut waits, mut turn, mut writes) = (true, TURN, 0);
         loop {
             let most = self.lending.poll();
             turn += 1;
@@ -269,10 +269,10 @@ impl<D: VfioDevice> Thread<D> {
                 client.poller.slept(most, start.elapsed());
             }
             if !waits {
-                waits = !self.serve_one(client, &mut posted)?;
+                waits = !self.serve_one(client, &mut writes)?;
             }
-            if posted >= POSTED {
-                posted = 0;
+            if writes >= WRITES {
+                writes = 0;
                 // While another client is being turned away, this thread has to look.
                 if self.lending.is_open()
                     && client.connection.accept.is_none()
@@ -351,9 +351,9 @@ impl<D: VfioDevice> Thread<D> {
         }
     }
 
-    /// Reads a command, carries it out and replies. Returns `false` if the next one is to be waited for. `posted`: counts
-    /// quick writes.
-    fn serve_one(&self, client: &mut Client<D>, posted: &mut u32) -> Result<bool, End> {
+    /// Reads a command, carries it out and replies. Returns `false` if the next one is to be waited for. `writes`: counts
+    /// quick ones.
+    fn serve_one(&self, client: &mut Client<D>, writes: &mut u32) -> Result<bool, End> {
         let Client { connection, session, .. } = client;
         let Some(header) = connection.take()? else { return Ok(false) };
         self.hold_back(connection, header.command)?;
@@ -361,8 +361,9 @@ impl<D: VfioDevice> Thread<D> {
         let result = session.handle(&header, payload, files, reply);
         if header.flags & NO_REPLY == 0 {
             send(stream.as_fd(), reply, &[])?;
-        } else if is_quick(&header, payload, self.lending.quick()) {
-            *posted += 1;
+        }
+        if header.command != command::REGION_READ && is_quick(&header, payload, self.lending.quick()) {
+            *writes += 1;
         }
         result.map_err(End::Violation)?;
         while self.context.disposal.is_busy() {
