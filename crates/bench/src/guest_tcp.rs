@@ -1,6 +1,8 @@
 //! TCP and UDP of real Linux guests through ringroad, against the same guests without it: User-Mode Linux on its own vector driver,
 //! QEMU on its own tap netdev, also with its own e1000, guest to guest over a Linux bridge.
 
+mod costs;
+
 use crate::{
     figures::{RATIO, Spread, extend},
     lab::{Lab, add_network, add_tap, command, enter, iperf3_report, iperf3_server, round_trips, serve},
@@ -9,8 +11,9 @@ use crate::{
     session::{Rounds, Session},
 };
 use clap::ValueEnum;
+use costs::{Costs, Counts, Medians, per_packet};
 use ringroad_text::table;
-use ringroad_traffic::child::{Folder, Program};
+use ringroad_traffic::child::{Folder, Program, cpu_time};
 use serde_json::{Value, json};
 use std::{fmt, net::SocketAddr, path::PathBuf, thread, time::Duration};
 
@@ -162,13 +165,13 @@ struct Run {
     figure: f64,
     /// TCP segments sent again.
     retransmits: f64,
-    /// The guest's interrupts per packet that it has sent or received, if they are known.
-    interrupts: Option<f64>,
+    /// What each packet has cost, if the guest counts interrupts.
+    costs: Option<Costs>,
 }
 
 impl Run {
     fn new(figure: f64, retransmits: f64) -> Run {
-        Run { figure, retransmits, interrupts: None }
+        Run { figure, retransmits, costs: None }
     }
 }
 
@@ -283,26 +286,38 @@ impl<'a> Bed<'a> {
         Ok(())
     }
 
-    /// Returns the interrupts of a guest's device so far, and the packets that it has sent and received.
-    fn counts(&self, guest: &str, interrupt: &str) -> Result<[f64; 2], String> {
+    /// Returns the packets that a guest has sent and received so far, and what they have cost.
+    fn counts(&self, (way, side): (Way, Side), interrupt: &str) -> Result<Counts, String> {
+        let guest = guest_name(side, usize::from(way == Way::Between));
         // A card's driver reads its counters every two seconds, or for ethtool.
         let command = format!(
             "ethtool -S eth0 >/dev/null 2>&1; awk '/{interrupt}/ {{ n += $2 }} END {{ print n + 0 }}' /proc/interrupts; \
              cd /sys/class/net/eth0/statistics; awk '{{ n += $1 }} END {{ print n }}' tx_packets rx_packets"
         );
-        let text = self.lab.run(guest, 5.0, &command)?;
+        let text = self.lab.run(&guest, 5.0, &command)?;
         let numbers: Vec<f64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-        numbers.try_into().map_err(|_| format!("expected interrupts and packets of {guest}, found {text:?}"))
+        let &[interrupts, packets] = numbers.as_slice() else {
+            return Err(format!("expected interrupts and packets of {guest}, found {text:?}"));
+        };
+        let micros = |time: Duration| time.as_secs_f64() * 1e6;
+        let time = micros(cpu_time(self.lab.process(&guest)?));
+        // Of two switches, the second one has the pair; two cards have one table.
+        let ours = (side == Side::Ours).then(|| self.programs.get(usize::from(way == Way::Between && self.has_host())));
+        let Some(switch) = ours.flatten() else {
+            return Ok(Counts { packets, costs: [interrupts, f64::NAN, f64::NAN, time, f64::NAN] });
+        };
+        let exits = (way != Way::Between).then(|| switch.counters()).transpose()?;
+        let [reads, writes] = exits.and_then(|report| costs::exits(&report)).unwrap_or([f64::NAN; 2]);
+        Ok(Counts { packets, costs: [interrupts, reads, writes, time, micros(switch.cpu_time())] })
     }
 
-    /// Measures one way of one side, and the interrupts meanwhile.
+    /// Measures one way of one side, and what its packets cost.
     fn measure(&self, way: Way, side: Side) -> Result<Run, String> {
         let Some(interrupt) = self.guest.interrupt() else { return self.transfer(way, side) };
-        let guest = guest_name(side, usize::from(way == Way::Between));
-        let before = self.counts(&guest, interrupt)?;
+        let before = self.counts((way, side), interrupt)?;
         let run = self.transfer(way, side)?;
-        let after = self.counts(&guest, interrupt)?;
-        Ok(Run { interrupts: per_packet(before, after), ..run })
+        let after = self.counts((way, side), interrupt)?;
+        Ok(Run { costs: Some(per_packet(&before, &after)), ..run })
     }
 
     fn transfer(&self, way: Way, side: Side) -> Result<Run, String> {
@@ -345,12 +360,6 @@ impl<'a> Bed<'a> {
     }
 }
 
-/// Returns interrupts per packet between two counts of both.
-fn per_packet(before: [f64; 2], after: [f64; 2]) -> Option<f64> {
-    let ([interrupts, packets], [more, later]) = (before, after);
-    (later > packets).then(|| (more - interrupts) / (later - packets))
-}
-
 fn number(report: &Value, path: &str) -> Result<f64, String> {
     let missing = || format!("iperf3's report has no {path}: {report}");
     report.pointer(path).and_then(Value::as_f64).ok_or_else(missing)
@@ -368,18 +377,15 @@ fn udp(report: &Value) -> Result<Run, String> {
     Ok(Run::new((sum("packets")? - sum("lost_packets")?) / sum("seconds")?, 0.0))
 }
 
-/// Returns the JSON row of one way, and its columns of the table behind the name.
-fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, Vec<String>) {
+/// Returns the JSON row of one way, and its columns of both tables behind the name.
+fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, Vec<String>, Vec<String>) {
     let figures = [0, 1].map(|side| rounds.of(side, |run| run.figure));
     let [ours, peer] = [0, 1].map(|side| rounds.spread(side, |run| run.figure));
     let again = [0, 1].map(|side| rounds.spread(side, |run| run.retransmits).median);
     let [mine, theirs] = &figures;
     // More is always better.
     let ratio = if way == Way::RoundTrip { Spread::of_ratios(theirs, mine) } else { Spread::of_ratios(mine, theirs) };
-    let interrupts = [0, 1].map(|side| {
-        let known = guest.interrupt().map(|_| rounds.spread(side, |run| run.interrupts.unwrap_or(f64::NAN)));
-        known.map(|spread| spread.median).filter(|median| median.is_finite())
-    });
+    let costs = Medians::new(rounds, |run| run.costs);
     let of = |card: bool, key| (card == (guest == Guest::E1000)).then_some(key);
     let (delay, access_poll) = (of(false, &args.interrupt_delay), of(true, &args.access_poll));
     let mitigation = of(true, &args.mitigation);
@@ -389,18 +395,24 @@ fn report(args: &Args, guest: Guest, way: Way, rounds: &Rounds<Run>) -> (Value, 
         "window": args.window, "worker_cpu": args.worker_cpu.unwrap_or(args.common.device_cpu),
         "peer_name": guest.peer(),
         "retransmits": again[0], "peer_retransmits": again[1],
-        "interrupts_per_packet": interrupts[0], "peer_interrupts_per_packet": interrupts[1],
     });
     ours.add_to(&mut row, ["ours", "ours_min", "ours_max"]);
     peer.add_to(&mut row, ["peer", "peer_min", "peer_max"]);
     ratio.add_to(&mut row, RATIO);
+    extend(&mut row, costs.json());
     extend(&mut row, json!({ "pairs": args.common.pairs, "boots": args.boots.min(args.common.pairs) }));
     let mut columns = [ours.columns(way.digits()), peer.columns(way.digits()), ratio.columns(2)].concat();
     columns.extend(again.map(|again| format!("{again:.0}")));
-    columns.extend(interrupts.map(|each| each.map_or("–".to_owned(), |each| format!("{each:.3}"))));
+    columns.extend(costs.interrupts());
     columns.push(way.unit().to_owned());
-    (row, columns)
+    (row, columns, costs.columns())
 }
+
+/// Explains the second table.
+const NOTE: &str = "\
+register reads, writes: of an e1000 of ours; each is a message to the switch, and a read waits for the reply. QEMU's card has no such\n\
+counter, but the same driver, which makes as many accesses for each interrupt, and for each packet that it sends or receives.\n\
+guest's CPU: of QEMU's process, which includes QEMU's own device. switch's CPU: of ours, polling included\n\n";
 
 /// Measures every combination.
 pub fn run(args: &Args) -> Result<(), String> {
@@ -423,11 +435,12 @@ pub fn run(args: &Args) -> Result<(), String> {
                 session.rounds_until(until, rounds, &name(*way), &SIDES, |&side| bed.measure(*way, side))?;
             }
         }
-        let mut lines = Vec::new();
+        let (mut lines, mut costs) = (Vec::new(), Vec::new());
         for (way, rounds) in all {
-            let (row, columns) = report(args, guest, way, &rounds);
+            let (row, columns, of_a_packet) = report(args, guest, way, &rounds);
             session.push(row)?;
             lines.push([vec![name(way)], columns].concat());
+            costs.push([vec![name(way)], of_a_packet].concat());
         }
         let title = format!(
             "{}, our switch polls for {}, peer: {}; {pairs} pairs of {seconds} s in {boots} boots, median and min–max",
@@ -450,6 +463,10 @@ pub fn run(args: &Args) -> Result<(), String> {
             "unit",
         ];
         session.print(&title, &table(&header, &lines));
+        if guest.interrupt().is_some() {
+            let title = format!("{}, per packet that the guest has sent or received, medians", guest.name());
+            session.print(&title, &format!("{}{NOTE}", table(&costs::HEADER, &costs)));
+        }
     }
     session.finish()
 }
@@ -468,12 +485,6 @@ mod tests {
         assert_eq!((run.figure, run.retransmits), (12.5, 3.0));
         assert_eq!(udp(&report).unwrap().figure, 300.0);
         assert!(tcp(&json!({})).err().unwrap().contains("no /end/sum_received/bits_per_second"));
-    }
-
-    #[test]
-    fn interrupts_of_what_was_sent_and_received() {
-        assert_eq!(per_packet([10.0, 100.0], [30.0, 140.0]), Some(0.5));
-        assert_eq!(per_packet([10.0, 100.0], [30.0, 100.0]), None);
     }
 
     #[test]

@@ -119,13 +119,19 @@ impl Lab {
 
     /// Lets the processes of a guest run before all others on their CPU.
     pub fn prefer(&self, name: &str) -> Result<(), String> {
-        let file = self.folder.join(name).join("pid");
-        let pid = fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
-        let leader = pid.split_whitespace().next().unwrap_or_default();
-        let processes = command("pgrep", &["--session", leader])?;
+        let leader = self.process(name)?.to_string();
+        let processes = command("pgrep", &["--session", &leader])?;
         processes
             .lines()
             .try_for_each(|process| command("chrt", &["--fifo", "--all-tasks", "--pid", "1", process]).map(drop))
+    }
+
+    /// Returns the process of a guest: QEMU or UML.
+    pub fn process(&self, name: &str) -> Result<u32, String> {
+        let file = self.folder.join(name).join("pid");
+        let text = fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+        let process = text.split_whitespace().next().and_then(|process| process.parse().ok());
+        process.ok_or_else(|| format!("{}: expected a process, found {text:?}", file.display()))
     }
 
     /// Runs a command in a guest; returns its output.

@@ -3,6 +3,7 @@
 
 use crate::capture::Capture;
 use parking_lot::Mutex;
+use ringroad_e1000::Exits;
 use ringroad_frame::{BURST, Burst, Counters, Sink, Snapshot, Source, offload::Support};
 use ringroad_ring::Tuning;
 use ringroad_switch::{Claim, Direction, Dropped, Limits, Poll, Vlans};
@@ -136,6 +137,11 @@ pub trait PortKind: Send + Sync + 'static {
         true
     }
 
+    /// Returns accesses to the registers of an emulated device and its interrupts, so far: each cost a virtual machine an exit.
+    fn exits(&self) -> Option<Exits> {
+        None
+    }
+
     /// Called about once a second while there is something to do; `now` in seconds.
     fn tick(&self, _now: u32) {}
 
@@ -220,6 +226,8 @@ pub struct PortReport {
     pub sent: Snapshot,
     /// The same, received and sent, of each of its queues, if it has several.
     pub queues: Vec<[Snapshot; 2]>,
+    /// Of an emulated device.
+    pub exits: Option<Exits>,
 }
 
 impl<K: PortKind> Port<K> {
@@ -266,7 +274,8 @@ impl<K: PortKind> Port<K> {
         let (received, sent) = (self.kind.received(), self.kind.sent());
         let both = received.iter().zip(sent).filter(|_| received.len() > 1);
         let queues = both.map(|(received, sent)| [received.snapshot(), sent.snapshot()]).collect();
-        PortReport { name: self.kind.name().to_owned(), received: sum(received), sent: sum(sent), queues }
+        let (name, exits) = (self.kind.name().to_owned(), self.kind.exits());
+        PortReport { name, received: sum(received), sent: sum(sent), queues, exits }
     }
 
     /// Returns whether a warning was not logged before.
@@ -589,6 +598,10 @@ macro_rules! ports {
                 fn enable_notification(&self, queue: usize) -> bool {
                     match self { $($name::$variant(kind) => kind.enable_notification(queue)),+ }
                 }
+                fn exits(&self) -> Option<$crate::e1000::Exits> {
+                    match self { $($name::$variant(kind) => kind.exits()),+ }
+                }
+
                 fn stop_polling(&self, queue: usize) {
                     match self { $($name::$variant(kind) => kind.stop_polling(queue)),+ }
                 }

@@ -15,6 +15,8 @@ use std::{
 pub struct Program {
     child: Child,
     name: String,
+    /// What it has printed, if that is kept.
+    printed: Option<PathBuf>,
 }
 
 impl Program {
@@ -26,7 +28,7 @@ impl Program {
         let failed = |error: io::Error| format!("cannot start {name}: {error}");
         let log = fs::File::create(log).map_err(failed)?;
         let child = command.stdin(Stdio::null()).stderr(log).spawn().map_err(failed)?;
-        Ok(Program { child, name: name.to_owned() })
+        Ok(Program { child, name: name.to_owned(), printed: None })
     }
 
     /// Starts `ringroad serve` with a configuration and further arguments, and waits until its sockets exist. `name`
@@ -58,8 +60,12 @@ impl Program {
     ) -> Result<Program, String> {
         let (file, log) = (folder.file(&format!("{name}.toml")), folder.file(&format!("{name}.log")));
         fs::write(&file, config).map_err(|error| format!("cannot write {}: {error}", file.display()))?;
-        command.arg("serve").arg("-c").arg(&file).args(arguments).stdout(Stdio::null());
+        let printed = folder.file(&format!("{name}.out"));
+        let out =
+            fs::File::create(&printed).map_err(|error| format!("cannot create {}: {error}", printed.display()))?;
+        command.arg("serve").arg("-c").arg(&file).args(arguments).stdout(out);
         let mut program = Program::start("ringroad serve", &mut command, &log)?;
+        program.printed = Some(printed);
         for socket in sockets {
             program.wait_for(socket, Duration::from_secs(5), &log)?;
         }
@@ -114,15 +120,42 @@ impl Program {
         signal(self.child.id(), Signal::Hangup);
     }
 
+    /// Has `ringroad serve` print its counters (SIGUSR1), and returns them.
+    ///
+    /// # Errors
+    /// It has not printed them within 2 s.
+    pub fn counters(&self) -> Result<String, String> {
+        let Some(printed) = &self.printed else { return Err(format!("what {} prints is not kept", self.name)) };
+        let text = || fs::read_to_string(printed).unwrap_or_default();
+        let before = text().len();
+        signal(self.child.id(), Signal::User1);
+        let start = Instant::now();
+        loop {
+            // It is printed in one piece.
+            if let Some(new) = text().get(before..).filter(|new| new.ends_with('\n')) {
+                return Ok(new.to_owned());
+            }
+            if start.elapsed() > Duration::from_secs(2) {
+                return Err(format!("{} has not printed its counters within 2 s of SIGUSR1", self.name));
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
     /// Returns its CPU time, user and system.
     pub fn cpu_time(&self) -> Duration {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();
-        // The second field, the name, may contain spaces, but ends at the last parenthesis.
-        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
-        let ticks = |index: usize| fields.get(index).and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
-        // Fields 14 and 15, utime and stime, in ticks of 10 ms (USER_HZ is 100).
-        Duration::from_millis((ticks(11) + ticks(12)) * 10)
+        cpu_time(self.child.id())
     }
+}
+
+/// Returns the CPU time of a process, user and system.
+pub fn cpu_time(process: u32) -> Duration {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The second field, the name, may contain spaces, but ends at the last parenthesis.
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+    let ticks = |index: usize| fields.get(index).and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
+    // Fields 14 and 15, utime and stime, in ticks of 10 ms (USER_HZ is 100).
+    Duration::from_millis((ticks(11) + ticks(12)) * 10)
 }
 
 impl Drop for Program {

@@ -5,7 +5,7 @@ use ringroad_frame::{
     ALL, BURST, Burst, Counters, HEADROOM, Poured, Sink, Software, Source,
     offload::{Offload, Support},
 };
-use ringroad_host::{PortKind, PortSettings};
+use ringroad_host::{PortKind, PortSettings, e1000::Exits};
 use ringroad_mem::{Region, Table};
 use ringroad_wire::ethernet::MacAddr;
 use std::{
@@ -247,6 +247,9 @@ impl<K: PortKind> PortKind for Measured<K> {
     }
     fn enable_notification(&self, queue: usize) -> bool {
         self.kind.enable_notification(queue)
+    }
+    fn exits(&self) -> Option<Exits> {
+        self.kind.exits()
     }
     fn stop_polling(&self, queue: usize) {
         self.kind.stop_polling(queue);

@@ -2,7 +2,7 @@
 
 use crate::config::{Config, Finding, Port};
 use ringroad_frame::Snapshot;
-use ringroad_host::PortReport;
+use ringroad_host::{PortReport, e1000::Exits};
 use std::path::Path;
 
 /// Formats findings as error lines for the user; `None` if there are none.
@@ -50,11 +50,28 @@ pub fn json(report: &PortReport) -> serde_json::Value {
         let queue = |[received, sent]: &[Snapshot; 2]| serde_json::json!({ "from": side(received), "to": side(sent) });
         port.insert("queues".into(), report.queues.iter().map(queue).collect());
     }
+    if let Some(Exits { reads, writes, interrupts }) = report.exits {
+        port.insert("exits".into(), serde_json::json!({ "reads": reads, "writes": writes, "interrupts": interrupts }));
+    }
     port.into()
 }
 
-/// Returns the counters of all ports as a table, and of each queue of those with several. README.md, "Counters", explains the columns.
-pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
+/// Returns the counters of all ports as tables, and of each queue of those with several. README.md, "Counters", explains the columns.
+pub fn tables(ports: impl Iterator<Item = PortReport>) -> String {
+    let ports: Vec<_> = ports.collect();
+    let exits = |port: &PortReport| {
+        let Exits { reads, writes, interrupts } = port.exits?;
+        Some((port.name.clone(), vec![reads, writes, interrupts]))
+    };
+    let exits: Vec<_> = ports.iter().filter_map(exits).collect();
+    let mut tables = table(ports.into_iter());
+    if !exits.is_empty() {
+        tables += &grouped(&[("", &["e1000"]), ("exits", &["reads", "writes", "interrupts"])], exits.into_iter());
+    }
+    tables
+}
+
+fn table(ports: impl Iterator<Item = PortReport>) -> String {
     let groups = [
         ("", &["port"][..]),
         ("from port", &["frames", "bytes"]),
@@ -63,7 +80,7 @@ pub fn table(ports: impl Iterator<Item = PortReport>) -> String {
         ("to port, dropped", &["no buffer", "oversize", "not running"]),
         ("events", &["faults", "panics", "claimed", "notified", "filtered"]),
     ];
-    let rows = ports.flat_map(|PortReport { name, received, sent, queues }| {
+    let rows = ports.flat_map(|PortReport { name, received, sent, queues, .. }| {
         let queues = queues.into_iter().enumerate();
         let queues: Vec<_> =
             queues.map(|(index, [received, sent])| (format!("{name}:{index}"), received, sent)).collect();
@@ -132,6 +149,21 @@ mod tests {
                         vm1   |       1  20 000  |       3\n\
                         b     |       0       0  |       0\n";
         assert_eq!(grouped(&groups, rows.into_iter()), expected);
+    }
+
+    #[test]
+    fn cards_have_a_table_of_their_own() {
+        let exits = Some(Exits { reads: 3, writes: 10_000, interrupts: 1 });
+        let card = PortReport { name: "old".into(), exits, ..PortReport::default() };
+        let other = PortReport { name: "vm1".into(), ..PortReport::default() };
+        let text = tables([card.clone(), other.clone()].into_iter());
+        let expected = "       |  exits\n\
+                        e1000  |  reads  writes  interrupts\n\
+                        old    |      3  10 000           1\n";
+        assert!(text.ends_with(expected), "{text}");
+        assert!(!tables([other.clone()].into_iter()).contains("exits"));
+        assert_eq!(json(&card)["exits"], serde_json::json!({ "reads": 3, "writes": 10_000, "interrupts": 1 }));
+        assert!(json(&other).get("exits").is_none());
     }
 
     #[test]

@@ -206,7 +206,7 @@ impl State {
     pub fn print(&self, all: bool) {
         let mut text = String::new();
         if !self.ports.is_empty() {
-            text += &print::table(self.ports.iter().map(Running::report));
+            text += &print::tables(self.ports.iter().map(Running::report));
         }
         if !self.vsocks.devices.is_empty() {
             text += &self.vsocks.table();

@@ -29,11 +29,6 @@ impl std::fmt::Debug for E1000Port {
 }
 
 impl E1000Port {
-    /// Returns accesses to registers and interrupts so far, which cost a virtual machine an exit each.
-    pub fn exits(&self) -> Exits {
-        self.0.interrupter.exits()
-    }
-
     pub(super) fn new(
         name: &str,
         parts: (Device, TxQueue, RxQueue),
@@ -130,6 +125,10 @@ impl PortKind for E1000Port {
 
     fn stop_polling(&self, _queue: usize) {
         self.0.lending.withdraw();
+    }
+
+    fn exits(&self) -> Option<Exits> {
+        Some(self.0.interrupter.exits())
     }
 
     fn takes(&self) -> Support {

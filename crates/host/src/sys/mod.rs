@@ -353,6 +353,8 @@ pub enum Signal {
     Continue,
     /// SIGHUP.
     Hangup,
+    /// SIGUSR1.
+    User1,
 }
 
 /// Sends a signal to a child of this process.
@@ -360,6 +362,7 @@ pub fn signal(pid: u32, signal: Signal) {
     let signal = match signal {
         Signal::Terminate => process::Signal::TERM,
         Signal::Hangup => process::Signal::HUP,
+        Signal::User1 => process::Signal::USR1,
         Signal::Stop => process::Signal::STOP,
         Signal::Continue => process::Signal::CONT,
     };
