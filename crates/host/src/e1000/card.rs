@@ -98,7 +98,7 @@ impl Card {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// For who has the client: an access to the registers, and what follows from it. Returns whether the worker must be told that
+    /// For the thread that serves the client: an access to the registers, and what follows from it. Returns whether the worker must be told that
     /// an interrupt waits for a timer; not more often than it looks at it.
     fn access(&self, access: impl FnOnce(&mut Device, u64) -> Effects) -> bool {
         let effects = access(&mut self.registers.lock(), self.now());
@@ -122,7 +122,7 @@ impl Card {
         after.is_some() && !self.told.swap(true, Ordering::Relaxed)
     }
 
-    /// For control: an access by somebody else. It keeps the client from the worker meanwhile, which never waits for the registers.
+    /// For control: an access that is not the client's. The worker serves no client meanwhile, so it never waits for the registers.
     pub fn control(&self, access: impl FnOnce(&mut Device, u64) -> Effects) -> bool {
         let _paused = self.lending.pause();
         self.access(access)
@@ -142,7 +142,7 @@ impl Card {
         signal.at.map(|at| Duration::from_nanos(at.saturating_sub(now)))
     }
 
-    /// Asserts or deasserts the pin. It rises in either thread, and falls in the one that has the client.
+    /// Asserts or deasserts the pin. It rises in either thread, and falls in the one that serves the client.
     fn tell_line(&self) {
         loop {
             let asserted = self.interrupter.is_line_asserted();

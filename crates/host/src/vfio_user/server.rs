@@ -253,7 +253,7 @@ impl<D: VfioDevice> Thread<D> {
         if std::mem::take(&mut client.unsent) {
             send(client.connection.stream.as_fd(), &client.connection.reply, &[])?;
         }
-        // `stop` may have been set before `current`; and whoever had the client has polled already.
+        // `stop` may have been set before `current`; and the other thread, if it had the client, has polled already.
         let (mut waits, mut turn, mut writes) = (true, TURN, 0);
         loop {
             let most = self.lending.poll();
