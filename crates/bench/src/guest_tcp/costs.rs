@@ -17,7 +17,7 @@ pub struct Counts {
 pub const NAMES: [&str; 5] =
     ["interrupts_per_packet", "reads_per_packet", "writes_per_packet", "guest_us_per_packet", "switch_us_per_packet"];
 
-/// Column titles of [`columns`].
+/// Column titles of [`Medians::columns`].
 pub const HEADER: [&str; 8] =
     ["", "interrupts", "peer's", "register reads", "writes", "guest's CPU us", "peer's", "switch's CPU us"];
 

@@ -37,7 +37,7 @@ impl Kick {
         Ok(Kick { eventfd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?, bell: Bell::default() })
     }
 
-    /// For the registers' thread, after it has stored a tail.
+    /// After a tail was stored.
     #[inline]
     fn tail_moved(&self) {
         if self.bell.ring() {
@@ -98,8 +98,8 @@ impl Card {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// For the thread that serves the client: an access to the registers, and what follows from it. Returns whether the worker must be told that
-    /// an interrupt waits for a timer; not more often than it looks at it.
+    /// For the thread that serves the client: an access to the registers, and what follows from it. Returns whether the worker must
+    /// be told that an interrupt waits for a timer; not more often than it looks at it.
     fn access(&self, access: impl FnOnce(&mut Device, u64) -> Effects) -> bool {
         let effects = access(&mut self.registers.lock(), self.now());
         if effects.contains(Effects::QUIESCE) {

@@ -40,7 +40,7 @@ pub struct ServerConfig<'a> {
     /// Where it is.
     pub path: &'a Path,
     /// Limits of its clients. Register accesses are not limited by `messages`: they are what a device is for, and cost nobody
-    /// else's time.
+    /// else's time, or that of a turn of the device's queue.
     pub limits: Limits,
     /// Who may connect.
     pub access: Access,
@@ -233,7 +233,9 @@ impl<D: VfioDevice> Thread<D> {
             if let Err(end) = self.serve_own(own) {
                 return end;
             }
-            client.take().into_iter().for_each(|own| self.lending.lend(own));
+            if let Some(own) = client.take() {
+                self.lending.lend(own);
+            }
             if let Err(end) = self.wait_lent() {
                 return end;
             }
