@@ -9,7 +9,10 @@ use ringroad_e1000::{
     Device, DeviceConfig, Effects, Interrupter, Mitigation, RxQueue, TxQueue,
     registers::{self as reg, ctrl, rctl, tctl},
 };
-use ringroad_frame::{ALL, BURST, Burst, HEADROOM, Offload, Sink, Source};
+use ringroad_frame::{
+    ALL, BURST, Burst, HEADROOM, Offload, Sink, Source,
+    offload::{Claim, Kind},
+};
 use ringroad_mem::{Region, Table};
 use std::{cell::RefCell, sync::Arc};
 
@@ -135,16 +138,36 @@ impl Machine<'_> {
         self.rx.has_room(input.byte().into());
     }
 
-    /// Frames that a source reads into the buffers.
-    fn fill(&mut self, input: &mut Input) {
-        let room = HEADROOM + input.number() as usize % 20_000;
-        let mut left = usize::from(input.byte()) % BURST;
-        self.rx.fill(room, &mut |spans| {
-            assert!(spans.iter().map(|span| span.len()).sum::<usize>() >= room);
-            left = left.checked_sub(1)?;
-            spans.iter().for_each(|span| _ = span.write(&input.take::<32>()));
-            Some(input.number() as usize % 20_000)
-        });
+    /// A frame that is to be cut or completed, whose sender may write to it once it was checked.
+    fn put_unfinished(&mut self, input: &mut Input) {
+        const START: u16 = 34;
+        let len = 54 + input.number() as usize % 20_000;
+        let pool = self.pool.regions()[0].span(HEADROOM, len).unwrap();
+        let udp = input.byte() & 1 == 1;
+        let (kind, offset) = if udp { (Kind::Udp4, 6) } else { (Kind::Tcp4, 16) };
+        let mut head = [0; 54];
+        head[12..16].copy_from_slice(&[8, 0, 0x45, 0]);
+        head[16..18].copy_from_slice(&(len as u16 - 14).to_be_bytes());
+        head[22..24].copy_from_slice(&[64, if udp { 17 } else { 6 }]);
+        head[38..40].copy_from_slice(&(len as u16 - START).to_be_bytes());
+        head[46] = 0x50;
+        pool.write(&head);
+        let size = input.number() as u16;
+        let offload = match size {
+            0 => Offload::partial(START, offset, len),
+            _ => Offload::segmented(Claim { kind, ecn: false, size, checksum: (START, offset) }, &head, len),
+        };
+        let Ok(offload) = offload else { return };
+        let mut burst = Burst::default();
+        burst.start_in(self.pool);
+        burst.push_at(0, HEADROOM + len, offload).unwrap();
+        if input.byte() & 1 == 1 {
+            let at = usize::from(input.byte()) % head.len();
+            pool.skip(at).write(&[input.byte()]);
+        }
+        let which = &ALL[..1];
+        let handled = if input.byte() & 1 == 1 { self.rx.offer(&burst, which) } else { self.rx.put(&burst, which) };
+        assert!(handled <= 1);
         self.rx.has_room(input.byte().into());
     }
 
@@ -207,7 +230,7 @@ impl Machine<'_> {
                 Effects::empty()
             }
             12 => {
-                self.fill(input);
+                self.put_unfinished(input);
                 Effects::empty()
             }
             _ => {

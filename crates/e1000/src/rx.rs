@@ -1,7 +1,7 @@
 //! The receive queue (8254x Software Developer's Manual, 3.2): we put, the driver receives. Called by a worker, under a lock that
 //! the registers' thread waits for when memory or ring are about to change.
 
-mod fill;
+mod cut;
 mod place;
 
 use crate::{
@@ -17,8 +17,9 @@ use crate::{
     shared::Shared,
     statistics::{FCS, Tally},
 };
-use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Poured, Sink, offload::Support};
-use ringroad_mem::{Error as MemoryError, Hit, Pieces, Region, Span, Table, sync::Ordering};
+use cut::Cutter;
+use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink, offload::Support};
+use ringroad_mem::{Error as MemoryError, Hit, Pieces, Span, Table, sync::Ordering};
 use ringroad_wire::ethernet;
 use std::sync::Arc;
 
@@ -64,8 +65,7 @@ pub struct RxQueue {
     limit: usize,
     fault: Option<Fault>,
     news: bool,
-    /// Where the virtio-net header of a frame is read to.
-    header: Arc<Region>,
+    cutter: Cutter,
     /// The last frame for which there were too few descriptors needs so many, at least; 0: there was none.
     short: u32,
     /// Descriptors used since the head was published, and the second words of those that were not yet written back.
@@ -78,8 +78,12 @@ pub struct RxQueue {
 enum Refusal {
     /// Too few buffers are available now.
     Full,
+    /// The same, after a part of what it was cut into was placed: the rest is dropped.
+    Cut,
     /// It is longer than what the driver receives.
     Oversize,
+    /// Its sender has changed the headers since they were checked.
+    Offload,
     /// The driver does not want it.
     Filtered,
     /// The driver named a buffer outside its memory.
@@ -90,11 +94,14 @@ enum Refusal {
 #[derive(Default)]
 struct Outcome {
     tally: Tally,
+    /// Frames of which the driver gets all.
+    accepted: usize,
     /// Frames not yet handled, as there is no room for the first of them.
     left: usize,
     full: u64,
     oversize: u64,
     filtered: u64,
+    offload: u64,
     stopped: u64,
 }
 
@@ -121,7 +128,7 @@ impl RxQueue {
             limit: MAX_FRAME,
             fault: None,
             news: false,
-            header: Region::private(HEADROOM, 0)?,
+            cutter: Cutter::default(),
             short: 0,
             used: 0,
             words: [0; WRITES],
@@ -228,6 +235,7 @@ impl RxQueue {
         while done < which.len() && self.used < available {
             let placed = self.place_plain(burst, which.get(done..).unwrap_or_default(), available, &mut outcome.tally);
             done += placed;
+            outcome.accepted += placed;
             // Once more only behind the end of the ring.
             if placed == 0 || self.ring.index(self.used) != 0 {
                 break;
@@ -289,7 +297,9 @@ impl RxQueue {
     #[inline(always)]
     fn write_back(&mut self) {
         let first = self.used - self.pending as u32;
-        for (ahead, &word) in (first..).zip(self.words.iter().take(self.pending)) {
+        // The first one last: the driver, which looks at them in order, finds all of them or none, and is not told that its ring is empty
+        // while we fill it.
+        for (ahead, &word) in (first..self.used).zip(self.words.iter().take(self.pending)).rev() {
             self.ring.write_back(self.ring.index(ahead), word);
         }
         self.pending = 0;
@@ -321,6 +331,7 @@ impl RxQueue {
         counters.full.add(outcome.full);
         counters.oversize.add(outcome.oversize);
         counters.filtered.add(outcome.filtered);
+        counters.offload.add(outcome.offload);
         counters.stopped.add(outcome.stopped);
         counters.bursts.add(1);
     }
@@ -330,15 +341,16 @@ impl RxQueue {
     fn place_rest(&mut self, burst: &Burst, which: &[u8], available: u32, wait: bool, outcome: &mut Outcome) {
         for (done, &index) in which.iter().enumerate() {
             let left = which.len() - done;
-            match self.place(burst, index, available) {
-                Ok((destination, len)) => outcome.tally.add(destination, len, 1, len as u64),
+            match self.place_any(burst, index, available, wait, &mut outcome.tally) {
+                Ok(()) => outcome.accepted += 1,
                 Err(Refusal::Full) if wait => {
                     outcome.left = left;
                     return;
                 }
-                Err(Refusal::Full) => outcome.full += 1,
+                Err(Refusal::Full | Refusal::Cut) => outcome.full += 1,
                 Err(Refusal::Oversize) => outcome.oversize += 1,
                 Err(Refusal::Filtered) => outcome.filtered += 1,
+                Err(Refusal::Offload) => outcome.offload += 1,
                 Err(Refusal::Fault(fault)) => {
                     outcome.stopped += left as u64;
                     self.stop(fault);
@@ -357,10 +369,15 @@ fn plain<'b>(burst: &'b Burst, sources: &[Span<'b>], index: u8) -> Option<(&'b F
 }
 
 impl Sink for RxQueue {
-    /// Frames whose checksum is known to be valid, if the driver wants to know.
+    /// All: what the driver cannot take, the queue does itself, straight into the driver's buffers. Whether a checksum is known to be
+    /// valid is told only if the driver wants to know.
     fn support(&self) -> Support {
         let reports = self.rxcsum & (rxcsum::IPOFL | rxcsum::TUOFL) != 0;
-        if reports { Support::VALID } else { Support::empty() }
+        if reports { Support::all() } else { Support::all().difference(Support::VALID) }
+    }
+
+    fn cuts(&self) -> bool {
+        true
     }
 
     /// Copies frames to the driver.
@@ -371,7 +388,7 @@ impl Sink for RxQueue {
     /// the buffer, three for the frame and its head, two for its length, three for its destination and tag, one for the copy, two
     /// to write back.
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
-        self.deliver(burst, which, false).tally.frames as usize
+        self.deliver(burst, which, false).accepted
     }
 
     fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
@@ -383,10 +400,6 @@ impl Sink for RxQueue {
         let wanted = (frames as u32).min(self.ring.count() / 2).max(1).max(self.short);
         // A queue that has stopped drops what it is given.
         !self.runs || self.fault.is_some() || available >= wanted
-    }
-
-    fn fill(&mut self, room: usize, read: &mut dyn FnMut(&[Span<'_>]) -> Option<usize>) -> Poured {
-        self.pour(room, read)
     }
 }
 

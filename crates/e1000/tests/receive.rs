@@ -187,7 +187,7 @@ fn checksums_are_reported_if_they_are_known() {
         board.write(reg::RXCSUM, bits);
         assert_eq!(board.put(&[(frame.clone(), offload)]), 1);
         assert_eq!(received(&board, 0, 8, 2048).0, [(frame.clone(), DD | EOP | expected)], "{bits:#x}");
-        assert_eq!(board.rx.support(), if bits == 0 { Support::empty() } else { Support::VALID });
+        assert_eq!(board.rx.support().contains(Support::VALID), bits != 0);
     }
 }
 

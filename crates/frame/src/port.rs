@@ -63,6 +63,11 @@ pub trait Sink {
         Support::empty()
     }
 
+    /// Returns whether frames of [`Sink::support`] that are to be cut are cut here: each segment is a frame's work then.
+    fn cuts(&self) -> bool {
+        false
+    }
+
     /// Copies the frames with these indices, which ascend, to the receiver and notifies it if requested. Returns how many were
     /// accepted; the sink drops and counts the rest.
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize;

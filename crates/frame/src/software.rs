@@ -80,7 +80,7 @@ impl Software {
         which: &[u8],
     ) -> (usize, usize) {
         if takes_all(sink, burst, which) {
-            return (sink.put(burst, which), which.len());
+            return (sink.put(burst, which), work(sink, burst, which));
         }
         Software::allocated(software).map_or((0, 0), |software| software.put(sink, burst, which))
     }
@@ -96,7 +96,7 @@ impl Software {
     ) -> (usize, usize) {
         if takes_all(sink, burst, which) {
             let handled = sink.offer(burst, which);
-            return (handled, handled);
+            return (handled, work(sink, burst, which.get(..handled).unwrap_or_default()));
         }
         Software::allocated(software).map_or((which.len(), 0), |software| software.offer(sink, burst, which))
     }
@@ -250,6 +250,15 @@ impl Software {
         self.burst.start_in(&self.pool);
         self.used = 0;
     }
+}
+
+/// Returns how many frames a receiver makes of these.
+fn work(sink: &impl Sink, burst: &Burst, which: &[u8]) -> usize {
+    if !sink.cuts() {
+        return which.len();
+    }
+    let frames = which.iter().filter_map(|&index| Some((index, burst.frames().get(usize::from(index))?)));
+    frames.map(|(index, frame)| burst.offload(index.into()).frames(frame.len())).sum()
 }
 
 /// Returns whether a receiver takes these frames as they are.

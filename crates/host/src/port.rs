@@ -520,6 +520,9 @@ macro_rules! ports {
                 fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
                     match self { $($name::$variant(sink) => sink.offer(burst, which)),+ }
                 }
+                fn cuts(&self) -> bool {
+                    match self { $($name::$variant(sink) => sink.cuts()),+ }
+                }
                 fn has_room(&mut self, frames: usize) -> bool {
                     match self { $($name::$variant(sink) => sink.has_room(frames)),+ }
                 }

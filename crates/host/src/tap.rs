@@ -11,7 +11,10 @@ use crate::{
 use header::{LONG_HEAD, begin, described};
 use longest::Longest;
 use parking_lot::MutexGuard;
-use ringroad_frame::{BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Poured, Sink, Source, offload::Support};
+use ringroad_frame::{
+    BURST, Burst, Counters, HEADROOM, MAX_FRAME, NotAFrame, Poured, Sink, Source,
+    offload::{Offload, Support},
+};
 use ringroad_mem::{Region, Span, Table};
 use ringroad_net::offload;
 use ringroad_wire::{
@@ -89,8 +92,8 @@ struct Queue {
     file: File,
     /// Frames that came from the interface, one buffer each.
     pool: Arc<Table>,
-    /// Buffer and length of each frame of the last burst.
-    frames: Vec<(u64, usize)>,
+    /// Buffer of each frame of the last burst, its length, and what is left to do to it.
+    frames: Vec<(u64, usize, Offload)>,
     /// Whether these frames were not delivered and come again.
     retained: bool,
 }
@@ -355,11 +358,8 @@ impl Source for TapSource<'_> {
         // The end of a longer header is a frame's headroom.
         let before = header - HEADROOM;
         if std::mem::take(retained) {
-            for &(address, len) in &*frames {
-                let buffer = pool.regions().first().and_then(|region| region.span(address as usize, BUFFER));
+            for &(address, len, offload) in &*frames {
                 // They were valid before, and nobody else writes to them.
-                let read = |buffer| offload::read_behind(&[buffer], header, len, described(header)).ok();
-                let offload = buffer.and_then(read).unwrap_or_default();
                 let _ = burst.push_at(address + before as u64, len - before, offload);
             }
             return burst.frames().len();
@@ -382,7 +382,7 @@ impl Source for TapSource<'_> {
                 }
             };
             match burst.push_at(address + before as u64, len - before, offload) {
-                Ok(_) => frames.push((address, len)),
+                Ok(_) => frames.push((address, len, offload)),
                 Err(NotAFrame::Runt) => self.counters.runt.add(1),
                 Err(NotAFrame::Oversize) => self.counters.oversize.add(1),
             }

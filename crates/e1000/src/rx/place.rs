@@ -6,6 +6,7 @@ use crate::{
     fault::Fault,
     filter::Match,
     registers::rxcsum,
+    statistics::Tally,
 };
 use ringroad_frame::{Burst, HEADROOM, Rest, offload::Checksum};
 use ringroad_mem::{PushError, Span};
@@ -16,14 +17,27 @@ use ringroad_wire::{
 };
 
 impl RxQueue {
-    /// Copies one frame into as many buffers as it needs. Returns the first word of the frame, and its length in bytes.
-    pub(super) fn place(&mut self, burst: &Burst, index: u8, available: u32) -> Result<(u64, usize), Refusal> {
+    /// Copies one frame into as many buffers as it needs.
+    pub(super) fn place(&mut self, burst: &Burst, index: u8, available: u32, tally: &mut Tally) -> Result<(), Refusal> {
         let Some(frame) = burst.frames().get(usize::from(index)) else { return Err(Refusal::Filtered) };
         let (head, head_len) = frame.head();
         let head = head.get(HEADROOM..head_len).unwrap_or_default();
-        let destination = head.first_chunk().map_or(0, |&word| u64::from_le_bytes(word));
         let checksum = burst.offload(index.into()).checksum();
-        let mut status = EOP | self.checksums(checksum, |head| burst.copy(index.into(), 0, head));
+        let status = self.checksums(checksum, |head| burst.copy(index.into(), 0, head));
+        self.place_as((head, Some(burst.rest(index.into()))), frame.len(), status, available, tally)
+    }
+
+    /// Copies a frame of `len` bytes, which begins so, into as many buffers as it needs. `status`: checksum status bits.
+    pub(super) fn place_as(
+        &mut self,
+        (head, rest): (&[u8], Option<Rest<'_>>),
+        len: usize,
+        status: u64,
+        available: u32,
+        tally: &mut Tally,
+    ) -> Result<(), Refusal> {
+        let destination = head.first_chunk().map_or(0, |&word| u64::from_le_bytes(word));
+        let mut status = EOP | status;
         match self.filter.find(destination) {
             Match::No => return Err(Refusal::Filtered),
             Match::Inexact => status |= PIF,
@@ -33,7 +47,7 @@ impl RxQueue {
         if tag.is_some_and(|tag| !self.filter.passes_vlan(tag)) {
             return Err(Refusal::Filtered);
         }
-        if frame.len() > self.longest {
+        if len > self.longest {
             return Err(Refusal::Oversize);
         }
         let strip = tag.filter(|_| self.vme);
@@ -41,26 +55,27 @@ impl RxQueue {
             status |= VP | u64::from(tag) << SPECIAL;
         }
         // On a link there is nothing shorter.
-        let len = frame.len().max(ZLEN) - if strip.is_some() { TAG } else { 0 };
-        self.reserve(len, available)?;
+        let placed = len.max(ZLEN) - if strip.is_some() { TAG } else { 0 };
+        self.reserve(placed, available)?;
         let behind = if strip.is_some() { TAG_AT + TAG } else { TAG_AT };
         let heads = [head.get(..TAG_AT), head.get(behind..)].map(|part| part.unwrap_or_default());
-        let mut source = Stream { heads, rest: burst.rest(index.into()), current: Span::empty() };
+        let mut source = Stream { heads, rest, current: Span::empty() };
         self.targets.list().iter().for_each(|&target| source.fill(target));
         if let Some(last) = self.words.get_mut(self.pending.wrapping_sub(1)) {
             *last |= status;
         }
-        Ok((destination, frame.len()))
+        tally.add(destination, len, 1, len as u64);
+        Ok(())
     }
 
     /// Returns the tag of the frame that begins so.
-    pub(super) fn tag(&self, head: &[u8]) -> Option<u16> {
+    fn tag(&self, head: &[u8]) -> Option<u16> {
         let &[a, b, c, d] = head.get(TAG_AT..)?.first_chunk()?;
         (u16::from_be_bytes([a, b]) == self.vet).then_some(u16::from_be_bytes([c, d]))
     }
 
     /// Resolves the buffers of a frame of `len` bytes, and prepares the words to be written back.
-    pub(super) fn reserve(&mut self, len: usize, available: u32) -> Result<(), Refusal> {
+    fn reserve(&mut self, len: usize, available: u32) -> Result<(), Refusal> {
         if self.pending + FRAME_BUFFERS > WRITES {
             self.write_back();
         }
@@ -129,7 +144,7 @@ fn has_valid_ipv4(copy: impl FnOnce(&mut [u8]) -> usize) -> bool {
 /// A frame as a stream of bytes: its private head, with or without its tag, then the sender's pieces; zeros behind its end.
 struct Stream<'a> {
     heads: [&'a [u8]; 2],
-    rest: Rest<'a>,
+    rest: Option<Rest<'a>>,
     current: Span<'a>,
 }
 
@@ -142,7 +157,7 @@ impl Stream<'_> {
         }
         while !target.is_empty() {
             if self.current.is_empty() {
-                let Some(piece) = self.rest.next() else { break };
+                let Some(piece) = self.rest.as_mut().and_then(Iterator::next) else { break };
                 self.current = piece;
             }
             let copied = self.current.copy_to(target);

@@ -195,6 +195,7 @@ impl Board {
 /// Frames of another port: as from a virtio queue, each behind a header, in one piece.
 pub struct Pool {
     pub burst: Burst,
+    memory: Arc<Table>,
 }
 
 const SLOT: usize = 70_000;
@@ -209,7 +210,7 @@ impl Pool {
             for (index, (frame, offload)) in frames.iter().enumerate() {
                 burst.push_at((index * SLOT) as u64, HEADROOM + frame.len(), *offload).unwrap();
             }
-            return Pool { burst };
+            return Pool { burst, memory: table };
         }
         let mut pieces = Pieces::new(PIECES.into());
         pieces.start(&table);
@@ -219,7 +220,13 @@ impl Pool {
         burst.start(MAX_FRAME, HEADROOM);
         burst.extend(pieces.list().iter().map(|&piece| Some(piece)));
         burst.exchange(&mut pieces);
-        Pool { burst }
+        Pool { burst, memory: table }
+    }
+
+    /// Writes to a frame, as its sender may at any time.
+    pub fn write(&self, index: usize, at: usize, bytes: &[u8]) {
+        let region = &self.memory.regions()[0];
+        region.span(index * SLOT + HEADROOM + at, bytes.len()).unwrap().write(bytes);
     }
 
     fn memory(frames: &[(Vec<u8>, Offload)]) -> Arc<Table> {

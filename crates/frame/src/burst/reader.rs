@@ -7,7 +7,7 @@ use crate::Frame;
 /// Reads bytes of a frame as forwarded. It goes on where it is: as long as the positions ascend, each piece is visited once. A
 /// position before that of the last read starts over.
 #[derive(Debug)]
-pub(crate) struct Reader<'a> {
+pub struct Reader<'a> {
     frame: &'a Frame,
     /// What is behind the head, from its start and from here on.
     start: Rest<'a>,
@@ -18,7 +18,7 @@ pub(crate) struct Reader<'a> {
 
 impl Burst {
     /// Returns a reader of a frame; `None` if there is no such frame.
-    pub(crate) fn reader(&self, index: usize) -> Option<Reader<'_>> {
+    pub fn reader(&self, index: usize) -> Option<Reader<'_>> {
         let (frame, start) = (self.frames().get(index)?, self.rest(index));
         Some(Reader { frame, rest: start.clone(), start, at: 0 })
     }
