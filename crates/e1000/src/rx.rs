@@ -17,11 +17,13 @@ use crate::{
     shared::Shared,
     statistics::{FCS, Tally},
 };
-use cut::Cutter;
 use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink, offload::Support};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Span, Table, sync::Ordering};
 use ringroad_wire::ethernet;
-use std::sync::Arc;
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::Arc,
+};
 
 /// Longest frame without long packets (RCTL.LPE), and with, in bytes without frame check sequence (3.2.2).
 const LONGEST: usize = 1522 - FCS;
@@ -65,7 +67,10 @@ pub struct RxQueue {
     limit: usize,
     fault: Option<Fault>,
     news: bool,
-    cutter: Cutter,
+    /// One frame that was cut or completed. Its checksum is computed here: in the driver's memory others could change it meanwhile.
+    scratch: Box<[u8]>,
+    /// Identification of the next frame's IPv6 fragments.
+    ident: u32,
     /// The last frame for which there were too few descriptors needs so many, at least; 0: there was none.
     short: u32,
     /// Descriptors used since the head was published, and the second words of those that were not yet written back.
@@ -128,7 +133,9 @@ impl RxQueue {
             limit: MAX_FRAME,
             fault: None,
             news: false,
-            cutter: Cutter::default(),
+            scratch: vec![0; LONGEST_LPE].into(),
+            // Seeded by the system.
+            ident: RandomState::new().hash_one(0) as u32,
             short: 0,
             used: 0,
             words: [0; WRITES],

@@ -10,22 +10,6 @@ use ringroad_frame::{
         segment::{Checksums, Segmenter},
     },
 };
-use std::hash::{BuildHasher, RandomState};
-
-/// What cutting needs.
-#[derive(Debug)]
-pub(super) struct Cutter {
-    /// One frame as it goes to the driver. Its checksum is computed here: in the driver's memory others could change it meanwhile.
-    scratch: Box<[u8]>,
-    /// Identification of the next frame's IPv6 fragments.
-    ident: u32,
-}
-
-impl Default for Cutter {
-    fn default() -> Cutter {
-        Cutter { scratch: vec![0; LONGEST_LPE].into(), ident: RandomState::new().hash_one(0) as u32 }
-    }
-}
 
 impl RxQueue {
     /// Places a frame and what it becomes. `wait`: refuses a frame that is to be cut as long as there are too few buffers for all of
@@ -93,9 +77,8 @@ impl RxQueue {
         let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
         let mut head = [0; HEADERS];
         let read = burst.copy(index.into(), 0, &mut head);
-        self.cutter.ident = self.cutter.ident.wrapping_add(1);
-        let segments =
-            Segmenter::new(gso, head.get(..read).unwrap_or_default(), len, Checksums::Complete, self.cutter.ident);
+        self.ident = self.ident.wrapping_add(1);
+        let segments = Segmenter::new(gso, head.get(..read).unwrap_or_default(), len, Checksums::Complete, self.ident);
         let (Ok(mut segments), Some(mut reader)) = (segments, burst.reader(index.into())) else {
             return Err(Refusal::Offload);
         };
@@ -128,9 +111,9 @@ impl RxQueue {
     }
 
     fn with_scratch<R>(&mut self, act: impl FnOnce(&mut Self, &mut [u8]) -> R) -> R {
-        let mut scratch = std::mem::take(&mut self.cutter.scratch);
+        let mut scratch = std::mem::take(&mut self.scratch);
         let result = act(self, &mut scratch);
-        self.cutter.scratch = scratch;
+        self.scratch = scratch;
         result
     }
 }

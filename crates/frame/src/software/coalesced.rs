@@ -55,7 +55,8 @@ impl Software {
     /// Plans what becomes one frame; returns whether anything does.
     fn plans(&mut self, sink: &impl Sink, burst: &Burst, which: &[u8]) -> bool {
         let support = sink.support();
-        if which.len() < 2 || !support.intersects(SEGMENTED) {
+        // What would be cut again at once is better left as it is.
+        if which.len() < 2 || !support.intersects(SEGMENTED) || sink.cuts() {
             return false;
         }
         let coalescing = self.coalescing.get_or_insert_default();

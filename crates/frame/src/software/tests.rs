@@ -7,6 +7,7 @@ const CSUM: Support = Support::CHECKSUM;
 /// A receiver that keeps what it gets.
 pub(in crate::software) struct Recorder {
     pub support: Support,
+    pub cuts: bool,
     /// It drops what is more.
     pub room: usize,
     pub got: Vec<(Vec<u8>, Offload)>,
@@ -16,13 +17,17 @@ pub(in crate::software) struct Recorder {
 
 impl Recorder {
     pub fn new(support: Support) -> Recorder {
-        Recorder { support, room: usize::MAX, got: Vec::new(), calls: Vec::new() }
+        Recorder { support, cuts: false, room: usize::MAX, got: Vec::new(), calls: Vec::new() }
     }
 }
 
 impl Sink for Recorder {
     fn support(&self) -> Support {
         self.support
+    }
+
+    fn cuts(&self) -> bool {
+        self.cuts
     }
 
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize {
@@ -375,5 +380,17 @@ fn what_is_offered_waits_whole() {
         let expected = (0..=frames.len()).rfind(|&count| becomes[..count].iter().sum::<usize>() <= room).unwrap();
         let made: usize = becomes[..expected].iter().sum();
         assert_eq!((handled, sink.0.got.len(), work), (expected, made, made), "room {room}");
+    }
+}
+
+#[test]
+fn frames_that_the_receiver_cuts_are_as_much_work_as_their_segments() {
+    let frames = [plain(1, 60), tcp(Kind::Tcp4, false, 3, 10_000, 1000), tcp(Kind::Tcp4, false, 5, 1000, 0)];
+    let (burst, _memory) = burst(&frames);
+    for (cuts, work) in [(false, 3), (true, 12)] {
+        let mut sink = Recorder { cuts, ..Recorder::new(Support::all()) };
+        assert_eq!(Software::put_finished(&mut None, &mut sink, &burst, all(&frames)), (3, work));
+        assert_eq!(Software::offer_finished(&mut None, &mut sink, &burst, all(&frames)), (3, work));
+        assert!(sink.got == [&frames[..], &frames[..]].concat(), "as they are");
     }
 }

@@ -79,6 +79,15 @@ fn receivers_get_what_they_take() {
 }
 
 #[test]
+fn what_the_receiver_would_cut_again_is_left_alone() {
+    let frames = flows().concat();
+    let (burst, _memory) = burst(&frames);
+    let mut sink = Recorder { cuts: true, ..Recorder::new(Support::all()) };
+    Software::put_coalesced(&mut None, &mut sink, &burst, all(&frames));
+    assert!(sink.got == frames);
+}
+
+#[test]
 fn damaged_and_other_frames_stay_as_they_are_and_in_order() {
     let mut frames = cut(&[tcp(Kind::Tcp4, false, 1, 10_000, 1000)]);
     frames[4].0[500] ^= 1;
