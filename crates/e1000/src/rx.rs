@@ -17,7 +17,10 @@ use crate::{
     shared::Shared,
     statistics::{FCS, Tally},
 };
-use ringroad_frame::{BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink, offload::Support};
+use ringroad_frame::{
+    BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink,
+    offload::{HEADERS, Support},
+};
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Span, Table, sync::Ordering};
 use ringroad_wire::ethernet;
 use std::{
@@ -71,6 +74,10 @@ pub struct RxQueue {
     scratch: Box<[u8]>,
     /// Identification of the next frame's IPv6 fragments.
     ident: u32,
+    /// The frame of which the driver has got a part.
+    begun: Option<Begun>,
+    /// Most descriptors that the driver has made available at once: some keep few.
+    most: u32,
     /// The last frame for which there were too few descriptors needs so many, at least; 0: there was none.
     short: u32,
     /// Descriptors used since the head was published, and the second words of those that were not yet written back.
@@ -79,7 +86,18 @@ pub struct RxQueue {
     pending: usize,
 }
 
+/// A frame that is being cut, with its first segments placed. The rest waits for room, and the frame at its sender.
+#[derive(Clone, Copy, Debug)]
+struct Begun {
+    /// By which it is known again: its headers, and its length.
+    head: [u8; HEADERS],
+    len: usize,
+    /// How many segments are placed.
+    segments: usize,
+}
+
 /// Why a frame is not placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Refusal {
     /// Too few buffers are available now.
     Full,
@@ -136,6 +154,8 @@ impl RxQueue {
             scratch: vec![0; LONGEST_LPE].into(),
             // Seeded by the system.
             ident: RandomState::new().hash_one(0) as u32,
+            begun: None,
+            most: 0,
             short: 0,
             used: 0,
             words: [0; WRITES],
@@ -185,6 +205,7 @@ impl RxQueue {
         let reset = setup.resets != self.resets;
         self.resets = setup.resets;
         drop(setup);
+        (self.begun, self.most) = (None, 0);
         if reset {
             self.fault = None;
         }
@@ -212,6 +233,7 @@ impl RxQueue {
         }
         // Without memory at all there is no VMM.
         let available = if self.memory.is_some() { self.ring.available(tail) } else { 0 };
+        self.most = self.most.max(available);
         if available > 0
             && let Err(fault) = self.ring.check(self.memory.as_ref().map_or(0, |memory| memory.regions().len()))
         {

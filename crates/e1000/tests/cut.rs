@@ -188,13 +188,88 @@ fn a_frame_waits_until_there_is_room_for_all_of_it() {
     board.write(reg::RDT, 8);
     assert!(board.rx.has_room(1));
     assert_eq!(board.offer(&all[3..]), 1);
-    // One that needs more than half of the ring gets that: the rest is dropped, and counted.
+    // One that needs more than half of the ring gets that, and then the rest.
     board.write(reg::RDT, 23);
     assert_eq!(board.offer(&all[4..]), 0);
+    assert_eq!(board.rx.counters().snapshot().frames, 40);
     board.write(reg::RDT, 24);
-    assert_eq!((board.offer(&all[4..]), board.read(statistics::MPC)), (1, 1));
+    assert_eq!(board.offer(&all[4..]), 0);
     assert_eq!(board.rx.counters().snapshot().frames, 40 + 16);
+    assert!(!board.rx.has_room(1));
+    board.write(reg::RDT, 28);
+    assert!(board.rx.has_room(1));
+    assert_eq!((board.offer(&all[4..]), board.read(statistics::MPC)), (1, 0));
+    assert_eq!(board.rx.counters().snapshot().frames, 40 + 20);
+    assert_eq!(board.rx.counters().snapshot().full, 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Boot loaders, which keep one buffer, or eight: they get all segments once and in order, however many at a time.
+    #[test]
+    fn a_driver_with_few_buffers_gets_all(
+        kind in prop::sample::select(TUNNEL_FREE.to_vec()),
+        len in 1..8000usize,
+        keeps in 1..12u32,
+        others in prop::collection::vec(any::<bool>(), 200),
+    ) {
+        let (bytes, offload) = whole(kind, len, 1000, None);
+        let plain = (frame(MAC, 60, 1), Offload::NONE);
+        let mut all = started(256, 0);
+        prop_assert_eq!(all.put(&[(bytes.clone(), offload), plain.clone()]), 2);
+        let expected: Vec<_> = received(&all, 0, 256, 2048).0.into_iter().map(|(frame, _)| frame).collect();
+        let mut board = started(64, 0);
+        board.write(reg::RCTL, 0);
+        board.write(reg::RDT, keeps);
+        board.write(reg::RCTL, rctl::EN | rctl::SECRC);
+        let between = frame(MAC, 70, 2);
+        let (mut found, mut next, mut left) = (Vec::new(), 0, vec![(bytes, offload), plain]);
+        for other in others {
+            if left.is_empty() {
+                break;
+            }
+            // A frame from another port, in between.
+            if other {
+                board.put(&[(between.clone(), Offload::NONE)]);
+            }
+            let handled = board.offer(&left);
+            left.drain(..handled);
+            // And one that is to be cut, and finds no room.
+            if !left.is_empty() {
+                prop_assert_eq!(board.offer(&[whole(Kind::Tcp4, 9000, 1001, None)]), 0);
+            }
+            let (frames, end) = received(&board, next, 64, 2048);
+            found.extend(frames.into_iter().map(|(frame, _)| frame).filter(|found| *found != between));
+            next = end;
+            board.write(reg::RDT, (next + keeps) % 64);
+        }
+        prop_assert!(left.is_empty());
+        // Those of IPv6 are numbered at random.
+        let same = |(a, b): (&Vec<u8>, &Vec<u8>)| a == b || kind == Kind::Fragments6 && a[..58] == b[..58] && a[62..] == b[62..];
+        prop_assert_eq!(found.len(), expected.len());
+        prop_assert!(found.iter().zip(&expected).all(same));
+    }
+}
+
+#[test]
+fn a_frame_that_is_dropped_meanwhile_is_not_gone_on_with() {
+    let mut board = started(64, 0);
+    board.write(reg::RCTL, 0);
+    board.write(reg::RDT, 4);
+    board.write(reg::RCTL, rctl::EN | rctl::SECRC);
+    let frames = [whole(Kind::Tcp4, 10_000, 1000, None)];
+    assert_eq!((board.offer(&frames), board.rx.counters().snapshot().frames), (0, 4));
+    // Waited for too long: what there is room for, and no more.
+    board.write(reg::RDT, 7);
+    assert_eq!((board.put(&frames), board.rx.counters().snapshot().frames), (0, 7));
     assert_eq!(board.rx.counters().snapshot().full, 1);
+    board.write(reg::RDT, 20);
+    assert_eq!(
+        (board.offer(&frames), board.rx.counters().snapshot().frames),
+        (1, 17),
+        "sent again, from its beginning"
+    );
 }
 
 #[test]

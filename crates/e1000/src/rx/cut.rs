@@ -1,7 +1,7 @@
 //! Frames whose sender left work to the receiver, which this driver cannot do: checksums are completed, and frames cut into segments,
 //! on the way into its buffers. A guest that cannot take them whole still gets them in bursts, with checksums that it need not verify.
 
-use super::{FRAME_BUFFERS, LONGEST_LPE, Refusal, RxQueue};
+use super::{Begun, FRAME_BUFFERS, LONGEST_LPE, Refusal, RxQueue};
 use crate::statistics::Tally;
 use ringroad_frame::{
     Burst,
@@ -12,8 +12,8 @@ use ringroad_frame::{
 };
 
 impl RxQueue {
-    /// Places a frame and what it becomes. `wait`: refuses a frame that is to be cut as long as there are too few buffers for all of
-    /// it, or for half of the ring if it needs more; without, what there is no room for is dropped.
+    /// Places a frame and what it becomes. `wait`: without room for all segments of a frame, or for half of the ring, or for as many as
+    /// the driver ever has buffers for, nothing is placed yet; what then finds no room waits, too. Otherwise it is dropped.
     pub(super) fn place_any(
         &mut self,
         burst: &Burst,
@@ -25,28 +25,39 @@ impl RxQueue {
         let offload = burst.offload(index.into());
         match (offload.checksum(), offload.gso()) {
             (_, Some(gso)) => {
-                if wait {
-                    self.find_room(burst, index, offload, available)?;
+                let mut head = [0; HEADERS];
+                let read = burst.copy(index.into(), 0, &mut head);
+                let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
+                let known = self.begun.filter(|begun| begun.len == len && begun.head == head);
+                let mut begun = known.unwrap_or(Begun { head, len, segments: 0 });
+                let placed = if wait && !self.is_room(offload, &begun, available) {
+                    Err(Refusal::Full)
+                } else {
+                    self.place_cut((burst, index), gso, read, &mut begun, available, tally)
+                };
+                // One of another port, meanwhile, does not disturb it.
+                if placed == Err(Refusal::Full) && wait && begun.segments > 0 {
+                    self.begun = Some(begun);
+                } else if known.is_some() {
+                    self.begun = None;
                 }
-                self.place_cut(burst, index, gso, available, tally).map_err(|refusal| match refusal {
-                    Refusal::Full => Refusal::Cut,
-                    other => other,
-                })
+                // Nobody may ask for the rest.
+                placed.map_err(|refusal| if refusal == Refusal::Full && !wait { Refusal::Cut } else { refusal })
             }
             (Checksum::Partial { .. }, None) => self.place_completed(burst, index, offload, available, tally),
             _ => self.place(burst, index, available, tally),
         }
     }
 
-    fn find_room(&mut self, burst: &Burst, index: u8, offload: Offload, available: u32) -> Result<(), Refusal> {
-        let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
-        let buffers = (offload.longest(len) + self.fcs).div_ceil(self.buffer.max(1)).min(FRAME_BUFFERS);
-        let needed = (offload.frames(len) * buffers).min(self.ring.count() as usize / 2) as u32;
+    fn is_room(&mut self, offload: Offload, begun: &Begun, available: u32) -> bool {
+        let buffers = (offload.longest(begun.len) + self.fcs).div_ceil(self.buffer.max(1)).min(FRAME_BUFFERS);
+        let segments = offload.frames(begun.len).saturating_sub(begun.segments);
+        let most = self.most.min(self.ring.count() / 2) as usize;
+        let needed = (segments * buffers).min(most) as u32;
         if available - self.used < needed {
             self.short = needed;
-            return Err(Refusal::Full);
         }
-        Ok(())
+        available - self.used >= needed
     }
 
     fn place_completed(
@@ -68,17 +79,16 @@ impl RxQueue {
 
     fn place_cut(
         &mut self,
-        burst: &Burst,
-        index: u8,
+        (burst, index): (&Burst, u8),
         gso: Gso,
+        read: usize,
+        begun: &mut Begun,
         available: u32,
         tally: &mut Tally,
     ) -> Result<(), Refusal> {
-        let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
-        let mut head = [0; HEADERS];
-        let read = burst.copy(index.into(), 0, &mut head);
-        self.ident = self.ident.wrapping_add(1);
-        let segments = Segmenter::new(gso, head.get(..read).unwrap_or_default(), len, Checksums::Complete, self.ident);
+        self.ident = self.ident.wrapping_add(u32::from(begun.segments == 0));
+        let head = begun.head.get(..read).unwrap_or_default();
+        let segments = Segmenter::new(gso, head, begun.len, Checksums::Complete, self.ident);
         let (Ok(mut segments), Some(mut reader)) = (segments, burst.reader(index.into())) else {
             return Err(Refusal::Offload);
         };
@@ -87,9 +97,14 @@ impl RxQueue {
         }
         // A datagram's checksum is complete, too, but no fragment has all that it covers.
         let checksum = if gso.kind.is_fragments() { Checksum::Complete } else { Checksum::Valid };
+        let mut done = segments.skip(begun.segments);
         self.with_scratch(|queue, scratch| {
             while let Some(segment) = segments.next(scratch, |at, target| _ = reader.copy(at, target)) {
-                queue.place_finished(scratch.get(..segment.len).unwrap_or_default(), checksum, available, tally)?;
+                if done >= begun.segments {
+                    queue.place_finished(scratch.get(..segment.len).unwrap_or_default(), checksum, available, tally)?;
+                    begun.segments += 1;
+                }
+                done += 1;
             }
             Ok(())
         })
