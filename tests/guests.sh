@@ -308,20 +308,24 @@ interrupts() { # GUEST, NAME OF THE INTERRUPT, N: while it receives, there are N
 }
 
 card() { # GUEST with an e1000: its driver uses offloads, and every checksum is right, by the kernel's own sums
-  local out before
+  local out before mean
   at "$1" 'ethtool -k eth0; ethtool -i eth0; ethtool eth0' >"$state/ethtool" || return
   for out in 'tcp-segmentation-offload: on' 'tx-checksumming: on' 'rx-checksumming: ' 'driver: e1000' 'Speed: 1000Mb/s' 'Link detected: yes'; do
     grep -q "$out" "$state/ethtool" || { echo "expected '$out'"; cat "$state/ethtool"; return 1; }
   done
-  # The guest sums what it receives itself.
+  # The guest sums what it receives itself, and is sent frames that the card cuts.
   at "$1" 'ethtool -K eth0 rx off' || return
+  before=$(counts tx)
   tcp host "$state/data" "$1" /tmp/in || return
+  out=$(counts tx)
+  mean=$(((${out% *} - ${before% *}) / (${out#* } - ${before#* })))
+  [ $mean -gt 1600 ] || { echo "mean frame to it $mean bytes, expected more than 1600"; return 1; }
   at "$1" 'ethtool -K eth0 rx on' || return
   before=$(counts rx)
   tcp "$1" /tmp/in host "$state/back" || return
   out=$(counts rx)
   rm -f "$state/back"
-  figure="mean frame from it $(((${out% *} - ${before% *}) / (${out#* } - ${before#* }))) bytes"
+  figure="mean frame to it $mean bytes, from it $(((${out% *} - ${before% *}) / (${out#* } - ${before#* })))"
   [ $(((${out% *} - ${before% *}) / (${out#* } - ${before#* }))) -gt 1600 ] || { echo "$figure, expected more than 1600"; return 1; }
   out=$(at "$1" "awk '/^Tcp:/ { if (!n++) for (i = 1; i <= NF; i++) name[i] = \$i; else for (i = 1; i <= NF; i++) if (name[i] == \"InCsumErrors\") print \$i }' /proc/net/snmp")
   [ "$out" = 0 ] || { echo "$out segments with a wrong checksum"; return 1; }
