@@ -19,7 +19,7 @@ use crate::{
 };
 use ringroad_frame::{
     BURST, Burst, Counters, Frame, HEADROOM, MAX_FRAME, Sink,
-    offload::{HEADERS, Support},
+    offload::{Gso, HEADERS, Support},
 };
 use ringroad_mem::{Error as MemoryError, Hit, Pieces, Span, Table, sync::Ordering};
 use ringroad_wire::ethernet;
@@ -40,6 +40,9 @@ const FRAME_BUFFERS: usize = 128;
 const SPANS: usize = 512;
 /// Buffers whose first lines are prefetched, ahead of writing to them.
 const LOOK_AHEAD: usize = 8;
+
+/// Frames that are cut at the same time, each from another sender. More than these start over when they are offered again.
+const BEGUN: usize = 8;
 
 /// Position of a VLAN tag, and its size.
 const TAG_AT: usize = 12;
@@ -74,8 +77,8 @@ pub struct RxQueue {
     scratch: Box<[u8]>,
     /// Identification of the next frame's IPv6 fragments.
     ident: u32,
-    /// The frame of which the driver has got a part.
-    begun: Option<Begun>,
+    /// Frames of which the driver has got a part.
+    begun: Vec<Begun>,
     /// Most descriptors that the driver has made available at once: some keep few.
     most: u32,
     /// The last frame for which there were too few descriptors needs so many, at least; 0: there was none.
@@ -89,9 +92,12 @@ pub struct RxQueue {
 /// A frame that is being cut, with its first segments placed. The rest waits for room, and the frame at its sender.
 #[derive(Clone, Copy, Debug)]
 struct Begun {
-    /// By which it is known again: its headers, and its length.
+    /// By which it is known again: its headers, its length, and how it is cut.
     head: [u8; HEADERS],
     len: usize,
+    gso: Gso,
+    /// Identification of its IPv6 fragments.
+    ident: u32,
     /// How many segments are placed.
     segments: usize,
 }
@@ -154,7 +160,7 @@ impl RxQueue {
             scratch: vec![0; LONGEST_LPE].into(),
             // Seeded by the system.
             ident: RandomState::new().hash_one(0) as u32,
-            begun: None,
+            begun: Vec::with_capacity(BEGUN),
             most: 0,
             short: 0,
             used: 0,
@@ -179,6 +185,7 @@ impl RxQueue {
     /// queue does not hold the former memory any more.
     pub fn set_memory(&mut self, memory: Option<Arc<Table>>) {
         self.targets.clear();
+        self.begun.clear();
         self.ring.release();
         // The setup is to be applied again.
         self.generation = self.shared.generation().wrapping_sub(1);
@@ -205,9 +212,10 @@ impl RxQueue {
         let reset = setup.resets != self.resets;
         self.resets = setup.resets;
         drop(setup);
-        (self.begun, self.most) = (None, 0);
+        (self.most, self.short) = (0, 0);
         if reset {
             self.fault = None;
+            self.begun.clear();
         }
         let size = 2048 >> (bits >> rctl::BSIZE & 3);
         // 16384, 8192 and 4096; 32768 would be reserved.

@@ -73,7 +73,8 @@ pub trait Sink {
     fn put(&mut self, burst: &Burst, which: &[u8]) -> usize;
 
     /// Like `put`, but stops at the first frame for which there is no room now: that frame and those behind it are neither
-    /// accepted nor counted. Returns how many of `which` were handled, that is accepted or dropped.
+    /// accepted nor counted. Returns how many of `which` were handled, that is accepted or dropped. Of a frame that is cut here
+    /// ([`Sink::cuts`]) the receiver may have got a part already: it gets the rest when the frame is offered again.
     fn offer(&mut self, burst: &Burst, which: &[u8]) -> usize {
         self.put(burst, which);
         which.len()

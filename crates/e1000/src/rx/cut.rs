@@ -1,12 +1,13 @@
 //! Frames whose sender left work to the receiver, which this driver cannot do: checksums are completed, and frames cut into segments,
-//! on the way into its buffers. A guest that cannot take them whole still gets them in bursts, with checksums that it need not verify.
+//! on the way into its buffers. A guest that cannot take them whole still gets them in bursts, with checksums that it need not verify. Their
+//! sender is believed as by a virtio driver that gets them with VIRTIO_NET_HDR_F_NEEDS_CSUM: what it asks to be summed is its checksum.
 
-use super::{Begun, FRAME_BUFFERS, LONGEST_LPE, Refusal, RxQueue};
+use super::{BEGUN, Begun, FRAME_BUFFERS, LONGEST_LPE, Refusal, RxQueue};
 use crate::statistics::Tally;
 use ringroad_frame::{
     Burst,
     offload::{
-        Checksum, Gso, HEADERS, Offload, checksum,
+        Checksum, HEADERS, Offload, checksum,
         segment::{Checksums, Segmenter},
     },
 };
@@ -28,18 +29,22 @@ impl RxQueue {
                 let mut head = [0; HEADERS];
                 let read = burst.copy(index.into(), 0, &mut head);
                 let len = burst.frames().get(usize::from(index)).map_or(0, |frame| frame.len());
-                let known = self.begun.filter(|begun| begun.len == len && begun.head == head);
-                let mut begun = known.unwrap_or(Begun { head, len, segments: 0 });
+                let is = |begun: &Begun| (begun.len, begun.gso, begun.head) == (len, gso, head);
+                let known = self.begun.iter().position(is).map(|at| self.begun.swap_remove(at));
+                let mut begun = known.unwrap_or_else(|| {
+                    self.ident = self.ident.wrapping_add(1);
+                    Begun { head, len, gso, ident: self.ident, segments: 0 }
+                });
                 let placed = if wait && !self.is_room(offload, &begun, available) {
                     Err(Refusal::Full)
                 } else {
-                    self.place_cut((burst, index), gso, read, &mut begun, available, tally)
+                    self.place_cut((burst, index), read, &mut begun, available, tally)
                 };
-                // One of another port, meanwhile, does not disturb it.
                 if placed == Err(Refusal::Full) && wait && begun.segments > 0 {
-                    self.begun = Some(begun);
-                } else if known.is_some() {
-                    self.begun = None;
+                    if self.begun.len() == BEGUN {
+                        self.begun.remove(0);
+                    }
+                    self.begun.push(begun);
                 }
                 // Nobody may ask for the rest.
                 placed.map_err(|refusal| if refusal == Refusal::Full && !wait { Refusal::Cut } else { refusal })
@@ -80,15 +85,14 @@ impl RxQueue {
     fn place_cut(
         &mut self,
         (burst, index): (&Burst, u8),
-        gso: Gso,
         read: usize,
         begun: &mut Begun,
         available: u32,
         tally: &mut Tally,
     ) -> Result<(), Refusal> {
-        self.ident = self.ident.wrapping_add(u32::from(begun.segments == 0));
+        let gso = begun.gso;
         let head = begun.head.get(..read).unwrap_or_default();
-        let segments = Segmenter::new(gso, head, begun.len, Checksums::Complete, self.ident);
+        let segments = Segmenter::new(gso, head, begun.len, Checksums::Complete, begun.ident);
         let (Ok(mut segments), Some(mut reader)) = (segments, burst.reader(index.into())) else {
             return Err(Refusal::Offload);
         };
@@ -97,14 +101,11 @@ impl RxQueue {
         }
         // A datagram's checksum is complete, too, but no fragment has all that it covers.
         let checksum = if gso.kind.is_fragments() { Checksum::Complete } else { Checksum::Valid };
-        let mut done = segments.skip(begun.segments);
+        segments.skip(begun.segments);
         self.with_scratch(|queue, scratch| {
             while let Some(segment) = segments.next(scratch, |at, target| _ = reader.copy(at, target)) {
-                if done >= begun.segments {
-                    queue.place_finished(scratch.get(..segment.len).unwrap_or_default(), checksum, available, tally)?;
-                    begun.segments += 1;
-                }
-                done += 1;
+                queue.place_finished(scratch.get(..segment.len).unwrap_or_default(), checksum, available, tally)?;
+                begun.segments += 1;
             }
             Ok(())
         })

@@ -88,13 +88,12 @@ impl Segmenter {
         self.left
     }
 
-    /// Leaves out so many segments, which were written before, but not the last one. Returns how many: none of fragments, whose checksum
-    /// is completed with the first one.
-    pub fn skip(&mut self, segments: usize) -> usize {
-        let count = if self.gso.kind.is_fragments() { 0 } else { segments.min(self.left.saturating_sub(1)) };
+    /// Leaves out so many segments, which were written before, but not the last one.
+    pub fn skip(&mut self, segments: usize) {
+        let count = segments.min(self.left.saturating_sub(1));
+        // The checksum of a datagram, which is completed with its first fragment, is in that one.
         self.at += count * self.size();
         self.left -= count;
-        count
     }
 
     /// Writes the next segment to the start of `out`. `copy` copies bytes of the frame, from the given position on; it is not
