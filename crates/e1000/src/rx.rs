@@ -406,8 +406,8 @@ fn plain<'b>(burst: &'b Burst, sources: &[Span<'b>], index: u8) -> Option<(&'b F
 }
 
 impl Sink for RxQueue {
-    /// All: what the driver cannot take, the queue does itself, straight into the driver's buffers. Whether a checksum is known to be
-    /// valid is told only if the driver wants to know.
+    /// All: what the driver cannot take, the queue does itself on the way into the driver's buffers. Verified checksums are reported only
+    /// if the driver has enabled that in RXCSUM.
     fn support(&self) -> Support {
         let reports = self.rxcsum & (rxcsum::IPOFL | rxcsum::TUOFL) != 0;
         if reports { Support::all() } else { Support::all().difference(Support::VALID) }
