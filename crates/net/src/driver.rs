@@ -120,9 +120,12 @@ struct Queue {
 }
 
 impl Queue {
-    /// Bytes of memory of a queue with this many buffers for a header and a frame of these lengths.
+    /// Bytes of memory of a queue with this many buffers for a header and a frame of these lengths: an odd number of half pages. So
+    /// buffers with the same index of two successive queues, receive and transmit, lie half a page apart in their pages. A device that
+    /// reflects copies from one to the other: with equal low 12 bits of address, each load would be taken to depend on an earlier store.
     fn bytes(features: RingFeatures, size: u32, lens: [usize; 2]) -> usize {
-        (DriverRing::bytes(features, size) + size as usize * Self::stride(lens)).next_multiple_of(4096)
+        const PAGE: usize = 4096;
+        (DriverRing::bytes(features, size) + size as usize * Self::stride(lens)).next_multiple_of(PAGE) + PAGE / 2
     }
 
     /// Returns the length of each buffer: an odd number of cache lines, so that the first lines of all buffers do not compete for

@@ -455,6 +455,23 @@ fn what_was_prepared_is_sent_from_any_pair_of_queues() {
 }
 
 #[test]
+fn buffers_of_receive_and_transmit_queues_lie_half_a_page_apart_in_their_pages() {
+    for packed in [0, bits::RING_PACKED] {
+        for (queue_pairs, frame) in [(1, 64), (1, 1518), (3, 1518)] {
+            let config =
+                DriverConfig { acked: bits::VERSION_1 | packed, queue_pairs, queue_size: 256, frame, huge: false };
+            let guest = Driver::new(config).unwrap();
+            for (rx, tx) in guest.rx.iter().zip(&guest.tx) {
+                for id in 0..256 {
+                    let (received, sent) = (rx.buffer(id).unwrap(), tx.buffer(id).unwrap());
+                    assert_eq!((sent - received) % 4096, 2048, "{packed:x} {queue_pairs} {frame} {id}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn queues_that_are_not_possible_are_refused() {
     for (packed, queue_size) in [(0, 0), (0, 3), (0, 65536), (bits::RING_PACKED, 0), (bits::RING_PACKED, 32769)] {
         let acked = bits::VERSION_1 | packed;

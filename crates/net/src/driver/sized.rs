@@ -432,7 +432,7 @@ impl SizedDriver {
         let receive = SizedRx::bytes(features, config.queue_size).next_multiple_of(PAGE);
         let lens = [vnet_hdr::SIZE, MAX_FRAME];
         let transmit = Queue::bytes(features, config.queue_size, lens);
-        let (region, file) = Region::create(receive + transmit, GUEST, false)?;
+        let (region, file) = Region::create((receive + transmit).next_multiple_of(PAGE), GUEST, false)?;
         let memory = Arc::new(Table::default().with(region.clone())?);
         let rx = SizedRx::new(&region, &memory, 0, &config)?;
         let queue = Queue::new(&region, &memory, receive, features, config.queue_size, lens, 0)?;
