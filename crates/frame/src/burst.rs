@@ -3,7 +3,7 @@
 mod reader;
 
 use crate::{BURST, Frame, HEAD, HEADROOM, MAX_FRAME, head::OFFLOADED, offload::Offload};
-use ringroad_mem::{Hit, Pieces, Span, Table};
+use ringroad_mem::{Hint, Hit, Pieces, Span, Table};
 use ringroad_wire::ethernet;
 use std::sync::Arc;
 
@@ -42,6 +42,10 @@ pub struct Burst {
     bytes: u64,
     /// Number of the source's buffers without a frame.
     refused: usize,
+    /// See [`Burst::announce`].
+    next: [Hint; BURST],
+    /// How many of them there are.
+    announced: usize,
 }
 
 impl Default for Burst {
@@ -60,6 +64,8 @@ impl Default for Burst {
             bound: MAX_FRAME,
             bytes: 0,
             refused: 0,
+            next: [Hint::default(); BURST],
+            announced: 0,
         }
     }
 }
@@ -87,6 +93,7 @@ impl Burst {
     pub fn start(&mut self, bound: usize, lead: usize) {
         (self.count, self.singles, self.bytes, self.has_offloads, self.refused) = (0, 0, 0, false, 0);
         (self.bound, self.lead) = (bound.min(MAX_FRAME), lead);
+        self.announced = 0;
     }
 
     /// Starts an empty burst whose frames are pushed by their addresses in `memory`, with a header of [`HEADROOM`] bytes each.
@@ -113,6 +120,20 @@ impl Burst {
     #[inline]
     pub fn has_spare(&self) -> bool {
         self.spare
+    }
+
+    /// Names the pieces of the source's next burst. Who copies the frames of this one fetches a line of those with each: their heads are
+    /// read in one go, faster than the lines can come from the sender's core.
+    #[inline(always)]
+    pub fn announce(&mut self, pieces: &[Span<'_>]) {
+        self.announced = pieces.len().min(BURST);
+        self.next.iter_mut().zip(pieces).for_each(|(hint, &piece)| *hint = Hint::of(piece));
+    }
+
+    /// Returns what was announced.
+    #[inline(always)]
+    pub fn next(&self) -> &[Hint] {
+        self.next.get(..self.announced).unwrap_or_default()
     }
 
     /// Swaps the burst's list of pieces with the source's, which holds the pieces of its frames.

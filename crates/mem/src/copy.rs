@@ -155,6 +155,19 @@ pub(crate) fn prefetch(address: *const u8) {
     let _ = address;
 }
 
+/// Prefetches a cache line for reading, but only to the second level: the first has few misses outstanding at a time, which are left to
+/// what is needed sooner. Any address is allowed.
+#[inline(always)]
+pub(crate) fn prefetch_far(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch is a hint and never faults.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// Prefetches a cache line for writing. Any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch_write(address: *const u8) {

@@ -12,6 +12,7 @@
 )]
 
 mod copy;
+mod hint;
 mod pieces;
 mod region;
 mod sigbus;
@@ -22,6 +23,7 @@ mod words;
 mod zeros;
 
 pub use copy::reads_take_lines;
+pub use hint::Hint;
 pub use pieces::Pieces;
 pub use region::{Error, Region};
 pub use sigbus::faults;

@@ -257,3 +257,17 @@ fn lengths_on_a_link() {
     burst.push_at(0, HEADROOM + 60, Offload::NONE).unwrap();
     assert!(!burst.has_offloads() && burst.offload(0).is_none() && burst.offload(1).is_none());
 }
+
+#[test]
+fn what_is_announced_is_for_one_burst() {
+    let region = Region::private(4096, 0).unwrap();
+    let pieces: Vec<_> = (0..BURST + 1).map(|index| region.span(32 * index, 32).unwrap()).collect();
+    let mut burst = Burst::default();
+    assert!(burst.next().is_empty());
+    burst.announce(&pieces[..3]);
+    assert_eq!(burst.next().len(), 3);
+    burst.announce(&pieces);
+    assert_eq!(burst.next().len(), BURST);
+    burst.start(1500, 0);
+    assert!(burst.next().is_empty());
+}

@@ -145,6 +145,10 @@ impl TxQueue {
         self.ahead.start(&self.memory);
         if self.tuning.fetches() {
             let _ = Self::fetch(&mut self.ring, &self.memory, &mut self.ahead, &self.tuning, self.batch);
+            if let Some((_, pieces)) = self.ahead.plain() {
+                // The first ones were just fetched.
+                burst.announce(pieces.get(self.tuning.distance()..).unwrap_or_default());
+            }
         }
         if burst.has_offloads() {
             self.count_offloads(burst);

@@ -3,7 +3,7 @@
 use super::{Refusal, RxQueue, header};
 use crate::{device::FETCH, offload, rss::HashReport};
 use ringroad_frame::{ALL, Burst, Flow, Frame, HEAD, HEADROOM, Rest};
-use ringroad_mem::Span;
+use ringroad_mem::{Hint, Span};
 use ringroad_ring::{BURST, Chain, Fault};
 use ringroad_wire::vnet_hdr;
 use std::ops::Range;
@@ -23,7 +23,7 @@ fn fetch_target<const WRITE: bool>(target: Span<'_>, apart: bool) {
 }
 
 /// Copies frames until one is not in one piece or does not fit; returns how many were copied. `later`: the buffers to prefetch
-/// meanwhile. `APART`: the virtio-net header has a cache line of its own, as in DPDK's drivers; as it hardly ever changes, that
+/// meanwhile; `next`: what the source will read then. `APART`: the virtio-net header has a cache line of its own, as in DPDK's drivers; as it hardly ever changes, that
 /// line is only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
 #[inline(always)]
 fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
@@ -31,6 +31,7 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
     chains: &mut [Chain],
     targets: &[Span<'_>],
     later: &[Span<'_>],
+    next: &[Hint],
 ) -> usize {
     let mut count = 0;
     for ((frame, chain), &target) in frames.zip(chains).zip(targets) {
@@ -38,6 +39,9 @@ fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
         // and take lines from the driver that it is still reading. The last of an odd number is left out.
         if let Some(&later) = later.get(count ^ 1) {
             fetch_target::<WRITE>(later, APART);
+        }
+        if let Some(next) = next.get(count) {
+            next.fetch();
         }
         let Some((frame, source)) = frame else { break };
         let total = frame.extent();
@@ -79,13 +83,13 @@ impl RxQueue {
         if sources.len() == frames.len() && which.len() == frames.len() {
             // Each piece is a frame, and all frames go here.
             debug_assert_eq!(ALL.get(..frames.len()), Some(which));
-            return self.place_all::<WRITE, _>(which.len(), |part| {
+            return self.place_all::<WRITE, _>(which.len(), burst.next(), |part| {
                 let sources = sources.get(part.clone()).unwrap_or_default();
                 let frames = frames.get(part).unwrap_or_default();
                 frames.iter().zip(sources).map(|(frame, &source)| Some((frame, source)))
             });
         }
-        self.place_all::<WRITE, _>(which.len(), |part| {
+        self.place_all::<WRITE, _>(which.len(), burst.next(), |part| {
             which.get(part).unwrap_or_default().iter().map(|&index| {
                 let frame = frames.get(index as usize)?;
                 Some((frame, *sources.get(burst.piece(frame))?))
@@ -95,7 +99,12 @@ impl RxQueue {
 
     /// As `place_plain`, for `count` frames, which `frames` returns part by part. Not inlined: its loop needs all registers.
     #[inline(never)]
-    fn place_all<'b, const WRITE: bool, F>(&mut self, count: usize, frames: impl Fn(Range<usize>) -> F) -> (usize, u64)
+    fn place_all<'b, const WRITE: bool, F>(
+        &mut self,
+        count: usize,
+        next: &[Hint],
+        frames: impl Fn(Range<usize>) -> F,
+    ) -> (usize, u64)
     where
         F: ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
     {
@@ -112,12 +121,13 @@ impl RxQueue {
             let part = if count == BURST { most } else { (done + self.ring.left_in_line()).min(most) };
             let (chains, frames) = (chains.get_mut(done..part).unwrap_or_default(), frames(done..part));
             let later = targets.get(done + distance..).unwrap_or_default();
+            let next = next.get(done..).unwrap_or_default();
             let targets = targets.get(done..part).unwrap_or_default();
             let placed = match (small, apart) {
-                (true, false) => place_part::<false, WRITE, true>(frames, chains, targets, later),
-                (true, true) => place_part::<true, WRITE, true>(frames, chains, targets, later),
-                (false, false) => place_part::<false, WRITE, false>(frames, chains, targets, later),
-                (false, true) => place_part::<true, WRITE, false>(frames, chains, targets, later),
+                (true, false) => place_part::<false, WRITE, true>(frames, chains, targets, later, next),
+                (true, true) => place_part::<true, WRITE, true>(frames, chains, targets, later, next),
+                (false, false) => place_part::<false, WRITE, false>(frames, chains, targets, later, next),
+                (false, true) => place_part::<true, WRITE, false>(frames, chains, targets, later, next),
             };
             done += placed;
             if done < part || done == most {
