@@ -23,8 +23,8 @@ fn fetch_target<const WRITE: bool>(target: Span<'_>, apart: bool) {
 }
 
 /// Copies frames until one is not in one piece or does not fit; returns how many were copied. `later`: the buffers to prefetch
-/// meanwhile; `next`: what the source will read then. `APART`: the virtio-net header has a cache line of its own, as in DPDK's drivers; as it hardly ever changes, that
-/// line is only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
+/// meanwhile; `next`: what the source will read after this burst. `APART`: the virtio-net header has a cache line of its own, as in
+/// DPDK's drivers; as it hardly ever changes, that line is only read. `WRITE`, `SMALL`: `Tuning::prefetch_write`, `Tuning::small_copy`.
 #[inline(always)]
 fn place_part<'b, const APART: bool, const WRITE: bool, const SMALL: bool>(
     frames: impl ExactSizeIterator<Item = Option<(&'b Frame, Span<'b>)>>,
