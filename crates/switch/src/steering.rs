@@ -6,15 +6,21 @@ use std::{
     hash::{BuildHasher, RandomState},
 };
 
-/// Flows that are remembered: a power of two.
-const FLOWS: usize = 4096;
+/// Flows that are remembered: this many sets of so many, one set in one cache line.
+const SETS: usize = 1024;
+const WAYS: usize = 4;
+
+/// The part of an entry that tells flows of one set apart; the rest of it is the queue.
+const TAG: u32 = !0xff;
 
 /// The receive queues of a port that has several: a flow goes to the queue whose transmit queue its frames last came from (virtio
-/// 1.3, 5.1.6.5.6), as the driver has them on the CPU that works on the flow. A flow that nothing came from yet goes by its hash.
+/// 1.3, 5.1.6.5.6), as the driver has them on the CPU that works on the flow. A flow that nothing came from yet goes by its hash,
+/// and so does one whose entry four others of its set have taken since.
 pub(crate) struct Steering {
     seed: u64,
-    /// By flow: the upper part of its hash, and the queue in the lowest byte; zero: none. Allocated for ports with several queues.
-    flows: OnceCell<Box<[Cell<u32>]>>,
+    /// By flow: the upper part of its hash, and the queue in the lowest byte; of a set, that which was noted last first. Zero: none,
+    /// or what the hash would say as well. Allocated for ports with several queues.
+    flows: OnceCell<Box<[[Cell<u32>; WAYS]]>>,
 }
 
 impl Steering {
@@ -22,9 +28,9 @@ impl Steering {
         Steering { seed: RandomState::new().hash_one(0u8), flows: OnceCell::new() }
     }
 
-    fn place(&self, flow: u32) -> Option<&Cell<u32>> {
-        let flows = self.flows.get_or_init(|| (0..FLOWS).map(|_| Cell::new(0)).collect());
-        flows.get(flow as usize % FLOWS)
+    fn set(&self, flow: u32) -> impl Iterator<Item = &Cell<u32>> {
+        let flows = self.flows.get_or_init(|| (0..SETS).map(|_| Default::default()).collect());
+        flows.get(flow as usize % SETS).into_iter().flatten()
     }
 
     /// A frame of this flow came from the queue.
@@ -33,8 +39,15 @@ impl Steering {
     }
 
     fn note_hash(&self, flow: u32, queue: usize) {
-        if let (Some(place), Ok(queue)) = (self.place(flow), u8::try_from(queue)) {
-            place.set(flow & !0xff | u32::from(queue));
+        let Ok(queue) = u8::try_from(queue) else { return };
+        let mut entry = flow & TAG | u32::from(queue);
+        // To the front; others move back by one, as far as its place was, or a free one is.
+        for place in self.set(flow) {
+            let before = place.replace(entry);
+            if before == 0 || (before ^ flow) & TAG == 0 {
+                break;
+            }
+            entry = before;
         }
     }
 
@@ -44,7 +57,7 @@ impl Steering {
     }
 
     fn queue_of_hash(&self, flow: u32, queues: usize) -> u8 {
-        let noted = self.place(flow).map(Cell::get).filter(|noted| *noted != 0 && (noted ^ flow) & !0xff == 0);
+        let noted = self.set(flow).map(Cell::get).find(|noted| (noted ^ flow) & TAG == 0);
         match noted.map(|noted| noted as u8) {
             Some(queue) if usize::from(queue) < queues => queue,
             // In proportion to the hash.
@@ -72,12 +85,40 @@ mod tests {
         assert_eq!(at(flow, 4), elsewhere);
         // Not if the driver has fewer queues by now.
         assert_eq!(at(flow, 1), 0);
-        // Another flow with the same place takes it, and is not mistaken for the first.
-        let other = flow ^ 0x8000_0000;
-        assert_eq!(other as usize % FLOWS, flow as usize % FLOWS);
-        assert_ne!(at(other, 4), 9);
-        steering.note_hash(other, 3);
-        assert_eq!((at(other, 4), at(flow, 4)), (3, ((u64::from(flow) * 4) >> 32) as usize));
+    }
+
+    #[test]
+    fn a_set_remembers_the_last_four_flows_that_were_noted() {
+        let steering = Steering::new();
+        // All of one set, and none by its hash at the queue that is noted for it.
+        let flows: Vec<u32> = (0..6).map(|index| 0x40 + index * 0x1000_0000).collect();
+        let by_hash = |flow: u32| ((u64::from(flow) * 4) >> 32) as u8;
+        let elsewhere = |flow: u32| (by_hash(flow) + 1) % 4;
+        let remembered = || -> Vec<usize> {
+            (0..flows.len()).filter(|&index| steering.queue_of_hash(flows[index], 4) != by_hash(flows[index])).collect()
+        };
+        let note = |index: usize| steering.note_hash(flows[index], elsewhere(flows[index]).into());
+        (0..4).for_each(note);
+        assert_eq!(remembered(), [0, 1, 2, 3]);
+        // The one that was noted longest ago makes room, whether it came first or not.
+        note(0);
+        note(4);
+        assert_eq!(remembered(), [0, 2, 3, 4]);
+        note(2);
+        note(5);
+        assert_eq!(remembered(), [0, 2, 4, 5]);
+        remembered().iter().for_each(|&index| {
+            assert_eq!(steering.queue_of_hash(flows[index], 4), elsewhere(flows[index]), "flow {index}");
+        });
+        // From another queue by now: one entry, not two.
+        (0..4).for_each(|_| steering.note_hash(flows[5], by_hash(flows[5]).into()));
+        assert_eq!(remembered(), [0, 2, 4]);
+    }
+
+    #[test]
+    fn every_hash_has_a_queue() {
+        let steering = Steering::new();
+        let at = |flow: u32, queues| usize::from(steering.queue_of_hash(flow, queues));
         (0..=u32::MAX).step_by(65_537).for_each(|flow| assert!(at(flow, 3) < 3));
     }
 }
