@@ -110,7 +110,7 @@ impl Burst {
     }
 
     /// Sets whether the worker has time to spare, as it is faster than the driver of its only queue. If so, ports spend some of it on
-    /// what makes the driver faster: see `DeviceRing::hand_over`.
+    /// what makes the driver faster: see `DeviceRing::hand_over` and `demote_used`.
     #[inline]
     pub fn set_spare(&mut self, on: bool) {
         self.spare = on;

@@ -180,6 +180,18 @@ pub(crate) fn prefetch_write(address: *const u8) {
     let _ = address;
 }
 
+/// Moves a cache line from the core's own caches to the shared one, where another core finds it sooner. Any address is allowed.
+#[inline(always)]
+pub(crate) fn demote(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which accesses nothing and never faults; CPUs without CLDEMOTE treat it as a no-op.
+    unsafe {
+        std::arch::asm!("cldemote [{}]", in(reg) address, options(nostack, preserves_flags));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// Returns whether a core that reads a line which another core has written takes it away from that core, as Intel's do (seen on
 /// Emerald Rapids): the writer then misses it when it reads it again, and once more when it writes it, unless it was fetched for
 /// writing in between. It may trap: not for the data path.

@@ -62,6 +62,13 @@ impl<T: Word> Words<T> {
         if write { lines.for_each(copy::prefetch_write) } else { lines.for_each(copy::prefetch) }
     }
 
+    /// As [`Span::demote`](crate::Span::demote), for the cache lines of `count` words, where `index` is the first word of its line.
+    #[inline(always)]
+    pub fn demote_run(&self, index: usize, count: usize) {
+        let start = self.start.as_ptr().wrapping_add(index).cast::<u8>().cast_const();
+        (0..count * size_of::<T>()).step_by(64).for_each(|at| copy::demote(start.wrapping_add(at)));
+    }
+
     /// Returns the region that contains the words.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
@@ -136,6 +143,9 @@ impl<T: Word> Words<T> {
 
     /// No-op.
     pub fn prefetch_run(&self, _index: usize, _count: usize, _write: bool) {}
+
+    /// No-op.
+    pub fn demote_run(&self, _index: usize, _count: usize) {}
 
     /// Returns an array for a model.
     pub fn model(words: Vec<T>) -> Self {

@@ -34,7 +34,7 @@ pub struct DeviceRing(Either<Device<split::Layout>, Device<packed::Layout>>);
 
 impl std::fmt::Debug for DeviceRing {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("DeviceRing").field("packed", &matches!(self.0, Either::Packed(_))).finish_non_exhaustive()
+        out.debug_struct("DeviceRing").field("packed", &self.is_packed()).finish_non_exhaustive()
     }
 }
 
@@ -62,6 +62,21 @@ impl DeviceRing {
         if let Either::Split(ring) = &self.0 {
             ring.hand_over(most);
         }
+    }
+
+    /// Moves the last `most` used descriptors of a packed ring, which this core has written, to the cache that it shares with the driver's:
+    /// the driver reads them there sooner. It costs the device some time, as `hand_over` does. Of a split ring, nothing is moved.
+    #[inline]
+    pub fn demote_used(&self, most: usize) {
+        if let Either::Packed(ring) = &self.0 {
+            ring.demote_used(most);
+        }
+    }
+
+    /// Returns whether the ring is packed (2.8).
+    #[inline]
+    pub fn is_packed(&self) -> bool {
+        matches!(self.0, Either::Packed(_))
     }
 
     /// Undoes the taking of the last chains, which were not needed: all from index `keep` of the burst on.

@@ -161,6 +161,9 @@ fn device(features: Features, start: u16, content: &[u8], ops: &[Op], tuning: Tu
                 ring.untake(&mut chains, *count);
                 chains.list_mut().iter_mut().for_each(|chain| chain.written = *written.min(&chain.writable_len()));
                 ring.give(chains.list());
+                if tuning != Tuning::default() {
+                    ring.demote_used(*count);
+                }
                 chains.start(&memory.table);
             }
             Op::Poke(at, bytes) => drop(memory.span(*at, bytes.len()).write(bytes)),

@@ -202,7 +202,14 @@ impl RxQueue {
         if which.len() < all.len() {
             self.drop_others(burst, all, which, wait, &mut tally);
         }
+        let placed = used;
+        if burst.has_spare() {
+            self.demote(placed);
+        }
         self.give(&mut used);
+        if burst.has_spare() {
+            self.ring.demote_used(placed);
+        }
         // Prefetch what the next burst will write to. A fault here is reported by that burst.
         if self.tuning.fetches() {
             let _ = self.want::<WRITE>(which.len());
@@ -284,6 +291,17 @@ impl RxQueue {
                     return;
                 }
             }
+        }
+    }
+
+    /// Moves the heads of the frames in the first chains of a packed ring to the cache that is shared with the driver's core. It reads
+    /// them there sooner, and writes them sooner if it sends from the same buffers next, as DPDK's does.
+    #[cold]
+    #[inline(never)]
+    fn demote(&self, chains: usize) {
+        if self.ring.is_packed() {
+            let pieces = (0..chains).filter_map(|index| self.chains.first_piece(index));
+            pieces.for_each(|piece| piece.skip(vnet_hdr::SIZE).demote());
         }
     }
 

@@ -257,6 +257,15 @@ impl Device<Layout> {
         self.state.expected = slots;
     }
 
+    /// See `DeviceRing::demote_used`.
+    #[cold]
+    #[inline(never)]
+    pub fn demote_used(&self, most: usize) {
+        let (mut from, count) = (self.published, most.min(self.ring.size.into()) as u16);
+        from.back(count, self.ring.size);
+        self.ring.demote(from.slot, count);
+    }
+
     /// Normal path: writes the used descriptors of chains of any length, from a position on.
     fn write_each(&self, chains: &[Chain], mut at: Position) {
         let batch = self.published.to_bits();

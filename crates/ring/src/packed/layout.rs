@@ -152,6 +152,13 @@ impl Layout {
         self.descriptors.prefetch_run(0, 2 * (expected - straight) as usize, write);
     }
 
+    /// Demotes the cache lines of the descriptors of `count` slots. Of a line that they begin in the middle of, the end is left out.
+    pub(super) fn demote(&self, slot: u16, count: u16) {
+        let straight = count.min(self.size.saturating_sub(slot));
+        self.descriptors.demote_run(2 * slot as usize, 2 * straight as usize);
+        self.descriptors.demote_run(0, 2 * (count - straight) as usize);
+    }
+
     /// Returns whether the ring was certainly never used: it begins with descriptors available in the first pass, and all
     /// others are zero. A used ring can look the same only if it is full.
     pub(crate) fn is_fresh(&self) -> bool {
